@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ECShareConnector: the class vLLM loads.
+
+A role-routed shell, one instance a process. The scheduler half decides and fetches; the worker half
+moves embeddings between the encoder cache and this host. Each hook below is one call to the half of
+this process; the other half does not exist here, and asking for it is an AttributeError.
+
+vLLM imports this module in its front-end process too, so nothing heavy is imported at the top.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
+
+from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.store.config import parse
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+    from ecshare.messages import Orders, Report
+    from ecshare.plugin.metrics import CounterStats, PrometheusCounters
+    from ecshare.scheduler import EncoderScheduler
+    from ecshare.worker import EncoderWorker
+
+
+class ECShareConnector(ECConnectorBase):
+    """Shares vision embeddings through object storage; see docs/layout.md for the data path."""
+
+    scheduler: "EncoderScheduler"  # scheduler process only
+    worker: "EncoderWorker"  # worker processes only
+
+    def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
+        """Parse the options and start the half for `role`.
+
+        Raises:
+            ConfigError: an option is wrong or the store cannot be used; names the option.
+        """
+        super().__init__(vllm_config, role)
+        config = parse(
+            EncoderConfig, vllm_config.ec_transfer_config.ec_connector_extra_config, OPTIONS_PATH
+        )
+        # Here, because each half drags in what the other process must not load.
+        if role is ECConnectorRole.SCHEDULER:
+            from ecshare.scheduler import EncoderScheduler
+
+            self.scheduler = EncoderScheduler(vllm_config, config)
+        else:
+            from ecshare.worker import EncoderWorker
+
+            self.worker = EncoderWorker(vllm_config, config)
+
+    def shutdown(self) -> None:
+        """Let what is in flight end, briefly, and stop the I/O thread."""
+        half = self.scheduler if self.role is ECConnectorRole.SCHEDULER else self.worker
+        half.close()
+
+    # --- worker processes ---
+
+    def start_save_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
+        """Take this step's save orders; store what the encoder cache holds already."""
+        self.worker.begin_saves(self._orders(), encoder_cache)
+
+    def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
+        """Fill the encoder cache with this step's loads."""
+        self.worker.load(self._orders(), encoder_cache)
+
+    def save_caches(
+        self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
+    ) -> None:
+        """Store a freshly encoded item. The V1 runner calls this in every role."""
+        if self.is_producer:
+            self.worker.save(mm_hash, encoder_cache)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        """End of the step: on a producer-only engine, what was saved in it is stored by now."""
+        self.worker.settle()
+        return None, None
+
+    def build_connector_worker_meta(self) -> "Report | None":
+        """Return what the worker counted since its last report."""
+        return self.worker.report()
+
+    # --- scheduler process ---
+
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
+        """Return False while an item that `request` still needs is on its way to this host."""
+        return self.scheduler.ready(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Return True if the item need not be encoded: its bytes are verified and pinned here."""
+        return self.scheduler.has(identifier)
+
+    def has_caches(self, request: "Request") -> list[bool]:
+        """Answer the older interface: for each media item of `request`, what `has_cache_item` says.
+
+        Starts fetches for items not asked for yet; ask again for their answer.
+        """
+        self.scheduler.ready(request, 0)
+        return [self.scheduler.has(feature.identifier) for feature in request.mm_features]
+
+    def update_state_after_alloc(self, request: "Request", index: int) -> None:
+        """Note that item `index` of `request` is to be encoded, or loaded, in this step."""
+        self.scheduler.allocated(request, index)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "Orders":
+        """Return this step's orders for the workers."""
+        return self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
+        """Take the workers' report."""
+        self.scheduler.reported(connector_output.ec_connector_worker_meta)
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """Let go of the request's items; a producer announces them to the client.
+
+        The first value is always False: True would leak the request on an engine without KV.
+        """
+        return False, self.scheduler.finished(request)
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Return the requests whose embedding is gone and that carry nothing to encode from."""
+        return self.scheduler.take_unavailable()
+
+    # --- statistics; both processes ---
+
+    def get_ec_connector_stats(self) -> "CounterStats | None":
+        """Return the counts since the last call. Workers report theirs to the scheduler half."""
+        if self.role is not ECConnectorRole.SCHEDULER:
+            return None
+        return self.scheduler.take_stats()
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> "CounterStats | None":
+        """Wrap counts that travelled as a plain dict."""
+        from ecshare.plugin.metrics import CounterStats
+
+        return CounterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "PrometheusCounters":
+        """Register the Prometheus counters of ecshare.plugin.metrics."""
+        from ecshare.plugin.metrics import PrometheusCounters
+
+        return PrometheusCounters(("items",), metric_types, labelnames, per_engine_labelvalues)
+
+    def _orders(self) -> "Orders":
+        orders = self._get_connector_metadata()
+        if TYPE_CHECKING:
+            assert isinstance(orders, Orders)
+        return orders

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between the two halves of the encoder-cache connector.
+
+The halves live in different processes; vLLM carries these objects, pickled, with each step.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorMetadata,
+    ECConnectorWorkerMetadata,
+)
+
+from ecshare.transfer.stats import merged
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Put the embedding stored under `key` into the encoder cache as `identifier`."""
+
+    identifier: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Store the embedding of `identifier` under `key`, once it is in the encoder cache.
+
+    `attributes` go into the object's header: the number of embeddings and the placeholder metadata.
+    """
+
+    identifier: str
+    key: str
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Orders(ECConnectorMetadata):
+    """Scheduler half -> every worker, once a step. Filled by `EncoderScheduler.orders`."""
+
+    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report(ECConnectorWorkerMetadata):
+    """Workers -> scheduler half, after a step; counts only, for no decision rests on it.
+
+    V1 producers never deliver it, so nothing may depend on its arrival.
+    """
+
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
+        """Return the sum of two workers' reports."""
+        assert isinstance(other, Report)
+        return Report(merged(self.counts, other.counts))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both vLLM plug-ins share: versions, identity, ranks, metrics, registration."""

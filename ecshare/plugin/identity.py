@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""VllmConfig -> the facts that change bytes -> a namespace.
+
+Two engines share objects if and only if these facts agree. Where an engine computes (device,
+attention kernel, parallelism) is left out on purpose: it changes the last bits at most, and a fleet
+is seldom of one kind.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ecshare.plugin.weights import fingerprint
+from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The facts that must agree for two engines to share objects, and their digest."""
+
+    kind: Kind
+    digest: str
+    facts: Mapping[str, Any]
+
+    def key(self, name: str | bytes, part: str = "") -> str:
+        """Return the object key of `name`, which may be hostile: it is hashed."""
+        return object_key(self.kind, self.digest, name, part)
+
+
+def encoder_namespace(vllm_config: Any, epoch: str) -> Namespace:
+    """Return the namespace of this engine's embeddings.
+
+    `epoch` is the user's own word, to be changed when weights change in place.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    facts = _model_facts(vllm_config, epoch) | {
+        # Not part of vLLM's media hash, though they change what the encoder sees or drops.
+        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
+        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
+        "mm_encoder_attn_dtype": _plain(getattr(multimodal, "mm_encoder_attn_dtype", None)),
+        "video_pruning_rate": _plain(getattr(multimodal, "video_pruning_rate", None)),
+        "encoder_width": encoder_width(vllm_config),
+    }
+    return _namespace(Kind.EC, facts)
+
+
+def kv_namespace(vllm_config: Any, kv_cache_config: Any, epoch: str) -> Namespace:
+    """Return the namespace of this engine's KV blocks.
+
+    The block hashes themselves contain tokens, media identifiers, LoRA names and cache_salt.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    multimodal = model.multimodal_config
+    facts = _model_facts(vllm_config, epoch) | {
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "num_layers": model.hf_text_config.num_hidden_layers,
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "cache_groups": len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1,
+        "layout": 1,
+        # The same picture gives other embeddings, so other KV, under other options.
+        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
+        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
+    }
+    return _namespace(Kind.KV, facts)
+
+
+def encoder_width(vllm_config: Any) -> int:
+    """Return the width of an embedding, in elements.
+
+    A DeepStack model (Qwen3-VL) packs the features of several layers side by side; any other
+    encoder gives the language model's own width.
+    """
+    model = vllm_config.model_config
+    vision = getattr(model.hf_config, "vision_config", None)
+    levels = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return int(model.get_inputs_embeds_size()) * (1 + len(levels))
+
+
+def _namespace(kind: Kind, facts: dict[str, Any]) -> Namespace:
+    return Namespace(kind, namespace_digest(facts), facts)
+
+
+def _model_facts(vllm_config: Any, epoch: str) -> dict[str, Any]:
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    return {
+        "format": FORMAT_VERSION,
+        "model": str(model.model),
+        "revision": str(model.revision or ""),
+        "weights": _weights_fingerprint(
+            str(model.model),
+            str(model.revision or ""),
+            str(vllm_config.load_config.download_dir or ""),
+            f"{vllm_config.load_config.load_format}:{model.seed}",
+        ),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization or ""),
+        "hf_overrides": _plain(model.hf_overrides),
+        "tower_lora": bool(getattr(lora, "enable_tower_connector_lora", False)),
+        "epoch": epoch,
+    }
+
+
+@lru_cache(maxsize=4)
+def _weights_fingerprint(model: str, revision: str, download_dir: str, load_format: str) -> str:
+    """Fingerprint the files behind `model`; both connectors of an engine ask, so remember it."""
+    if load_format.partition(":")[0].endswith("dummy"):
+        return load_format
+    folder = Path(model)
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(
+                snapshot_download(
+                    model,
+                    revision=revision or None,
+                    cache_dir=download_dir or None,
+                    local_files_only=True,
+                )
+            )
+        return fingerprint(folder)
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        logger.warning(
+            "Cannot read the weight files of %r (%s): the namespace rests on the model's name and "
+            "revision alone. Set the option `epoch` and change it whenever the weights change.",
+            model,
+            exc,
+        )
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it; what is no JSON is named by its repr."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)

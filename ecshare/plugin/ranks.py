@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank writes, and which share of the heads it holds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This worker's place in its engine."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank stores what all ranks hold alike, such as embeddings."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def part(self) -> str:
+        """The name of this rank's share of an object that ranks hold in shares."""
+        name = f"t{self.tp_rank}of{self.tp_size}"
+        return name if self.pp_size == 1 else f"{name}-p{self.pp_rank}of{self.pp_size}"
+
+
+def worker_rank(vllm_config: Any) -> Rank:
+    """Return the rank of this worker process, once vLLM has set up its process groups."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    parallel = vllm_config.parallel_config
+    return Rank(
+        tp_rank=get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+    )

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fingerprint of a model's files: cheap to take, different when the weights are.
+
+Two checkpoints of one architecture have the same names, sizes and headers, so those are not enough.
+Training changes practically every number of a tensor it touches, so a short sample from each tensor
+tells two checkpoints apart, for some thousand small reads instead of many gigabytes.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Configuration that changes embeddings or KV although the weights are the same.
+_CONFIG_FILES = (
+    "config.json",
+    "params.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLE_BYTES = 512
+_BLIND_SAMPLES = 256
+# A safetensors header longer than this is not one (the format's own limit).
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def fingerprint(folder: Path) -> str:
+    """Return 32 hex digits that identify the model in `folder`; equal on every host.
+
+    File names, sizes, the whole of the small configuration files, safetensors headers, and samples
+    of every tensor enter; paths and times do not.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if path.name in _CONFIG_FILES:
+            _feed(digest, path.name, path.read_bytes())
+        elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            for piece in _samples(path):
+                _feed(digest, path.name, piece)
+    return digest.hexdigest()[:32]
+
+
+def _feed(digest: "hashlib._Hash", name: str, content: bytes) -> None:
+    """Add one piece, framed by lengths so that no two sequences of pieces read alike."""
+    label = name.encode()
+    digest.update(len(label).to_bytes(8, "little") + label)
+    digest.update(len(content).to_bytes(8, "little") + content)
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        yield size.to_bytes(8, "little")
+        header = _safetensors_header(descriptor, size) if path.suffix == ".safetensors" else None
+        if header is None:
+            # No map of the tensors: evenly spaced samples.
+            step = max(1, size // _BLIND_SAMPLES)
+            for offset in range(0, size, step):
+                yield os.pread(descriptor, _SAMPLE_BYTES, offset)
+            return
+        yield header
+        for start, end in _tensor_ranges(header):
+            middle = (start + end) // 2
+            first = 8 + len(header)
+            yield os.pread(descriptor, min(_SAMPLE_BYTES, end - start), first + start)
+            yield os.pread(descriptor, min(_SAMPLE_BYTES, end - middle), first + middle)
+    finally:
+        os.close(descriptor)
+
+
+def _safetensors_header(descriptor: int, size: int) -> bytes | None:
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        return None
+    return os.pread(descriptor, length, 8)
+
+
+def _tensor_ranges(header: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the byte range of each tensor, relative to the end of the header."""
+    for name, entry in json.loads(header).items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            yield int(start), int(end)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory to host slabs and back.
+
+A slab is a host buffer that holds one whole object: room for the prologue, then the payload. The
+device copies straight to the payload's place, the store layer writes the prologue before it, and
+that one buffer goes to the wire, so a save copies each byte once.
+
+On a GPU the copy runs on a side stream, ordered after the kernels that wrote the source; kernels
+launched later wait for it on the device. So the source may be overwritten or freed right away in
+stream order, and no CPU thread waits except the one that needs the bytes (`Slab.wait`).
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Slabs come in sizes of whole granules, so that a freed one fits the next object of about its size.
+_GRANULE_BYTES = 256 * 1024
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of `dtype`.
+
+    Raises:
+        ValueError: the format has no name for it.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ValueError(f"{dtype} has no name in the object format") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype `name`; the reverse of `dtype_name`.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ValueError(f"no torch dtype for {name!r}") from None
+
+
+def as_tensor(payload: memoryview, facts: TensorFacts) -> Tensor:
+    """View `payload` as the host tensor that `facts` describe; no copy.
+
+    The tensor shares memory with `payload`, which must outlive it. A read-only payload gives a
+    tensor that must not be written (torch cannot enforce that).
+    """
+    if not facts.num_bytes:
+        return torch.empty(facts.shape, dtype=torch_dtype(facts.dtype))
+    flat = torch.frombuffer(payload, dtype=torch.uint8)
+    return flat.view(torch_dtype(facts.dtype)).view(facts.shape)
+
+
+class Slab:
+    """A host buffer for one object: `PROLOGUE_BYTES`, then the payload.
+
+    Ownership: whoever holds it, one at a time: the vLLM thread fills it, then hands it to the
+    transfer engine with a Put, and the engine releases it.
+    """
+
+    def __init__(self, staging: "Staging", buffer: Tensor, facts: TensorFacts) -> None:
+        """Made by `Staging.reserve` only. `buffer`: uint8, at least prologue and payload long."""
+        self.facts = facts
+        self._staging = staging
+        self._buffer: Tensor | None = buffer
+        self.copied: torch.cuda.Event | None = None
+        self._num_bytes = PROLOGUE_BYTES + facts.num_bytes
+
+    @property
+    def body(self) -> memoryview:
+        """The whole object, prologue first; writable; valid until `release`."""
+        return memoryview(self._whole.numpy())[: self._num_bytes]
+
+    @property
+    def payload(self) -> Tensor:
+        """The payload as a host tensor of the slab's facts; valid until `release`."""
+        flat = self._whole[PROLOGUE_BYTES : self._num_bytes]
+        return flat.view(torch_dtype(self.facts.dtype)).view(self.facts.shape)
+
+    def wait(self) -> None:
+        """Block until the copy from the device has arrived. Any thread."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def release(self, *, reuse: bool = True) -> None:
+        """Give the memory back to the budget. The second call does nothing. Any thread.
+
+        Waits for a copy that is still arriving: the memory must not be used again before.
+        `reuse=False`: somebody may still read it, so it is freed when they let go, not filled again.
+        """
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self.wait()
+            self._staging.take_back(buffer, reuse=reuse)
+
+    @property
+    def _whole(self) -> Tensor:
+        if self._buffer is None:
+            raise RuntimeError("the slab was released")
+        return self._buffer
+
+
+class Staging:
+    """Copies between one device and host slabs, under a byte budget.
+
+    Freed slabs are kept and used again: fresh pages cost more than the copy into them.
+
+    Threads: `reserve` and the copies on vLLM's worker thread; `take_back` on any. One lock guards
+    the free list and the two sums, for a few list operations at a time.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        """Use `device` for copies; keep at most `buffer_bytes` of host memory, idle slabs too."""
+        self._device = device
+        self._limit_bytes = buffer_bytes
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Tensor]] = {}
+        self._used_bytes = 0
+        self._idle_bytes = 0
+
+    def reserve(self, facts: TensorFacts) -> Slab | None:
+        """Return a slab for an object of `facts`. None: the budget is spent, drop this save.
+
+        One object larger than the whole budget may go alone, else it could never be stored.
+        """
+        size = -(-(PROLOGUE_BYTES + facts.num_bytes) // _GRANULE_BYTES) * _GRANULE_BYTES
+        with self._lock:
+            if self._used_bytes and self._used_bytes + size > self._limit_bytes:
+                return None
+            self._used_bytes += size
+            buffer = self._reuse(size)
+        if buffer is None:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return Slab(self, buffer, facts)
+
+    def copy_out(self, slab: Slab, tensor: Tensor) -> None:
+        """Start copying `tensor` (of the slab's shape and dtype, any strides) to `slab`.
+
+        On a CPU the copy is done on return. On a GPU see the module's docstring.
+        """
+        if self._stream is None:
+            slab.payload.copy_(tensor)
+            return
+        source = tensor.contiguous()
+        self._send(slab, source, self._stream)
+        if source.data_ptr() == tensor.data_ptr():
+            # Later kernels may write to the source itself: let them wait for the copy.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def stack_out(self, slab: Slab, tensors: Sequence[Tensor], dim: int) -> None:
+        """Start copying `torch.stack(tensors, dim)` to `slab`, as `copy_out` does.
+
+        On a CPU the stack is written in place, so each byte is still copied once.
+        """
+        if self._stream is None:
+            torch.stack(list(tensors), dim=dim, out=slab.payload)
+            return
+        self._send(slab, torch.stack(list(tensors), dim=dim), self._stream)
+
+    def take_back(self, buffer: Tensor, *, reuse: bool) -> None:
+        """Return a slab's memory. Called by `Slab.release`. Any thread."""
+        with self._lock:
+            self._used_bytes -= buffer.nbytes
+            if reuse and self._used_bytes + self._idle_bytes + buffer.nbytes <= self._limit_bytes:
+                self._idle.setdefault(buffer.nbytes, []).append(buffer)
+                self._idle_bytes += buffer.nbytes
+
+    def _reuse(self, size: int) -> Tensor | None:
+        """Take an idle buffer of `size`, or drop idle ones until `size` more fits. Locked."""
+        if self._idle.get(size):
+            self._idle_bytes -= size
+            return self._idle[size].pop()
+        while self._idle_bytes and self._used_bytes + self._idle_bytes > self._limit_bytes:
+            largest = max(capacity for capacity, buffers in self._idle.items() if buffers)
+            self._idle[largest].pop()
+            self._idle_bytes -= largest
+        return None
+
+    def _send(self, slab: Slab, source: Tensor, stream: torch.cuda.Stream) -> None:
+        """Copy contiguous device tensor `source` to `slab` on the side stream."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            slab.payload.copy_(source, non_blocking=True)
+            slab.copied = stream.record_event()
+        # The allocator must not hand this memory out again before the side stream has read it.
+        source.record_stream(stream)

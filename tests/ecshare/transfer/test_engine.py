@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import ObjectInfo
+from ecshare.transfer.engine import (
+    Done,
+    Fetch,
+    Job,
+    Lookup,
+    Outcome,
+    Put,
+    StoredObject,
+    TransferEngine,
+    open_object,
+)
+from ecshare.transfer.staging import Slab, Staging, as_tensor
+
+NAMESPACE = "0" * 32
+FACTS = TensorFacts("F32", (4, 8), {"num_embeds": 4})
+TENSOR = torch.arange(32, dtype=torch.float32).view(4, 8)
+
+
+def key(name: str) -> str:
+    return object_key(Kind.EC, NAMESPACE, name)
+
+
+def config(tmp_path: Path, host: str = "host", **options: float) -> StoreConfig:
+    return StoreConfig(
+        url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
+    )
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging(torch.device("cpu"), 1 << 22)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[TransferEngine]:
+    engine = TransferEngine(config(tmp_path), "options")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[TransferEngine]:
+    """An engine on another host: the same store, another host cache."""
+    engine = TransferEngine(config(tmp_path, "other-host"), "options")
+    yield engine
+    engine.close()
+
+
+def filled(staging: Staging, tensor: torch.Tensor = TENSOR) -> Slab:
+    slab = staging.reserve(FACTS)
+    assert slab is not None
+    staging.copy_out(slab, tensor)
+    return slab
+
+
+def finish(engine: TransferEngine, job: Job) -> Done:
+    engine.submit(job)
+    (done,) = engine.drain(10)
+    assert done.job is job
+    return done
+
+
+def value(done: Done) -> StoredObject:
+    assert done.outcome is Outcome.OK
+    assert isinstance(done.value, StoredObject)
+    return done.value
+
+
+def stored_file(tmp_path: Path, name: str) -> Path:
+    return tmp_path / "store" / key(name)
+
+
+def test_put_then_fetch_on_another_host(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
+) -> None:
+    assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.OK
+    stored = value(finish(elsewhere, Fetch(key("a"), 5)))
+    assert stored.facts == FACTS
+    assert torch.equal(as_tensor(stored.payload, stored.facts), TENSOR)
+    assert stored.entry is not None
+    stored.release()
+    stored.release()
+
+
+def test_the_same_host_reads_its_cache_not_the_store(
+    engine: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    stored_file(tmp_path, "a").unlink()
+    value(finish(engine, Fetch(key("a"), 5))).release()
+
+
+def test_what_was_fetched_is_there_for_other_processes_of_the_host(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    value(finish(elsewhere, Fetch(key("a"), 5))).release()
+    opened = open_object(elsewhere.host, key("a"))
+    assert opened is not None
+    assert torch.equal(as_tensor(opened.payload, opened.facts), TENSOR)
+    opened.release()
+    assert open_object(elsewhere.host, key("b")) is None
+
+
+def test_a_missing_object_is_a_miss(engine: TransferEngine) -> None:
+    assert finish(engine, Fetch(key("none"), 5)).outcome is Outcome.MISSING
+
+
+def test_a_damaged_object_is_a_miss_and_makes_room_for_a_good_one(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    path = stored_file(tmp_path, "a")
+    body = bytearray(path.read_bytes())
+    body[PROLOGUE_BYTES + 3] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(body)
+    assert finish(elsewhere, Fetch(key("a"), 5)).outcome is Outcome.CORRUPT
+    assert finish(elsewhere, Fetch(key("a"), 5)).outcome is Outcome.MISSING
+    finish(engine, Put(key("a"), filled(staging)))
+    value(finish(elsewhere, Fetch(key("a"), 5))).release()
+
+
+def test_lookup_asks_host_and_store_in_the_order_of_the_keys(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    finish(engine, Put(key("b"), filled(staging)))
+    keys = (key("x"), key("a"), key("b"), key("x"))
+    assert finish(elsewhere, Lookup(keys, 5)).value == (False, True, True, False)
+    stored_file(tmp_path, "b").unlink()
+    assert finish(engine, Lookup(keys, 5)).value == (False, True, True, False)
+    assert finish(engine, Lookup(keys, 5, store_only=True)).value == (False, True, False, False)
+
+
+def test_a_full_host_cache_still_serves_this_process(
+    engine: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    cramped = TransferEngine(config(tmp_path, "cramped", host_cache_bytes=1), "options")
+    stored = value(finish(cramped, Fetch(key("a"), 5)))
+    assert stored.entry is None
+    assert torch.equal(as_tensor(stored.payload, stored.facts), TENSOR)
+    stored.release()
+    cramped.close()
+
+
+def test_poll_never_waits_and_counts_down(engine: TransferEngine) -> None:
+    assert engine.poll() == []
+    engine.submit(Lookup((key("a"),), 5))
+    assert engine.in_flight == 1
+    assert len(engine.drain(10)) == 1
+    assert engine.in_flight == 0
+
+
+def test_a_closed_engine_rejects(engine: TransferEngine, staging: Staging) -> None:
+    engine.close()
+    engine.close()
+    assert finish(engine, Fetch(key("a"), 5)).outcome is Outcome.REJECTED
+    assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.REJECTED
+
+
+def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path: Path) -> None:
+    engine = TransferEngine(config(tmp_path), "options")
+    engine.start_up(Kind.EC, NAMESPACE, {"model": "m"}, write=True)
+    assert (tmp_path / "store" / "ec" / "1" / NAMESPACE / "manifest").is_file()
+    engine.close()
+    (tmp_path / "plain-file").touch()
+    blocked = StoreConfig(
+        url=f"file://{tmp_path}/plain-file/store", host_cache_dir=str(tmp_path / "host")
+    )
+    with pytest.raises(ConfigError, match=r"options\.url"):
+        TransferEngine(blocked, "options").probe(write=True)
+
+
+class Failing:
+    """A store that does as told; real ones cannot be made to fail on the n-th call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.error: Exception | None = None
+        self.stalls = False
+
+    async def _act(self) -> None:
+        self.calls += 1
+        if self.stalls:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+
+    async def get(self, key: str) -> memoryview:
+        await self._act()
+        raise ObjectMissing(key)
+
+    async def put(self, key: str, body: bytes | bytearray | memoryview) -> bool:
+        await self._act()
+        return True
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        await self._act()
+        return [False for _ in keys]
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._act()
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        for info in ():
+            yield info
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def failing() -> Failing:
+    return Failing()
+
+
+@pytest.fixture
+def unlucky(tmp_path: Path, failing: Failing) -> Iterator[TransferEngine]:
+    engine = TransferEngine(config(tmp_path, io_timeout_s=0.05), "options", store=failing)
+    yield engine
+    engine.close()
+
+
+def test_store_errors_and_bugs_become_outcomes(
+    unlucky: TransferEngine, failing: Failing, staging: Staging
+) -> None:
+    for error in (StoreUnavailable("gone"), RuntimeError("a bug")):
+        failing.error = error
+        assert finish(unlucky, Fetch(key("a"), 5)).outcome is Outcome.UNAVAILABLE
+        assert finish(unlucky, Put(key("b"), filled(staging))).outcome is Outcome.UNAVAILABLE
+
+
+def test_a_stalled_store_costs_the_timeout_then_nothing(
+    unlucky: TransferEngine, failing: Failing
+) -> None:
+    failing.stalls = True
+    for _ in range(4):
+        assert finish(unlucky, Lookup((key("a"),), 0.01)).outcome is Outcome.UNAVAILABLE
+    calls = failing.calls
+    for _ in range(20):
+        assert finish(unlucky, Lookup((key("a"),), 60)).outcome is Outcome.UNAVAILABLE
+    assert failing.calls <= calls + 1
+
+
+def test_misses_keep_the_store_healthy(unlucky: TransferEngine, failing: Failing) -> None:
+    for _ in range(20):
+        assert finish(unlucky, Fetch(key("a"), 5)).outcome is Outcome.MISSING
+    assert failing.calls == 20
+
+
+def test_a_save_that_timed_out_keeps_its_bytes_for_whoever_still_sends_them(
+    unlucky: TransferEngine, failing: Failing, staging: Staging
+) -> None:
+    failing.stalls = True
+    slab = filled(staging)
+    body = slab.body
+    assert finish(unlucky, Put(key("a"), slab)).outcome is Outcome.UNAVAILABLE
+    sent = bytes(body)
+    filled(staging, torch.zeros(4, 8))
+    assert bytes(body) == sent
