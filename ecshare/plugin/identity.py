@@ -3,7 +3,7 @@
 
 Two engines share objects if and only if these facts agree. Where an engine computes (device,
 attention kernel, parallelism) is left out on purpose: it changes the last bits at most, and a fleet
-is seldom of one kind.
+is seldom of one kind. KV blocks are the exception: kernels differ in how they lay out a block.
 """
 
 import logging
@@ -65,11 +65,29 @@ def kv_namespace(vllm_config: Any, kv_cache_config: Any, epoch: str) -> Namespac
         "head_size": model.get_head_size(),
         "cache_groups": len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1,
         "layout": 1,
+        "page": _page_format(vllm_config),
         # The same picture gives other embeddings, so other KV, under other options.
         "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
         "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
     }
     return _namespace(Kind.KV, facts)
+
+
+def _page_format(vllm_config: Any) -> str:
+    """Return how the attention kernels lay out the inside of a block, as far as the device says.
+
+    CPU kernels repack keys for their instruction set: blocks of one shape, read by another CPU or a
+    GPU, would be other numbers. GPU kernels of one vendor agree where their blocks' shapes do.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.device_name)
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    return f"cpu-{isa}"
 
 
 def encoder_width(vllm_config: Any) -> int:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVShareConnector: the class vLLM loads.
+
+A role-routed shell, one instance a process. The scheduler half plans what to load and what to save;
+the worker half moves blocks between the cache tensors and the store. Each hook below is one call to
+the half of this process; the other half does not exist here: asking for it is an AttributeError.
+
+vLLM imports this module in its front-end process too, so nothing heavy is imported at the top.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from ecshare.store.config import parse
+from kvshare.config import OPTIONS_PATH, KVConfig
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from ecshare.plugin.metrics import CounterStats
+    from kvshare.messages import Orders, Report
+    from kvshare.scheduler import KVScheduler
+    from kvshare.worker import KVWorker
+
+logger = logging.getLogger(__name__)
+
+
+class KVShareConnector(KVConnectorBase_V1):
+    """Shares KV blocks through object storage; see docs/layout.md for the data path."""
+
+    scheduler: "KVScheduler"  # scheduler process only
+    worker: "KVWorker"  # worker processes only
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        """Parse the options and start the half for `role`.
+
+        Raises:
+            ConfigError: an option is wrong or the store cannot be used; names the option.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        config = parse(KVConfig, transfer.kv_connector_extra_config, OPTIONS_PATH)
+        # Here, because each half drags in what the other process must not load.
+        if role is KVConnectorRole.SCHEDULER:
+            from kvshare.scheduler import KVScheduler
+
+            self.scheduler = KVScheduler.start(vllm_config, kv_cache_config, config)
+            if transfer.kv_load_failure_policy != "recompute":
+                # vLLM's scheduler reads it right after it has made this object.
+                transfer.kv_load_failure_policy = "recompute"
+                logger.info(
+                    "kv_load_failure_policy is set to 'recompute': what a cache has lost is "
+                    "computed again, and no request fails for it."
+                )
+        else:
+            from kvshare.worker import KVWorker
+
+            self.worker = KVWorker.start(vllm_config, kv_cache_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a later miss, never a failure."""
+        return False
+
+    def shutdown(self) -> None:
+        """Let what is in flight end, briefly, and stop the I/O thread."""
+        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        half.close()
+
+    # --- worker processes ---
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Take hold of vLLM's cache tensors, one a layer."""
+        self.worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Start this step's loads; `get_transfer_results` says when they have ended."""
+        self.worker.load(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads are asynchronous, and a request runs once its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: blocks are saved after the forward pass, for CUDA graphs skip this hook."""
+
+    def wait_for_save(self) -> None:
+        """Start this step's saves. The blocks may be refilled, in stream order, on return."""
+        self.worker.save(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose load ended, and which of them failed; each once."""
+        finished = self.worker.settle()
+        return KVConnectorTransferResults(
+            finished_recving=finished.requests, failed_recving=finished.failed
+        )
+
+    def build_connector_worker_meta(self) -> "Report | None":
+        """Return what the scheduler half must know; None if there is nothing."""
+        return self.worker.report()
+
+    # --- scheduler process ---
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, asynchronously; (None, False): ask again."""
+        num_tokens = self.scheduler.num_loadable_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Note the blocks that the load, if there is one, is to fill."""
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        self.scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "Orders":
+        """Return this step's orders for the workers."""
+        return self.scheduler.orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take the workers' report."""
+        self.scheduler.reported(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; a producer announces what of it is stored or on its way.
+
+        The first value is always False: saves were copied out in stream order, so no block is
+        needed any more.
+        """
+        return False, self.scheduler.finished(request)
+
+    # --- statistics; both processes ---
+
+    def get_kv_connector_stats(self) -> "CounterStats | None":
+        """Return the counts of this half since the last call."""
+        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        return half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "CounterStats | None":
+        """Wrap counts that travelled as a plain dict."""
+        from ecshare.plugin.metrics import CounterStats
+
+        return CounterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """Return the `PrometheusCounters` of this connector, registered."""
+        from ecshare.plugin.metrics import PrometheusCounters
+
+        families = ("blocks", "tokens")
+        return PrometheusCounters(families, metric_types, labelnames, per_engine_labelvalues)
+
+    def _orders(self) -> "Orders":
+        orders = self._get_connector_metadata()
+        if TYPE_CHECKING:
+            assert isinstance(orders, Orders)
+        return orders
