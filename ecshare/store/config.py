@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options both connectors take, and the one parser from a user's dict to a frozen type."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ecshare.store.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+T = TypeVar("T", bound=Struct)
+
+_SECRET = re.compile(r"key|secret|token|password|passphrase|credential|sas|auth", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@]+(?=@)")
+_MSGSPEC_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+
+
+class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every connector needs to know about its store."""
+
+    url: str
+    """Where the objects live: `/folder`, `file:///folder`, `s3://bucket/prefix`, or any url that
+    an installed fsspec filesystem understands."""
+
+    storage_options: dict[str, Any] = {}
+    """Options of that filesystem, named as fsspec names them (for S3: `key`, `secret`, `token`,
+    `endpoint_url`, `anon`, `client_kwargs`, ...). Left out, S3 takes the usual credentials: AWS
+    environment variables, profiles, roles."""
+
+    epoch: Annotated[str, Meta(max_length=128)] = ""
+    """Any text; engines share objects only where it is the same. Change it after the weights were
+    updated in place."""
+
+    wait_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
+    """Seconds a request may wait for an object that was announced or is on its way."""
+
+    io_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    """Seconds after which one operation on the store counts as failed."""
+
+    buffer_bytes: Annotated[int, Meta(gt=0)] = GIB
+    """Host memory for objects in flight; beyond it saves are dropped and loads wait."""
+
+    host_cache_dir: str | None = None
+    """Folder of verified objects that all engines of this user on this host share. Left out:
+    `/dev/shm/ecshare-<uid>`."""
+
+    host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
+    """What that folder may hold; the least recently used objects leave first."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.for_log().items())
+        return f"{type(self).__name__}({fields})"
+
+    def for_log(self) -> dict[str, Any]:
+        """All options as plain values, secrets masked."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {**masked(shown), "url": masked_url(self.url)}
+
+
+def masked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with "***" for every value whose name sounds like a secret's, at any depth."""
+
+    def shown(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return masked(value)
+        if value is None or isinstance(value, bool):
+            return value
+        return "***" if _SECRET.search(name) else value
+
+    return {str(name): shown(str(name), value) for name, value in options.items()}
+
+
+def masked_url(url: str) -> str:
+    """`url` without the login that some protocols carry in it."""
+    return _URL_LOGIN.sub("***", url)
+
+
+def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
+    """Read the options `raw`, which the user wrote at the JSON path `path`, as a `cls`.
+
+    Raises ConfigError: a field is unknown, missing, or of another type; the sentence names it.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path}: expected an object of options, got {_kind(raw)}")
+    known = [field.encode_name for field in msgspec.structs.fields(cls)]
+    for name in raw:
+        if name not in known:
+            raise ConfigError(f"{path}.{name}: unknown option; {suggestion(str(name), known)}")
+    try:
+        return msgspec.convert(dict(raw), cls)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(_sentence(str(exc), path)) from exc
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """What to say after "unknown": the nearest known name, or all of them."""
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _sentence(message: str, path: str) -> str:
+    """Msgspec's words, with the user's path in front instead of `$.x` behind."""
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        return f"{path}.{missing[1]}: missing, and it has no default"
+    at = _MSGSPEC_PATH.search(message)
+    where = f"{path}.{at['path']}" if at and at["path"] else path
+    what = (message[: at.start()] if at else message).replace("`", "")
+    return f"{where}: {what[:1].lower()}{what[1:]}"
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else type(value).__name__

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an object contains: one tensor, as a safetensors file with a 4,096-byte prologue.
+
+    byte 0      8 bytes, little endian: 4088
+    byte 8      the safetensors header, JSON, padded with blanks
+    byte 4096   the payload: the tensor, row-major, little endian
+
+A fixed prologue lets a device copy straight to byte 4,096 of a slab before the checksum is known;
+`seal` then writes the header in front, and that one slab goes to the wire. docs/format.md is
+normative. All that is read here may come from an enemy: sizes are bounded before they are used.
+"""
+
+import math
+import struct
+from typing import Any, Final
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from ecshare import __version__
+from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.keys import FORMAT_VERSION, JSON, canonical_json
+
+PROLOGUE_BYTES: Final = 4096
+TENSOR_NAME: Final = "tensor"
+MAX_DIMENSIONS: Final = 8
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+"""Bytes per element of every dtype an object may have, by its safetensors name."""
+
+_LENGTH = struct.Struct("<Q")
+_HEADER_BYTES: Final = PROLOGUE_BYTES - _LENGTH.size
+_CHECKSUM_PREFIX: Final = "xxh3_128:"
+
+
+class TensorFacts(Struct, frozen=True):
+    """What the payload is."""
+
+    dtype: str
+    """A safetensors name: a key of ITEM_BYTES."""
+    shape: tuple[int, ...]
+    attributes: dict[str, JSON] = {}
+    """What else a reader must know, e.g. `{"num_embeds": 256}`. Small: it shares the prologue."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the payload. KeyError for an unknown dtype."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Sealed(Struct, frozen=True):
+    """An object, taken apart without copying it."""
+
+    facts: TensorFacts
+    payload: memoryview
+    """Read only; it keeps the object's buffer alive."""
+
+
+class _Metadata(Struct, forbid_unknown_fields=False):
+    format: str = msgspec.field(name="ecshare.format")
+    checksum: str = msgspec.field(name="ecshare.checksum")
+    attributes: str = msgspec.field(name="ecshare.attributes")
+    producer: str = msgspec.field(name="ecshare.producer")
+
+
+class _Tensor(Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Header(Struct, forbid_unknown_fields=True):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+    tensor: _Tensor = msgspec.field(name=TENSOR_NAME)
+
+
+_header_decoder = msgspec.json.Decoder(_Header)
+_attributes_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+def seal(slab: memoryview, facts: TensorFacts) -> None:
+    """Write the prologue of `slab`, whose payload already lies at byte 4,096, in place.
+
+    Raises ValueError: the slab is not 4,096 bytes plus the payload that `facts` describes, or the
+    facts do not fit into the prologue.
+    """
+    raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
+    problem = _oddity(facts)
+    if problem:
+        raise ValueError(f"cannot seal: {problem}")
+    if len(raw) != PROLOGUE_BYTES + facts.num_bytes:
+        raise ValueError(
+            f"cannot seal: the slab has {len(raw)} bytes, "
+            f"the facts ask for {PROLOGUE_BYTES + facts.num_bytes}"
+        )
+    attributes = canonical_json(facts.attributes).decode("ascii")
+    metadata = _Metadata(
+        format=str(FORMAT_VERSION),
+        checksum=_checksum(facts, attributes, __version__, raw[PROLOGUE_BYTES:]),
+        attributes=attributes,
+        producer=__version__,
+    )
+    tensor = _Tensor(dtype=facts.dtype, shape=facts.shape, data_offsets=(0, facts.num_bytes))
+    header = msgspec.json.encode(_Header(metadata=metadata, tensor=tensor))
+    if len(header) > _HEADER_BYTES:
+        raise ValueError(
+            f"cannot seal: the attributes need {len(attributes)} bytes; "
+            f"the prologue is {len(header) - _HEADER_BYTES} bytes too small for them"
+        )
+    raw[:PROLOGUE_BYTES] = _LENGTH.pack(_HEADER_BYTES) + header.ljust(_HEADER_BYTES)
+
+
+def unseal(body: memoryview, *, verify: bool = True) -> Sealed:
+    """Take an object apart. The payload is a view into `body`.
+
+    `verify=False` skips the checksum, and only that: for bytes that were verified before and lay
+    where nobody else can write. Raises ObjectCorrupt for anything odd.
+    """
+    raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
+    header = _header(raw)
+    facts = TensorFacts(
+        dtype=header.tensor.dtype,
+        shape=header.tensor.shape,
+        attributes=_attributes(header.metadata.attributes),
+    )
+    problem = _oddity(facts)
+    if problem:
+        raise ObjectCorrupt(f"corrupt object: {problem}")
+    payload = raw[PROLOGUE_BYTES:].toreadonly()
+    if not len(payload) == facts.num_bytes == header.tensor.data_offsets[1]:
+        raise ObjectCorrupt(
+            f"corrupt object: {len(payload)} bytes of payload, {facts.num_bytes} expected"
+        )
+    if header.tensor.data_offsets[0] != 0:
+        raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
+    if verify:
+        metadata = header.metadata
+        actual = _checksum(facts, metadata.attributes, metadata.producer, payload)
+        if actual != metadata.checksum:
+            raise ObjectCorrupt("corrupt object: the checksum differs")
+    return Sealed(facts=facts, payload=payload)
+
+
+def _header(raw: memoryview) -> _Header:
+    if len(raw) < PROLOGUE_BYTES:
+        raise ObjectCorrupt(f"corrupt object: {len(raw)} bytes are less than a prologue")
+    if _LENGTH.unpack_from(raw)[0] != _HEADER_BYTES:
+        raise ObjectCorrupt("corrupt object: it does not begin with an ecshare prologue")
+    try:
+        header = _header_decoder.decode(bytes(raw[_LENGTH.size : PROLOGUE_BYTES]))
+    except (msgspec.DecodeError, RecursionError) as exc:  # UnicodeDecodeError is wrapped by msgspec
+        raise ObjectCorrupt(f"corrupt object: odd header, {exc}") from exc
+    if header.metadata.format != str(FORMAT_VERSION):
+        raise ObjectCorrupt(
+            f"corrupt object: format {header.metadata.format[:16]!r}, this reader knows "
+            f"{FORMAT_VERSION}"
+        )
+    return header
+
+
+def _attributes(text: str) -> dict[str, JSON]:
+    try:
+        return _attributes_decoder.decode(text)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ObjectCorrupt(f"corrupt object: odd attributes, {exc}") from exc
+
+
+def _oddity(facts: TensorFacts) -> str | None:
+    """Why no object may have these facts, or None."""
+    if facts.dtype not in ITEM_BYTES:
+        return f"unknown dtype {facts.dtype[:32]!r}"
+    if len(facts.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in facts.shape):
+        return "a shape has at most 8 dimensions, none negative or absurd"
+    return None
+
+
+def _checksum(facts: TensorFacts, attributes: str, producer: str, payload: memoryview) -> str:
+    """Over all that a reader believes, the header too: a flipped bit in it is caught."""
+    believed = [FORMAT_VERSION, facts.dtype, list(facts.shape), attributes, producer]
+    digest = xxhash.xxh3_128(canonical_json(believed))
+    digest.update(payload)
+    return _CHECKSUM_PREFIX + digest.hexdigest()

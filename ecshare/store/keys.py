@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an object is called. Pure.
+
+    <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>[.part]     an object
+    <kind>/<format version>/<namespace>/manifest                             the namespace's facts
+
+Every string that a client can choose is hashed before it becomes part of a key.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of them
+
+FORMAT_VERSION = 1
+"""Changes with the meaning of bytes or keys: versions never see each other's objects."""
+
+PROBE_KEY = "probe/object"
+"""Written once by whoever tests whether a store takes writes."""
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_PART = re.compile(r"[a-z0-9_-]{1,32}")
+_OBJECT_KEY = re.compile(
+    rf"(?:ec|kv)/{FORMAT_VERSION}/[0-9a-f]{{32}}/([0-9a-f]{{2}})/(?=\1)[0-9a-f]{{64}}(?:\.[a-z0-9_-]{{1,32}})?"
+)
+# One level of a key. It never begins with a dot: '..' cannot be said, and dot files are free for
+# the temporary files of backends.
+_SEGMENT = r"[a-z0-9_-][a-z0-9._-]{0,127}"
+_SAFE_KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,7}}")
+
+
+class Kind(StrEnum):
+    """What an object holds."""
+
+    EC = "ec"
+    KV = "kv"
+
+
+def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") -> str:
+    """The key of the object `name` (any text or bytes: it is hashed) in `namespace`.
+
+    `part` tells apart several objects of one name, e.g. the shares of ranks: `[a-z0-9_-]{1,32}`.
+    Raises ValueError for a namespace or part of another shape.
+    """
+    if part and not _PART.fullmatch(part):
+        raise ValueError(f"a part must match [a-z0-9_-]{{1,32}}, got {part!r}")
+    # The first byte keeps b"x" and "x" apart. Text from JSON may hold lone surrogates.
+    raw = b"b" + name if isinstance(name, bytes) else b"s" + name.encode("utf-8", "surrogatepass")
+    digest = hashlib.sha256(raw).hexdigest()
+    suffix = f".{part}" if part else ""
+    return f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}"
+
+
+def manifest_key(kind: Kind, namespace: str) -> str:
+    """The key of the facts behind `namespace`."""
+    return f"{_space(kind, namespace)}/manifest"
+
+
+def namespace_digest(facts: Mapping[str, JSON]) -> str:
+    """128 bits, in hex, that differ as soon as one fact differs."""
+    return hashlib.sha256(canonical_json(facts)).hexdigest()[:32]
+
+
+def is_object_key(key: str) -> bool:
+    """Whether `object_key` could have made this key."""
+    return _OBJECT_KEY.fullmatch(key) is not None
+
+
+def is_safe_key(key: str) -> bool:
+    """Whether a backend may use this key as a relative path: it stays inside the store's root."""
+    return _SAFE_KEY.fullmatch(key) is not None
+
+
+def check_key(key: str) -> str:
+    """Return `key`, or raise ValueError: it could leave the store's root."""
+    if not is_safe_key(key):
+        raise ValueError(f"not a key of this store: {key[:200]!r}")
+    return key
+
+
+def canonical_json(value: JSON) -> bytes:
+    """One JSON text per value: sorted keys, no blanks, ASCII.
+
+    Raises TypeError or ValueError for what JSON cannot hold without changing it: a dict key that
+    is no string, NaN, infinity.
+    """
+    _check_names(value)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
+
+
+def _check_names(value: JSON) -> None:
+    """`json` writes the keys 1 and "1" alike; two facts must not become one."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"a JSON object's names are strings, got {name!r}")
+            _check_names(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_names(inner)
+
+
+def _space(kind: Kind, namespace: str) -> str:
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ValueError(f"a namespace is 32 hex digits, got {namespace!r}")
+    return f"{Kind(kind)}/{FORMAT_VERSION}/{namespace}"

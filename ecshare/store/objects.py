@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a store, and the way from a url to one.
+
+| url                                            | store                  | road    |
+|------------------------------------------------|------------------------|---------|
+| `/folder`, `file:///folder`                    | `directory.Directory`  | files   |
+| `s3://bucket/prefix`, options known to obstore | `cloud.CloudObjects`   | obstore |
+| anything else fsspec can open                  | `remote.RemoteObjects` | fsspec  |
+"""
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from typing import Protocol
+
+from msgspec import Struct
+
+from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.errors import ConfigError, ObjectMissing
+from ecshare.store.keys import PROBE_KEY
+
+logger = logging.getLogger(__name__)
+
+Buffer = bytes | bytearray | memoryview
+
+
+class ObjectInfo(Struct, frozen=True):
+    """One line of a listing."""
+
+    key: str
+    num_bytes: int
+    modified_s: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+class ObjectStore(Protocol):
+    """Immutable objects under string keys (see keys.py; others raise ValueError).
+
+    Every write is atomic: a reader sees all of an object or none. An object never changes, so a
+    second write of a key is wasteful, never wrong. All methods may be called concurrently, from
+    one event loop, and raise StoreUnavailable or StoreDenied when the store fails.
+    """
+
+    async def get(self, key: str) -> memoryview:
+        """Return all bytes under `key`. Raises ObjectMissing."""
+
+    async def put(self, key: str, body: Buffer) -> bool:
+        """Write `body` under `key`. False: the store knows that it was there already.
+
+        `body` is read until this returns, and must not change before.
+        """
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Say of each key whether `get` would find it."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove these; one that is missing is no error."""
+
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Yield all objects below `prefix` ("" or whole levels: "ec/1/"), in any order."""
+
+    async def close(self) -> None:
+        """Let go of connections and threads. Calls in flight may fail."""
+
+
+def open_store(config: StoreConfig, path: str) -> ObjectStore:
+    """Return the store that `config` names. Touches no network; `probe` does.
+
+    `path` is where the user wrote these options, e.g. "ec_connector_extra_config". Raises
+    ConfigError for a url or an option that cannot work, naming it and the fix.
+    """
+    protocol, _, rest = config.url.partition("://")
+    if not rest and "://" not in config.url:
+        protocol, rest = "file", config.url
+    if "::" in config.url:
+        raise ConfigError(
+            f"{path}.url: chained urls ('::') are not supported; name the store alone"
+        )
+    if protocol in ("file", "local"):
+        store, road = _directory(config, rest, path), "files"
+    else:
+        store, road = _bucket(config, protocol, path)
+    logger.info("store %s is reached by %s", masked_url(config.url), road)
+    return store
+
+
+async def probe(store: ObjectStore, *, write: bool) -> None:
+    """Find out at start whether `store` answers, and with `write` whether it takes objects.
+
+    Raises StoreUnavailable or StoreDenied, with the store's own words.
+    """
+    async with aclosing(store.list(PROBE_KEY.partition("/")[0] + "/")) as found:  # type: ignore[type-var]
+        async for _ in found:
+            break
+    if write:
+        await store.put(PROBE_KEY, b"ecshare")
+    with suppress(ObjectMissing):
+        await store.get(PROBE_KEY)
+
+
+def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
+    from ecshare.store.directory import Directory
+
+    for name in config.storage_options:
+        if name != "auto_mkdir":  # fsspec's own; a Directory always makes what it needs
+            raise ConfigError(
+                f"{path}.storage_options.{name}: a folder takes no options; leave it out"
+            )
+    if folder.startswith("localhost/"):
+        folder = folder.removeprefix("localhost")
+    if not folder.startswith("/"):
+        raise ConfigError(
+            f"{path}.url: {config.url!r} is not an absolute folder, and engines run in different "
+            "working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
+        )
+    return Directory.open(folder, config.io_timeout_s, f"{path}.url")
+
+
+def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
+    from ecshare.store import remote
+
+    if protocol in ("s3", "s3a"):
+        from ecshare.store import cloud
+
+        plan = cloud.plan(config, path)
+        if isinstance(plan, cloud.Plan):
+            return cloud.open_cloud(plan, config.io_timeout_s), "obstore"
+        return remote.open_remote(config, path), f"fsspec: {plan}"
+    return remote.open_remote(config, path), "fsspec"

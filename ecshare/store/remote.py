@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects behind any fsspec filesystem: the general road, complete rather than fast.
+
+Asynchronous filesystems (s3fs, gcsfs, adlfs, ...) run on the event loop that calls this store;
+the others (memory, sftp, smb, ...) in a few threads.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import fsspec
+
+from ecshare.store.config import StoreConfig, suggestion
+from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.objects import Buffer, ObjectInfo
+from ecshare.store.threads import Threads, bounded
+
+# What to install for the protocols people use most. Others get the words of fsspec.
+_PIP = {
+    "s3": "pip install 'ecshare[s3]'",
+    "s3a": "pip install 'ecshare[s3]'",
+    "gs": "pip install gcsfs",
+    "gcs": "pip install gcsfs",
+    "az": "pip install adlfs",
+    "abfs": "pip install adlfs",
+    "abfss": "pip install adlfs",
+}
+# Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
+# final name, so objects are written beside it and moved.
+_ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
+_LANES = 32  # look-ups in flight
+_CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+_DENIED = {
+    "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
+    "PartialCredentialsError", "SignatureDoesNotMatch", "403",
+}  # fmt: skip
+
+
+def open_remote(config: StoreConfig, path: str) -> "RemoteObjects":
+    """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be."""
+    protocol = config.url.partition("://")[0]
+    filesystem_class = _filesystem_class(protocol, f"{path}.url")
+    options: dict[str, Any] = dict(config.storage_options)
+    if protocol in ("s3", "s3a"):
+        # Above 1, s3fs sends a HEAD before each GET to size the object.
+        options["max_concurrency"] = 1
+        options.pop("asynchronous", None)
+    if filesystem_class.async_impl:
+        options["asynchronous"] = True
+    try:
+        # A listing from memory would hide what other engines stored; an instance from fsspec's
+        # own cache may belong to another event loop.
+        filesystem, root = fsspec.core.url_to_fs(
+            config.url, use_listings_cache=False, skip_instance_cache=True, **options
+        )
+    except Exception as exc:
+        raise ConfigError(
+            f"{path}.storage_options: {protocol} does not open with these options "
+            f"({type(exc).__name__}: {exc})"
+        ) from exc
+    atomic = protocol in _ATOMIC
+    return RemoteObjects(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
+
+
+def _filesystem_class(protocol: str, option: str) -> Any:
+    try:
+        return fsspec.get_filesystem_class(protocol)
+    except ImportError as exc:
+        fix = _PIP.get(protocol, str(exc))
+        raise ConfigError(
+            f"{option}: {protocol}:// needs a package that is missing: {fix}"
+        ) from exc
+    except ValueError as exc:
+        known = [*fsspec.available_protocols()]
+        raise ConfigError(
+            f"{option}: unknown protocol {protocol!r}; {suggestion(protocol, known)}"
+        ) from exc
+
+
+class RemoteObjects:
+    """An ObjectStore below one path of an fsspec filesystem."""
+
+    def __init__(
+        self, filesystem: Any, root: str, *, atomic_writes: bool, io_timeout_s: float
+    ) -> None:
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self._atomic_writes = atomic_writes
+        self._io_timeout_s = io_timeout_s
+        self._threads = Threads("remote", 8, io_timeout_s)
+        pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
+        parameters = inspect.signature(pipe).parameters
+        self._create_only = {"mode": "create"} if "mode" in parameters else {}
+
+    async def get(self, key: str) -> memoryview:
+        """See ObjectStore."""
+        path = self._path(key)
+        with mapped_errors(key):
+            return memoryview(await self._call("cat_file", path)).toreadonly()
+
+    async def put(self, key: str, body: Buffer) -> bool:
+        """See ObjectStore."""
+        path = self._path(key)
+        # Most filesystems take nothing but bytes: this is the one copy of the general road.
+        value = body if isinstance(body, bytes) else bytes(body)
+        try:
+            with mapped_errors(key):
+                if self._atomic_writes:
+                    await self._write(path, value)
+                else:
+                    await self._write_and_move(path, value)
+        except FileExistsError:
+            return False
+        return True
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """See ObjectStore."""
+        lanes = asyncio.Semaphore(_LANES)
+
+        async def one(key: str) -> bool:
+            path = self._path(key)
+            try:
+                async with lanes:
+                    with mapped_errors(key):
+                        # Not `exists`: fsspec's answers False for a store that is down.
+                        found = await self._call("info", path)
+            except ObjectMissing:
+                return False
+            return bool(found.get("type", "file") == "file")
+
+        return list(await asyncio.gather(*(one(key) for key in keys)))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """See ObjectStore."""
+        for key in keys:
+            path = self._path(key)
+            with contextlib.suppress(ObjectMissing), mapped_errors(key):
+                await self._call("rm_file", path)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """See ObjectStore. fsspec lists as a whole: all lines are in memory at once."""
+        below = self._path(prefix.removesuffix("/")) if prefix else self._root
+        found: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(ObjectMissing), mapped_errors(prefix or "the store"):
+            found = await self._call("find", below, detail=True)
+        for name, entry in found.items():
+            key = name.removeprefix(self._root).lstrip("/")
+            if is_safe_key(key):
+                yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
+
+    async def close(self) -> None:
+        """See ObjectStore."""
+        self._threads.close()
+        session = getattr(self._fs, "_s3", None)  # s3fs keeps its connections there
+        if session is not None:
+            await session.__aexit__(None, None, None)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    async def _write(self, path: str, value: bytes) -> None:
+        await self._call("pipe_file", path, value, **self._create_only)
+
+    async def _write_and_move(self, path: str, value: bytes) -> None:
+        """For filesystems of files. The last writer of a race wins, with the same bytes."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(FileExistsError):
+            await self._call("makedirs", folder, exist_ok=True)
+        try:
+            await self._call("pipe_file", temporary, value)
+            await self._call("mv", temporary, path)
+        except Exception:
+            with contextlib.suppress(Exception):
+                await self._call("rm_file", temporary)
+            raise
+
+    async def _call(self, verb: str, *args: object, **options: object) -> Any:
+        """The filesystem's method, as a coroutine or in a thread, within the time limit."""
+        method = getattr(self._fs, f"_{verb}", None) if self._fs.async_impl else None
+        if method is None:
+            return await self._threads.run(partial(getattr(self._fs, verb), *args, **options))
+        async with bounded(self._io_timeout_s):
+            return await method(*args, **options)
+
+
+@contextlib.contextmanager
+def mapped_errors(key: str) -> Iterator[None]:
+    """Turn whatever a filesystem raises into the errors of ecshare.
+
+    FileExistsError passes: it is the answer to a create-only write.
+    """
+    try:
+        yield
+    except StoreUnavailable:
+        raise
+    except FileNotFoundError as exc:
+        raise ObjectMissing(f"no object {key}") from exc
+    except FileExistsError:
+        raise
+    except PermissionError as exc:
+        raise StoreDenied(f"the store refuses us: {exc}") from exc
+    except Exception as exc:
+        # Any class may come: filesystems are third-party code over third-party clients.
+        if _code(exc) in _CREATE_REFUSED:
+            raise FileExistsError(key) from exc
+        if _code(exc) in _DENIED:
+            raise StoreDenied(f"the store refuses us: {exc}") from exc
+        raise StoreUnavailable(f"the store failed: {type(exc).__name__}: {exc}") from exc
+
+
+def _code(exc: BaseException) -> str:
+    """The S3 error code behind an exception of s3fs, which itself says little more than EINVAL."""
+    response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
+    error = response.get("Error", {}) if isinstance(response, dict) else {}
+    return str(error.get("Code", type(exc).__name__))
+
+
+def _modified_s(entry: dict[str, Any]) -> float:
+    """Every filesystem has its own name for the time of the last write."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = entry.get(name)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0

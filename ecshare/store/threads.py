@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocking calls off the event loop: a few threads that belong to one store."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from ecshare.store.errors import StoreUnavailable
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Threads:
+    """Runs blocking functions for coroutines, `limit` at once, each at most `timeout_s`.
+
+    A call that takes longer fails in the coroutine with StoreUnavailable; its thread goes on until
+    the call returns (Python cannot stop it), so a store that hangs uses up its own threads only.
+    """
+
+    def __init__(self, name: str, limit: int, timeout_s: float) -> None:
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._executor = ThreadPoolExecutor(limit, thread_name_prefix=f"ecshare-{name}")
+
+    async def run(self, call: Callable[..., R], *args: object) -> R:
+        """Return `call(*args)`, or raise what it raises."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        async with bounded(self._timeout_s):
+            return await work
+
+    async def each(self, call: Callable[[A], R], items: Sequence[A]) -> list[R]:
+        """`[call(item) for item in items]`, spread over the threads; one time limit for all."""
+        lanes = min(self._limit, len(items))
+        if lanes == 0:
+            return []
+
+        def lane(first: int) -> list[R]:
+            return [call(item) for item in items[first::lanes]]
+
+        results: list[R | None] = [None] * len(items)
+        for first, part in enumerate(
+            await asyncio.gather(*(self.run(lane, first) for first in range(lanes)))
+        ):
+            results[first::lanes] = part
+        return results  # type: ignore[return-value]  # every slot was filled
+
+    def close(self) -> None:
+        """Accept no more work. Does not wait for what hangs."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@asynccontextmanager
+async def bounded(timeout_s: float) -> AsyncIterator[None]:
+    """StoreUnavailable when the body takes longer than `timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as exc:
+        raise StoreUnavailable(f"the store took longer than {timeout_s:g} s") from exc
