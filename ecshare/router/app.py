@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's routes, and the flow of one request through the stages.
+
+Flow: read -> media get their identity -> E encodes each distinct item -> P prefills the
+conversation -> D answers. When E or P fails, D gets the pictures and does all three.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ecshare.router import plan
+from ecshare.router.chat import Chat, Media, Request, read_chat
+from ecshare.router.config import RouterConfig
+from ecshare.router.envelope import (
+    TRIP,
+    Trip,
+    end_stream,
+    envelope,
+    json_response,
+    too_large,
+    unavailable,
+    verbatim,
+)
+from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.relay import Relay, Reply
+from ecshare.router.workers import Stage, Workers
+
+logger = logging.getLogger(__name__)
+
+CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+_MODELS_TIMEOUT_S = 5.0
+_MODELS_EXPIRY_S = 5.0
+_SHUTDOWN_S = 5.0
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
+class Router:
+    """The routes, over one `Relay`. Everything here belongs to the event loop's thread."""
+
+    relay: Relay
+
+    def __init__(self, config: RouterConfig, clock_s: Callable[[], float]) -> None:
+        self._config = config
+        self._clock_s = clock_s
+        self._stages = {
+            stage: Workers(urls, config.cool_down_s, clock_s)
+            for stage, urls in (
+                (Stage.ENCODE, config.encoders),
+                (Stage.PREFILL, config.prefillers),
+                (Stage.DECODE, config.decoders),
+            )
+        }
+        self._paths: Counter[str] = Counter()
+        self._num_fallbacks = 0
+        self._models: frozenset[str] | None = None  # None: D did not say
+        self._models_until_s = float("-inf")
+        self._models_lock = asyncio.Lock()  # held for one refresh, a GET with a short limit
+
+    def application(self) -> web.Application:
+        """Return the web application; the relay lives as long as it runs."""
+        app = web.Application(
+            middlewares=[envelope(self._config)], client_max_size=self._config.max_body_bytes
+        )
+        app.cleanup_ctx.append(self._with_relay)
+        app.router.add_post(CHAT, self.chat)
+        app.router.add_get(MODELS, self.models)
+        app.router.add_get("/health", self.health)
+        return app
+
+    async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
+        self.relay = Relay(self._config, self._stages)
+        yield
+        await self.relay.close()
+
+    async def chat(self, http: web.Request) -> web.StreamResponse:
+        """Answer a chat completion, streamed or not, within the overall deadline."""
+        trip = http[TRIP]
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                return await self._answer(http, trip)
+        except TimeoutError as exc:
+            late = ApiError(504, "The request took too long.", code="timeout")
+            if trip.answer is None:
+                raise late from exc
+            return await end_stream(trip.answer, late)
+
+    async def models(self, http: web.Request) -> web.Response:
+        """Pass on the model list of D, or of P when no D can be reached."""
+        headers = http[TRIP].headers
+        try:
+            reply, body = await self._model_list(Stage.DECODE, headers)
+        except EngineError:
+            if not self._stages[Stage.PREFILL]:
+                raise
+            reply, body = await self._model_list(Stage.PREFILL, headers)
+        return verbatim(reply.status, body, reply.content_type)
+
+    async def health(self, http: web.Request) -> web.Response:
+        """Ask all engines; 200 when every stage has one that answers, else 503."""
+        workers = [(stage, each) for stage, group in self._stages.items() for each in group]
+        answers = await asyncio.gather(*(self.relay.is_healthy(each) for _, each in workers))
+        stages: dict[str, list[dict[str, Any]]] = {}
+        for (stage, worker), healthy in zip(workers, answers, strict=True):
+            shown = {"url": worker.url, "healthy": healthy, "in_flight": worker.in_flight}
+            stages.setdefault(stage, []).append(shown)
+        complete = all(any(each["healthy"] for each in group) for group in stages.values())
+        report = {
+            "status": "ok" if complete else "incomplete",
+            "stages": stages,
+            "answered": dict(self._paths),
+            "fallbacks": self._num_fallbacks,
+        }
+        return json_response(200 if complete else 503, report)
+
+    async def _answer(self, http: web.Request, trip: Trip) -> web.StreamResponse:
+        if http.content_length is not None and http.content_length > self._config.max_body_bytes:
+            raise too_large(self._config)
+        chat = read_chat(await http.read(), self._config.max_items)
+        await self._check_model(chat, trip)
+        media = await self.relay.load_media(chat.items)
+        plain = plan.plain_request(chat, media)
+        try:
+            request = await self._prepare(chat, media, plain, trip)
+            if request is not plain:
+                return await self._decode(http, request, trip, spare=True)
+        except EngineError as failure:
+            if trip.answer is not None:
+                raise
+            logger.warning("request %s falls back to decode alone: %s", trip.request_id, failure)
+            self._num_fallbacks += 1
+            trip.path.clear()
+        return await self._decode(http, plain, trip, spare=False)
+
+    async def _prepare(self, chat: Chat, media: list[Media], plain: Request, trip: Trip) -> Request:
+        """Run the stages before D; returns what D is to be sent. Raises EngineError."""
+        request = plain
+        if chat.items and self._stages[Stage.ENCODE]:
+            with trip.through(Stage.ENCODE):
+                reports = await self._encode(plan.encode_requests(chat, media), trip)
+            request = plan.lean_request(chat, media, reports)
+        if self._stages[Stage.PREFILL]:
+            with trip.through(Stage.PREFILL):
+                answer = await self.relay.ask(
+                    Stage.PREFILL, CHAT, plan.prefill_request(request), trip.headers
+                )
+            request = plan.decode_request(request, plan.reported_hand_over(answer))
+        return request
+
+    async def _encode(
+        self, requests: Mapping[str, Request], trip: Trip
+    ) -> dict[str, plan.Metadata | None]:
+        """Have all items encoded at once; returns what is known of each, by uuid."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    uuid: group.create_task(
+                        self.relay.ask(Stage.ENCODE, CHAT, request, trip.headers)
+                    )
+                    for uuid, request in requests.items()
+                }
+        except* (EngineError, RefusalError) as errors:
+            raise errors.exceptions[0] from None
+        return {uuid: plan.reported_metadata(task.result()) for uuid, task in tasks.items()}
+
+    async def _decode(
+        self, http: web.Request, request: Request, trip: Trip, *, spare: bool
+    ) -> web.StreamResponse:
+        """Pass D's answer on. With `spare`, a failed answer is an EngineError: try another way."""
+        began_s = time.monotonic()
+        async with self.relay.call(Stage.DECODE, CHAT, request, trip.headers) as reply:
+            if reply.failed and spare:
+                raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
+            if reply.is_stream:
+                self._passed(trip)
+                return await self._stream(http, reply, trip)
+            body = await reply.read()
+        self._passed(trip)
+        trip.seconds[Stage.DECODE] = time.monotonic() - began_s
+        return verbatim(reply.status, body, reply.content_type)
+
+    async def _stream(self, http: web.Request, reply: Reply, trip: Trip) -> web.StreamResponse:
+        """Copy D's events to the client, byte for byte."""
+        headers = {
+            "Content-Type": reply.content_type,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would hold the events back
+        }
+        trip.answer = web.StreamResponse(headers=headers | trip.response_headers())
+        await trip.answer.prepare(http)
+        try:
+            async for chunk in reply.chunks():
+                await trip.answer.write(chunk)
+        except EngineError as failure:
+            logger.warning("request %s: %s", trip.request_id, failure)
+            return await end_stream(trip.answer, unavailable(failure, self._config))
+        await trip.answer.write_eof()
+        return trip.answer
+
+    def _passed(self, trip: Trip) -> None:
+        trip.path.append(Stage.DECODE)
+        self._paths[",".join(trip.path)] += 1
+
+    async def _check_model(self, chat: Chat, trip: Trip) -> None:
+        """Refuse a model that D does not serve. When D cannot say, the stages will."""
+        if chat.model is None:
+            return
+        async with self._models_lock:
+            if self._clock_s() >= self._models_until_s:
+                self._models = await self._served_models(trip)
+                self._models_until_s = self._clock_s() + _MODELS_EXPIRY_S
+        if self._models is not None and chat.model not in self._models:
+            message = f"The model `{chat.model}` does not exist."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _served_models(self, trip: Trip) -> frozenset[str] | None:
+        try:
+            _, body = await self._model_list(Stage.DECODE, trip.headers)
+            served = msgspec.json.decode(body, type=_ModelList)
+        except (EngineError, msgspec.MsgspecError):  # also an error's body is no list
+            return None
+        return frozenset(model.id for model in served.data)
+
+    async def _model_list(self, stage: Stage, headers: dict[str, str]) -> tuple[Reply, bytes]:
+        async with self.relay.call(stage, MODELS, None, headers, _MODELS_TIMEOUT_S) as reply:
+            return reply, await reply.read()
+
+
+def make_runner(
+    config: RouterConfig, clock_s: Callable[[], float] = time.monotonic
+) -> web.AppRunner:
+    """Return the server, not yet listening. Must be called inside the event loop."""
+    return web.AppRunner(
+        Router(config, clock_s).application(),
+        # A client that leaves cancels its request, and with it every call to an engine.
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_SHUTDOWN_S,
+    )

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds every answer: request id, where the time went, and errors in OpenAI's shape."""
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ecshare.router import plan
+from ecshare.router.config import MIB, RouterConfig
+from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.workers import Stage
+
+logger = logging.getLogger(__name__)
+
+_FORWARDED = ("Authorization", "traceparent", "tracestate")
+
+
+@dataclass
+class Trip:
+    """One request's way through the stages, as its headers and the log show it."""
+
+    request_id: str
+    headers: dict[str, str]
+    """What the engines are sent besides the request."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    path: list[Stage] = field(default_factory=list)
+    answer: web.StreamResponse | None = None
+    """The streamed answer, once it has begun: from there on errors travel inside it."""
+
+    @contextmanager
+    def through(self, stage: Stage) -> Iterator[None]:
+        """Time a stage; it counts as passed when the block ends well."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = time.monotonic() - began_s
+        self.path.append(stage)
+
+    def response_headers(self) -> dict[str, str]:
+        """Return what is known of the trip so far."""
+        shown = {"x-request-id": self.request_id}
+        if self.path:
+            shown["x-ecshare-path"] = ",".join(self.path)
+        if self.seconds:
+            shown["Server-Timing"] = plan.server_timing(self.seconds)
+        return shown
+
+
+TRIP: web.RequestKey[Trip] = web.RequestKey("trip", Trip)
+
+
+def envelope(config: RouterConfig) -> Middleware:
+    """Return the middleware that all requests pass, the ones without a route as well."""
+
+    @web.middleware
+    async def surround(request: web.Request, handler: Handler) -> web.StreamResponse:
+        trip = request[TRIP] = _begin(request)
+        began_s = time.monotonic()
+        try:
+            response = await handler(request)
+        except ConnectionResetError:
+            if trip.answer is None:
+                raise
+            response = trip.answer  # the client left in the middle of a stream
+        except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
+            response = _answer_of(error, request, config)
+        if not response.prepared:
+            response.headers.update(trip.response_headers())
+        if config.access_log:
+            path, spent_ms = ",".join(trip.path) or "-", (time.monotonic() - began_s) * 1000
+            what = f"{request.method} {request.path} {response.status}"
+            logger.info("%s %s %s %.0f ms", trip.request_id, what, path, spent_ms)
+        return response
+
+    return surround
+
+
+def json_response(status: int, content: object) -> web.Response:
+    """Return a JSON answer."""
+    return verbatim(status, msgspec.json.encode(content), "application/json")
+
+
+def verbatim(status: int, body: bytes, content_type: str) -> web.Response:
+    """Return an engine's answer as it came."""
+    return web.Response(status=status, body=body, headers={"Content-Type": content_type})
+
+
+async def end_stream(answer: web.StreamResponse, error: ApiError) -> web.StreamResponse:
+    """Say inside a stream why it ends early; the break may lie within an event."""
+    await answer.write(b"\n\ndata: " + msgspec.json.encode(error.body()) + b"\n\n")
+    await answer.write_eof()
+    return answer
+
+
+def unavailable(failure: EngineError, config: RouterConfig) -> ApiError:
+    """Return what the client is told; the reason, which names our hosts, is for the log."""
+    if failure.reached:
+        message = f"The {failure.stage} engine failed."
+        return ApiError(502, message, code="engine_failed", retry_after_s=config.cool_down_s)
+    message = f"No {failure.stage} engine can be reached."
+    return ApiError(503, message, code="engine_unreachable", retry_after_s=config.cool_down_s)
+
+
+def too_large(config: RouterConfig) -> ApiError:
+    """Return the refusal of a body beyond the limit."""
+    message = f"The body is larger than {config.max_body_bytes / MIB:g} MiB."
+    return ApiError(413, message, code="request_too_large")
+
+
+def _begin(request: web.Request) -> Trip:
+    given = plan.acceptable_request_id(request.headers.get("x-request-id"))
+    request_id = given or uuid.uuid4().hex
+    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+    return Trip(request_id, headers | {"X-Request-Id": request_id})
+
+
+def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> web.Response:
+    match error:
+        case RefusalError():
+            return verbatim(error.status, error.body, error.content_type)
+        case ApiError():
+            shown = error
+        case EngineError():
+            logger.warning("request %s: %s", request[TRIP].request_id, error)
+            shown = unavailable(error, config)
+        case web.HTTPException():
+            shown = _of_http(error, request, config)
+        case web.RequestPayloadError():
+            shown = ApiError(400, "The body cannot be read.")
+        case _:
+            logger.error("request %s failed", request[TRIP].request_id, exc_info=error)
+            shown = ApiError(500, "The router failed.", code="internal_error")
+    response = json_response(shown.status, shown.body())
+    if shown.retry_after_s is not None:
+        response.headers["Retry-After"] = str(max(1, round(shown.retry_after_s)))
+    return response
+
+
+def _of_http(error: web.HTTPException, request: web.Request, config: RouterConfig) -> ApiError:
+    match error.status:
+        case 404:
+            return ApiError(404, f"There is no {request.path}.", code="unknown_url")
+        case 405:
+            message = f"{request.path} does not take {request.method}."
+            return ApiError(405, message, code="wrong_method")
+        case 413:
+            return too_large(config)
+        case _:
+            return ApiError(error.status, error.reason)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with one request.
+
+Exception
+├── ApiError         the router's own answer to the client, in OpenAI's error shape
+├── RefusalError     an engine answered 4xx: the client's error, passed on as it came
+└── EngineError      an engine could not be reached, broke off, timed out or answered 5xx
+"""
+
+from typing import Any
+
+from ecshare.router.workers import Stage
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape; `param` names the field of the request at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that OpenAI's clients expect."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class RefusalError(Exception):
+    """A 4xx answer of an engine, with its body as it came."""
+
+    def __init__(self, status: int, body: bytes, content_type: str) -> None:
+        super().__init__(f"an engine answered {status}")
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+
+
+class EngineError(Exception):
+    """A stage gave no usable answer. `reached` is false when nothing was listening at all."""
+
+    def __init__(self, stage: Stage, reason: str, *, reached: bool) -> None:
+        super().__init__(f"{stage}: {reason}")
+        self.stage = stage
+        self.reached = reached

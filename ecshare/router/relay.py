@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of the router's outgoing traffic: calls to the engines and downloads of media.
+
+Foreign errors end here: engines raise EngineError or RefusalError, media raise ApiError. Whoever
+cancels a call closes its connection, which is how an engine learns that nobody waits any more.
+"""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
+from ecshare.router.config import RouterConfig
+from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.workers import Stage, Worker, Workers
+
+_CONNECT_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 2.0
+_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_MAX_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_HASH_IN_THREAD_CHARS = 256 * 1024
+# uvicorn, which serves vLLM, drops idle connections after 5 s: be first, or a request can be
+# written to a connection that is being closed.
+_KEEP_IDLE_S = 4.0
+
+
+class Reply:
+    """An engine's answer: status and headers are in, the body still comes."""
+
+    def __init__(self, stage: Stage, response: aiohttp.ClientResponse) -> None:
+        self._stage = stage
+        self._response = response
+        self.status = response.status
+        self.content_type = response.headers.get("Content-Type", "application/json")
+        self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
+        # Overload is like failure: another engine, or another way, may do.
+        self.failed = response.status >= 500 or response.status in (408, 429)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body as it arrives, unchanged; raises EngineError when it breaks off."""
+        with _broken_off(self._stage):
+            async for chunk in self._response.content.iter_any():
+                yield chunk
+
+    async def read(self) -> bytes:
+        """Return the whole body; raises EngineError when it breaks off or is far too large."""
+        body = bytearray()
+        async for chunk in self.chunks():
+            body += chunk
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise EngineError(self._stage, "the answer is too large", reached=True)
+        return bytes(body)
+
+
+class Relay:
+    """One pooled HTTP client for engines and media. Make and close it inside the event loop."""
+
+    def __init__(self, config: RouterConfig, workers: Mapping[Stage, Workers]) -> None:
+        self._config = config
+        self._workers = workers
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
+            timeout=self._timeout(None),
+            # Clients share this session: nothing that one server sets may reach another.
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._session.close()
+
+    @asynccontextmanager
+    async def call(
+        self,
+        stage: Stage,
+        path: str,
+        request: Request | None,
+        headers: Mapping[str, str],
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Reply]:
+        """Send one request (a GET without a body) to an engine of `stage`; yields its answer.
+
+        The engine counts as busy until the block is left. `timeout_s` covers all of it.
+        """
+        workers = self._workers[stage]
+        worker = workers.choose()
+        if worker is None and stage is Stage.DECODE:
+            worker = workers.soonest()  # there is no other way to an answer
+        if worker is None:
+            raise EngineError(stage, "every engine is cooling down", reached=False)
+        # A file-like body is written in pieces: other requests go on while a large one leaves.
+        body = None if request is None else io.BytesIO(msgspec.json.encode(request))
+        with workers.lease(worker):
+            with _unreachable(stage, worker, workers):
+                response = await self._session.request(
+                    "GET" if body is None else "POST",
+                    worker.url + path,
+                    data=body,
+                    headers={**headers, "Content-Type": "application/json"},
+                    allow_redirects=False,
+                    timeout=self._timeout(timeout_s),
+                )
+            if response.status in (502, 503, 504):
+                workers.mark_failed(worker)
+            else:
+                workers.mark_answered(worker)
+            async with response:
+                yield Reply(stage, response)
+
+    async def ask(
+        self, stage: Stage, path: str, request: Request, headers: Mapping[str, str]
+    ) -> Request:
+        """Return an engine's JSON object, within the stage's time limit.
+
+        Raises RefusalError for 4xx, EngineError for everything else that is not an answer.
+        """
+        limit_s = self._config.stage_timeout_s
+        async with self.call(stage, path, request, headers, limit_s) as reply:
+            body = await reply.read()
+        if reply.failed:
+            raise EngineError(stage, f"HTTP {reply.status}", reached=True)
+        if reply.status >= 400:
+            raise RefusalError(reply.status, body, reply.content_type)
+        try:
+            return msgspec.json.decode(body, type=Request)
+        except (msgspec.MsgspecError, RecursionError) as exc:
+            raise EngineError(stage, f"unreadable answer: {exc}", reached=True) from exc
+
+    async def is_healthy(self, worker: Worker) -> bool:
+        """Ask one engine whether it serves."""
+        try:
+            async with self._session.get(
+                worker.url + "/health", timeout=self._timeout(_HEALTH_TIMEOUT_S)
+            ) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    @staticmethod
+    def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
+
+    async def load_media(self, items: tuple[Item, ...]) -> list[Media]:
+        """Return the content of each item, in order; raises ApiError naming the item at fault.
+
+        Equal urls are downloaded once, and the downloads together stay within one limit.
+        """
+        distinct = {(item.modality, item.source): item for item in items}
+        budget = _Budget(self._config.max_media_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    key: group.create_task(self._load(item, budget))
+                    for key, item in distinct.items()
+                }
+        except* ApiError as errors:
+            raise errors.exceptions[0] from None
+        return [tasks[item.modality, item.source].result() for item in items]
+
+    async def _load(self, item: Item, budget: "_Budget") -> Media:
+        url = item.source
+        if not is_inline(url):
+            # Engines get the bytes that were hashed, not the url: its server could serve others.
+            url = inline_url(await self._download(item, budget))
+        try:
+            if len(url) > _HASH_IN_THREAD_CHARS:
+                return Media(await asyncio.to_thread(identity, item.modality, url), url)
+            return Media(identity(item.modality, url), url)
+        except ValueError as exc:
+            raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc
+
+    async def _download(self, item: Item, budget: "_Budget") -> bytearray:
+        try:
+            async with asyncio.timeout(self._config.media_timeout_s):
+                return await self._follow(item, budget)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+            reason = "it took too long" if isinstance(exc, TimeoutError) else type(exc).__name__
+            raise _media_error(item, f"The media cannot be fetched: {reason}.") from exc
+
+    async def _follow(self, item: Item, budget: "_Budget") -> bytearray:
+        url = URL(item.source)
+        for _ in range(_MAX_REDIRECTS + 1):
+            self._check_media_url(item, url)
+            async with self._session.get(url, allow_redirects=False) as response:
+                if response.status in _REDIRECTS:
+                    url = url.join(URL(response.headers.get("Location", "")))
+                    continue
+                if response.status != 200:
+                    raise _media_error(
+                        item, f"The media cannot be fetched: HTTP {response.status}."
+                    )
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    if not budget.take(len(chunk)):
+                        raise ApiError(
+                            413, "The media is too large.", param=item.param, code="media_too_large"
+                        )
+                    content += chunk
+                return content
+        raise _media_error(item, "The media cannot be fetched: too many redirects.")
+
+    def _check_media_url(self, item: Item, url: URL) -> None:
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ApiError(
+                400,
+                "Media urls are http:, https: or data:.",
+                param=item.param,
+                code="invalid_media",
+            )
+        allowed = self._config.allow_media_domains
+        if allowed and url.host.lower() not in allowed:
+            raise ApiError(
+                400,
+                "The media's host is not one that this server may fetch from.",
+                param=item.param,
+                code="invalid_media",
+            )
+
+
+class _Budget:
+    """Bytes that one request may still download."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left_bytes = limit_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        self._left_bytes -= num_bytes
+        return self._left_bytes >= 0
+
+
+def _media_error(item: Item, message: str) -> ApiError:
+    return ApiError(400, message, param=item.param, code="media_unavailable")
+
+
+@contextmanager
+def _unreachable(stage: Stage, worker: Worker, workers: Workers) -> Iterator[None]:
+    """Map the errors of sending a request, and let the engine rest."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        workers.mark_failed(worker)
+        never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        reason = f"{worker.url}: {exc or type(exc).__name__}"
+        raise EngineError(stage, reason, reached=not never) from exc
+
+
+@contextmanager
+def _broken_off(stage: Stage) -> Iterator[None]:
+    """Map the errors of reading an answer."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise EngineError(stage, f"the answer broke off: {exc}", reached=True) from exc

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small HTTP servers for the router's tests: engines that record what they get, and a fleet."""
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from ecshare.router.app import CHAT, make_runner
+from ecshare.router.config import RouterConfig
+
+Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+PNG = b"\x89PNG picture one"
+PNG_2 = b"\x89PNG picture two"
+EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
+
+
+def data_url(content: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def picture(content: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(content)}}
+
+
+def chat(*parts: object, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": "what is this?"}, *parts]
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
+
+
+async def encoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer as E does: metadata that depends on the item."""
+    (part,) = body["messages"][0]["content"]
+    grid = [1, 2, len(part["image_url"]["url"])]
+    report = {"metadata": {"image_grid_thw": grid}, "item_indices": [0]}
+    return web.json_response({"ec_transfer_params": {part["uuid"]: report}})
+
+
+async def prefilled(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"kv_transfer_params": {"kvshare": {"num_tokens": 7}}})
+
+
+async def decoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    if not body.get("stream"):
+        return web.Response(body=b'{"choices":  []}', content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    for event in EVENTS:
+        await response.write(event)
+    return response
+
+
+def failing(status: int) -> Answer:
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "engine says no"}}, status=status)
+
+    return answer
+
+
+@dataclass
+class Hanging:
+    """An answer that never comes; says when it was asked for and when the caller had gone."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    start: bytes | None = None
+
+    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.start is not None:
+            await response.prepare(http)
+            await response.write(self.start)
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+        return response
+
+
+@dataclass
+class FakeEngine:
+    """One engine: `bodies` and `headers` of the chat requests it got, in order."""
+
+    answer: Answer
+    url: str = ""
+    models: tuple[str, ...] = ("m",)
+    healthy: bool = True
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    num_model_lists: int = 0
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        body = json.loads(await http.read())
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
+        return await self.answer(http, body)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        self.num_model_lists += 1
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["FakeEngine"]:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_post(CHAT, self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        async with _listening(
+            web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        ) as self.url:
+            yield self
+
+
+@asynccontextmanager
+async def _listening(runner: web.AppRunner) -> AsyncIterator[str]:
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    """Serve any application on a socket of its own; yields its url."""
+    async with _listening(web.AppRunner(app, shutdown_timeout=0.1)) as url:
+        yield url
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Fleet:
+    """A router on a real socket, the engines behind it, and a client."""
+
+    encoders: list[FakeEngine]
+    prefillers: list[FakeEngine]
+    decoders: list[FakeEngine]
+    url: str
+    client: aiohttp.ClientSession
+    clock: Clock
+
+    @property
+    def e(self) -> FakeEngine:
+        return self.encoders[0]
+
+    @property
+    def p(self) -> FakeEngine:
+        return self.prefillers[0]
+
+    @property
+    def d(self) -> FakeEngine:
+        return self.decoders[0]
+
+    async def post(
+        self, body: object, headers: dict[str, str] | None = None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Send a chat request; returns the answer with its body."""
+        content = io.BytesIO(json.dumps(body).encode()) if isinstance(body, dict) else body
+        async with self.client.post(self.url + CHAT, data=content, headers=headers) as response:
+            return response, await response.read()
+
+    async def health(self) -> tuple[int, dict[str, Any]]:
+        async with self.client.get(self.url + "/health") as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def fleet(
+    num_e: int = 1,
+    num_p: int = 1,
+    num_d: int = 1,
+    encoders_more: tuple[str, ...] = (),
+    decoders_more: tuple[str, ...] = (),
+    **options: Any,
+) -> AsyncIterator[Fleet]:
+    """Start engines and a router over them, and over further urls; `options` as in RouterConfig."""
+    clock = Clock()
+    async with AsyncExitStack() as stack:
+        stages = [
+            [await stack.enter_async_context(FakeEngine(answer).serving()) for _ in range(number)]
+            for number, answer in ((num_e, encoded), (num_p, prefilled), (num_d, decoded))
+        ]
+        e_urls, p_urls, d_urls = (tuple(engine.url for engine in group) for group in stages)
+        config = RouterConfig(
+            encoders=e_urls + encoders_more,
+            prefillers=p_urls,
+            decoders=d_urls + decoders_more,
+            **options,
+        )
+        url = await stack.enter_async_context(_listening(make_runner(config, clock)))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Fleet(stages[0], stages[1], stages[2], url, client, clock)

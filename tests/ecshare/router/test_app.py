@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router on a real socket in front of small engines: the way of a request."""
+
+import asyncio
+import hashlib
+import json
+import re
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ecshare.router.app import CHAT
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    PNG_2,
+    Hanging,
+    chat,
+    data_url,
+    decoded,
+    failing,
+    fleet,
+    listening,
+    picture,
+)
+
+
+def uuid_of(content: bytes) -> str:
+    return hashlib.sha256(b"image\0" + content).hexdigest()
+
+
+def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in body["messages"][0]["content"] if part["type"] != "text"]
+
+
+async def test_a_picture_goes_through_all_stages() -> None:
+    async with fleet() as f:
+        response, body = await f.post(chat(picture(PNG), temperature=0, max_tokens=5))
+        assert response.status == 200
+        assert body == b'{"choices":  []}'
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert re.fullmatch(
+            r"encode;dur=[\d.]+, prefill;dur=[\d.]+, decode;dur=[\d.]+",
+            response.headers["Server-Timing"],
+        )
+        (e,), (p,), (d,) = f.e.bodies, f.p.bodies, f.d.bodies
+        assert parts_of(e) == [picture(PNG) | {"uuid": uuid_of(PNG)}]
+        metadata = {"image_grid_thw": [1, 2, len(data_url(PNG))]}
+        lean = {"type": "image_embeds", "image_embeds": metadata, "uuid": uuid_of(PNG)}
+        assert parts_of(p) == parts_of(d) == [lean]
+        assert (p["max_tokens"], p["max_completion_tokens"], p["stream"]) == (1, 1, False)
+        assert d["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}
+        assert (d["temperature"], d["max_tokens"]) == (0, 5)
+        assert "stream" not in d
+
+
+async def test_a_stream_is_passed_on_byte_for_byte() -> None:
+    async with fleet() as f:
+        response, body = await f.post(chat(picture(PNG), stream=True))
+        assert body == b"".join(EVENTS)
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert re.fullmatch(
+            r"encode;dur=[\d.]+, prefill;dur=[\d.]+", response.headers["Server-Timing"]
+        )
+        assert f.p.bodies[0]["stream"] is False
+        assert f.d.bodies[0]["stream"] is True
+
+
+async def test_events_come_before_the_stream_ends() -> None:
+    async with fleet(0, 0) as f:
+        f.d.answer = Hanging(start=EVENTS[0])
+        body = json.dumps(chat(stream=True))
+        async with f.client.post(f.url + CHAT, data=body) as response:
+            assert await response.content.readany() == EVENTS[0]
+
+
+async def test_two_pictures_are_encoded_apart_and_one_picture_twice_once() -> None:
+    async with fleet(num_e=2) as f:
+        response, _ = await f.post(chat(picture(PNG), picture(PNG_2), picture(PNG)))
+        assert response.status == 200
+        sent = [parts_of(body)[0]["uuid"] for engine in f.encoders for body in engine.bodies]
+        assert sent == [uuid_of(PNG), uuid_of(PNG_2)]
+        assert [len(engine.bodies) for engine in f.encoders] == [1, 1]
+        assert [part["uuid"] for part in parts_of(f.d.bodies[0])] == [
+            uuid_of(PNG), uuid_of(PNG_2), uuid_of(PNG),
+        ]  # fmt: skip
+
+
+async def test_text_skips_the_encoder() -> None:
+    async with fleet() as f:
+        response, _ = await f.post(chat())
+        assert response.headers["x-ecshare-path"] == "prefill,decode"
+        assert f.e.bodies == []
+        assert f.d.bodies[0]["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}
+
+
+@pytest.mark.parametrize(
+    ("num_e", "num_p", "path", "kind"),
+    [
+        (1, 0, "encode,decode", "image_embeds"),
+        (0, 1, "prefill,decode", "image_url"),
+        (0, 0, "decode", "image_url"),
+    ],
+)
+async def test_stages_may_be_missing(num_e: int, num_p: int, path: str, kind: str) -> None:
+    async with fleet(num_e, num_p) as f:
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == path
+        (part,) = parts_of(f.d.bodies[0])
+        assert (part["type"], part["uuid"]) == (kind, uuid_of(PNG))
+        assert ("kv_transfer_params" in f.d.bodies[0]) is bool(num_p)
+
+
+async def test_unknown_fields_reach_the_engines_untouched() -> None:
+    extra = {"unheard_of": {"x": [1.5, None, 12345678901234567890]}, "seed": 3}
+    async with fleet() as f:
+        await f.post(chat(picture(PNG), **extra))
+        for engine in (f.p, f.d):
+            assert engine.bodies[0].items() >= extra.items()
+
+
+async def test_headers_that_belong_to_the_request_travel() -> None:
+    sent = {
+        "x-request-id": "mine-1",
+        "Authorization": "Bearer k",
+        "traceparent": "00-a",
+        "Cookie": "c=1",
+    }
+    async with fleet() as f:
+        response, _ = await f.post(chat(picture(PNG)), headers=sent)
+        assert response.headers["x-request-id"] == "mine-1"
+        for engine in (f.e, f.p, f.d):
+            got = engine.headers[0]
+            assert (got["x-request-id"], got["authorization"]) == ("mine-1", "Bearer k")
+            assert got["traceparent"] == "00-a"
+            assert "cookie" not in got
+        response, _ = await f.post(chat(), headers={"x-request-id": "no good"})
+        assert re.fullmatch(r"[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("stage", ["e", "p"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failing_stage_leaves_the_work_to_decode(stage: str, stream: bool) -> None:
+    async with fleet() as f:
+        getattr(f, stage).answer = failing(500)
+        response, body = await f.post(chat(picture(PNG), stream=stream))
+        assert response.status == 200
+        assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+        assert response.headers["x-ecshare-path"] == "decode"
+        assert parts_of(f.d.bodies[0]) == [picture(PNG) | {"uuid": uuid_of(PNG)}]
+        assert "kv_transfer_params" not in f.d.bodies[0]
+        _, health = await f.health()
+        assert (health["fallbacks"], health["answered"]) == (1, {"decode": 1})
+
+
+async def test_an_unreachable_encoder_is_left_alone_until_it_cooled_down() -> None:
+    async with listening(web.Application()) as gone:
+        pass
+    async with fleet(encoders_more=(gone,), num_e=0, cool_down_s=5.0) as f:
+        for _ in range(2):
+            response, _ = await f.post(chat(picture(PNG)))
+            assert response.headers["x-ecshare-path"] == "decode"
+        assert (await f.health())[0] == 503
+
+
+async def test_nonsense_from_prefill_is_a_failure() -> None:
+    async def nonsense(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text="<html>")
+
+    async with fleet() as f:
+        f.p.answer = nonsense
+        response, _ = await f.post(chat())
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+
+
+async def test_a_stage_that_hangs_is_given_up() -> None:
+    async with fleet(stage_timeout_s=0.2) as f:
+        f.p.answer = hanging = Hanging()
+        response, _ = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        await asyncio.wait_for(hanging.left.wait(), 5)
+
+
+async def test_decode_that_fails_on_metadata_is_asked_again_with_pictures() -> None:
+    async def once(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        lost = any(part["type"] == "image_embeds" for part in parts_of(body))
+        return await (failing(500) if lost else decoded)(http, body)
+
+    async with fleet(num_p=0) as f:
+        f.d.answer = once
+        response, body = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+        assert body == b'{"choices":  []}'
+        assert [parts_of(sent)[0]["type"] for sent in f.d.bodies] == ["image_embeds", "image_url"]
+
+
+async def test_missing_metadata_leaves_the_picture_to_prefill() -> None:
+    async def silent(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"ec_transfer_params": None})
+
+    async with fleet() as f:
+        f.e.answer = silent
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert parts_of(f.p.bodies[0]) == [picture(PNG) | {"uuid": uuid_of(PNG)}]
+
+
+@pytest.mark.parametrize("stage", ["e", "p", "d"])
+async def test_a_client_that_leaves_is_not_worked_for(stage: str) -> None:
+    async with fleet() as f:
+        getattr(f, stage).answer = hanging = Hanging()
+        request = asyncio.create_task(f.post(chat(picture(PNG), picture(PNG_2))))
+        await asyncio.wait_for(hanging.asked.wait(), 5)
+        request.cancel()
+        await asyncio.wait_for(hanging.left.wait(), 5)
+        await asyncio.wait([request])
+        _, health = await f.health()
+        assert {each["in_flight"] for group in health["stages"].values() for each in group} == {0}
+
+
+async def test_a_client_that_leaves_a_stream_is_not_worked_for() -> None:
+    async with fleet() as f:
+        f.d.answer = hanging = Hanging(start=EVENTS[0])
+        body = json.dumps(chat(picture(PNG), stream=True))
+        async with f.client.post(f.url + CHAT, data=body) as response:
+            await response.content.readany()
+        await asyncio.wait_for(hanging.left.wait(), 5)
+
+
+async def test_a_large_body_passes() -> None:
+    content = bytes(24 * 1024 * 1024)
+    async with fleet() as f:
+        response, _ = await f.post(chat(picture(content)))
+        assert response.status == 200
+        assert parts_of(f.e.bodies[0])[0]["uuid"] == uuid_of(content)
+        assert len(json.dumps(f.d.bodies[0])) < 2000
+
+
+async def test_media_urls_are_downloaded_once_and_sent_as_bytes() -> None:
+    fetched = []
+
+    async def serve(http: web.Request) -> web.StreamResponse:
+        fetched.append(dict(http.headers))
+        if http.path == "/moved":
+            raise web.HTTPFound("/real")
+        return web.Response(body=PNG, content_type="text/html")
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    async with listening(media) as url, fleet() as f:
+        part = {"type": "image_url", "image_url": {"url": url + "/moved"}}
+        response, _ = await f.post(chat(part, part), headers={"Authorization": "Bearer k"})
+        assert response.status == 200
+        assert len(fetched) == 2
+        assert not any("Authorization" in headers for headers in fetched)
+        (sent,) = parts_of(f.e.bodies[0])
+        assert sent["uuid"] == uuid_of(PNG)
+        assert sent["image_url"]["url"] == data_url(PNG, "application/octet-stream")
+
+
+async def test_models_and_health() -> None:
+    async with fleet(num_d=2) as f:
+        async with f.client.get(f.url + "/v1/models") as response:
+            assert (await response.json())["data"] == [{"id": "m"}]
+            assert "x-request-id" in response.headers
+        status, health = await f.health()
+        assert (status, health["status"]) == (200, "ok")
+        assert [each["url"] for each in health["stages"]["decode"]] == [d.url for d in f.decoders]
+        f.d.healthy = False
+        assert (await f.health())[0] == 200
+        f.p.healthy = False
+        status, health = await f.health()
+        assert (status, health["status"]) == (503, "incomplete")
+        assert health["stages"]["prefill"][0]["healthy"] is False
+
+
+async def test_the_model_list_is_asked_for_now_and_then() -> None:
+    async with fleet() as f:
+        for _ in range(3):
+            await f.post(chat())
+        assert f.d.num_model_lists == 1
+        f.d.models = ("new",)
+        f.clock.now_s = 100.0
+        response, _ = await f.post(chat() | {"model": "new"})
+        assert response.status == 200
+        response, _ = await f.post({"messages": [{"role": "user", "content": "no model named"}]})
+        assert response.status == 200

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line."""
+
+import pytest
+
+from ecshare.router.config import RouterConfig, parse_arguments
+
+
+def test_every_option_arrives() -> None:
+    line = (
+        "--encoder http://e1:1 --encoder http://e2:1/ --prefiller https://p/base "
+        "--decoder http://d:3 "
+        "--host 0.0.0.0 --port 9 --max-body-mb 0.5 --max-media-mb 2 --max-items 3 "
+        "--allow-media-domain Example.org --timeout-s 30 --stage-timeout-s 4.5 "
+        "--media-timeout-s 2 --cool-down-s 1 --access-log"
+    )
+    assert parse_arguments(line.split()) == RouterConfig(
+        encoders=("http://e1:1", "http://e2:1"),
+        prefillers=("https://p/base",),
+        decoders=("http://d:3",),
+        host="0.0.0.0",
+        port=9,
+        max_body_bytes=512 * 1024,
+        max_media_bytes=2 * 1024 * 1024,
+        max_items=3,
+        allow_media_domains=("example.org",),
+        timeout_s=30.0,
+        stage_timeout_s=4.5,
+        media_timeout_s=2.0,
+        cool_down_s=1.0,
+        access_log=True,
+    )
+
+
+def test_the_defaults_are_the_structs() -> None:
+    arguments = ["--decoder", "http://d:3"]
+    assert parse_arguments(arguments) == RouterConfig(decoders=("http://d:3",))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "--decoder"),
+        ("--decoder d:3", "--decoder: 'd:3' must look like http://host:port"),
+        ("--decoder ftp://d", "must look like http://host:port"),
+        ("--decoder http://", "must look like http://host:port"),
+        ("--decoder http://d:99999", "'http://d:99999' is not a url"),
+        ("--decoder http://u:p@d", "takes no user"),
+        ("--decoder http://d?x=1", "takes no user, query"),
+        ("--decoder http://d --decoder http://d/", "--decoder: the same url is given twice"),
+        ("--decoder http://d --port 0", "--port: 0 must be between 1 and 65535"),
+        ("--decoder http://d --port x", "--port: invalid"),
+        ("--decoder http://d --timeout-s 0", "--timeout-s: 0 must be greater than 0"),
+        ("--decoder http://d --timeout-s nan", "--timeout-s: nan must be greater than 0"),
+        ("--decoder http://d --max-items 0", "--max-items: 0 must be at least 1"),
+        ("--decoder http://d --encode http://e", "unrecognized arguments"),
+    ],
+)
+def test_a_senseless_command_line_is_refused_with_the_reason(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(line.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert "--stage-timeout-s" in capsys.readouterr().out

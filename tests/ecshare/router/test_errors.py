@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way in which a request can be refused or fail, on a real socket."""
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ecshare.router.app import CHAT
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    Fleet,
+    Hanging,
+    chat,
+    decoded,
+    failing,
+    fleet,
+    listening,
+    picture,
+)
+
+
+async def refusal(f: Fleet, body: object) -> tuple[int, dict[str, Any]]:
+    response, answer = await f.post(body)
+    assert response.headers["Content-Type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error: dict[str, Any] = json.loads(answer)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    return response.status, error
+
+
+def at(url: str) -> dict[str, Any]:
+    return chat({"type": "image_url", "image_url": {"url": url}})
+
+
+async def test_what_is_no_chat_request_is_refused_before_any_engine_hears_of_it() -> None:
+    async with fleet() as f:
+        for body, param in (
+            (b"{", None),
+            (b"[]", None),
+            ({"model": "m"}, "messages"),
+            ({"messages": "hello"}, "messages"),
+            (chat({"type": "image_url"}), "messages[0].content[1]"),
+            (chat(kv_transfer_params={"host": "evil"}), "kv_transfer_params"),
+        ):
+            status, error = await refusal(f, body)
+            assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert f.e.bodies == f.p.bodies == f.d.bodies == []
+
+
+async def test_an_unknown_model_is_404() -> None:
+    async with fleet() as f:
+        status, error = await refusal(f, chat() | {"model": "other"})
+        assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert "`other`" in error["message"]
+        assert f.p.bodies == f.d.bodies == []
+
+
+async def test_a_model_is_not_refused_while_decode_cannot_list_any() -> None:
+    async with fleet(num_d=0, decoders_more=("http://127.0.0.1:9",)) as f:
+        status, error = await refusal(f, chat() | {"model": "other"})
+        assert (status, error["code"]) == (503, "engine_unreachable")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_too_large_a_body_is_413(chunked: bool) -> None:
+    async def pieces() -> Any:
+        for _ in range(8):
+            yield b" " * 1024
+
+    async with fleet(max_body_bytes=4096) as f:
+        response, answer = await f.post(pieces() if chunked else b" " * 8192)
+        assert response.status == 413
+        error = json.loads(answer)["error"]
+        assert error["code"] == "request_too_large"
+        assert "0.00390625 MiB" in error["message"]
+
+
+async def test_a_compressed_body_is_read_within_the_same_bound() -> None:
+    async with fleet(max_body_bytes=64 * 1024) as f:
+        encoded = {"Content-Encoding": "gzip"}
+        small, bomb = json.dumps(chat()).encode(), b" " * 10_000_000
+        assert (await f.post(gzip.compress(small), encoded))[0].status == 200
+        assert (await f.post(gzip.compress(bomb), encoded))[0].status == 413
+        response, answer = await f.post(b"this is not gzip", encoded)
+        assert response.status == 400
+        assert json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("data:image/png;base64,@@@@", "invalid_media"),
+        ("data:image/png,abc", "invalid_media"),
+        ("file:///etc/passwd", "invalid_media"),
+        ("ftp://host/a.png", "invalid_media"),
+        ("a.png", "invalid_media"),
+        ("http://", "invalid_media"),
+        ("http://[", "media_unavailable"),
+        ("http://127.0.0.1:9/a.png", "media_unavailable"),
+        ("http://name.invalid/a.png", "media_unavailable"),
+    ],
+)
+async def test_bad_media_names_the_item(url: str, code: str) -> None:
+    async with fleet() as f:
+        status, error = await refusal(f, at(url))
+        assert (status, error["param"], error["code"]) == (400, "messages[0].content[1]", code)
+        assert f.e.bodies == f.d.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/404", 400, "media_unavailable"),
+        ("/500", 400, "media_unavailable"),
+        ("/loop", 400, "media_unavailable"),
+        ("/to-file", 400, "invalid_media"),
+        ("/nowhere", 400, "invalid_media"),
+        ("/large", 413, "media_too_large"),
+        ("/slow", 400, "media_unavailable"),
+        ("/empty", 400, "invalid_media"),
+    ],
+)
+async def test_bad_downloads_name_the_item(path: str, status: int, code: str) -> None:
+    async def serve(http: web.Request) -> web.StreamResponse:
+        match http.path:
+            case "/404" | "/500":
+                return web.Response(status=int(http.path[1:]))
+            case "/loop":
+                raise web.HTTPFound("/loop")
+            case "/to-file":
+                raise web.HTTPFound("file:///etc/passwd")
+            case "/nowhere":
+                return web.Response(status=302, headers={"Location": "javascript:alert(1)"})
+            case "/large":
+                return web.Response(body=bytes(2048))
+            case "/slow":
+                return await Hanging(start=b"x")(http, {})
+            case _:
+                return web.Response()
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    async with (
+        listening(media) as url,
+        fleet(max_media_bytes=1024, media_timeout_s=0.3) as f,
+    ):
+        got, error = await refusal(f, at(url + path))
+        assert (got, error["param"], error["code"]) == (status, "messages[0].content[1]", code)
+        assert url not in error["message"]
+
+
+async def test_the_download_limit_is_for_all_items_together() -> None:
+    async def serve(http: web.Request) -> web.StreamResponse:
+        return web.Response(body=http.path.encode() * 100)
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    async with listening(media) as url, fleet(max_media_bytes=300) as f:
+        assert (await f.post(at(url + "/a")))[0].status == 200
+        parts = [{"type": "image_url", "image_url": f"{url}/{name}"} for name in "ab"]
+        status, error = await refusal(f, chat(*parts))
+        assert (status, error["code"]) == (413, "media_too_large")
+
+
+async def test_media_hosts_can_be_limited() -> None:
+    async def redirect(http: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound("http://elsewhere.invalid/a.png")
+
+    media = web.Application()
+    media.router.add_get("/a.png", redirect)
+    async with listening(media) as url, fleet(allow_media_domains=("127.0.0.1",)) as f:
+        for target in ("http://elsewhere.invalid/a.png", url + "/a.png"):
+            status, error = await refusal(f, at(target))
+            assert (status, error["code"]) == (400, "invalid_media")
+            assert "host" in error["message"]
+
+
+@pytest.mark.parametrize("stage", ["e", "p", "d"])
+async def test_an_engines_4xx_is_passed_on_as_it_came(stage: str) -> None:
+    async with fleet() as f:
+        getattr(f, stage).answer = failing(422)
+        response, body = await f.post(chat(picture(PNG)))
+        assert response.status == 422
+        assert body == b'{"error": {"message": "engine says no"}}'
+        assert (await f.health())[1]["fallbacks"] == 0
+
+
+async def test_decode_failing_on_the_pictures_is_passed_on() -> None:
+    async with fleet() as f:
+        f.d.answer = failing(500)
+        response, body = await f.post(chat(picture(PNG)))
+        assert response.status == 500
+        assert body == b'{"error": {"message": "engine says no"}}'
+        assert len(f.d.bodies) == 2
+
+
+async def test_unreachable_decode_is_503_with_retry_after() -> None:
+    gone = "http://127.0.0.1:9"
+    async with fleet(0, 0, 0, decoders_more=(gone,), cool_down_s=7.0) as f:
+        for _ in range(2):  # also while it cools down
+            response, body = await f.post(chat())
+            assert (response.status, response.headers["Retry-After"]) == (503, "7")
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("server_error", "engine_unreachable")
+            assert gone not in error["message"]
+
+
+async def test_decode_that_hangs_up_is_502_with_retry_after() -> None:
+    async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.close()
+        return web.Response()
+
+    async with fleet(0, 0) as f:
+        f.d.answer = hang_up
+        response, body = await f.post(chat())
+        assert response.status == 502
+        assert "Retry-After" in response.headers
+        assert json.loads(body)["error"]["code"] == "engine_failed"
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
+    async def break_off(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(EVENTS[0] + EVENTS[1])
+        assert http.transport is not None
+        http.transport.close()
+        return response
+
+    async with fleet(0, 0) as f:
+        f.d.answer = break_off
+        response, body = await f.post(chat(stream=True))
+        assert response.status == 200
+        start, _, end = body.rpartition(b"\n\ndata: ")
+        assert start == EVENTS[0] + EVENTS[1]
+        assert json.loads(end)["error"]["code"] == "engine_failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline_is_504(stream: bool) -> None:
+    async with fleet(timeout_s=0.3) as f:
+        f.d.answer = hanging = Hanging(start=EVENTS[0] if stream else None)
+        response, body = await f.post(chat(picture(PNG), stream=stream))
+        if stream:
+            assert body.startswith(EVENTS[0] + b"\n\ndata: ")
+            body = body.split(b"data: ")[-1]
+        else:
+            assert response.status == 504
+        assert json.loads(body)["error"]["code"] == "timeout"
+        await hanging.left.wait()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "unknown_url"),
+        ("POST", "/v1/completions", 404, "unknown_url"),
+        ("GET", CHAT, 405, "wrong_method"),
+        ("POST", "/v1/models", 405, "wrong_method"),
+    ],
+)
+async def test_other_paths_and_methods(method: str, path: str, status: int, code: str) -> None:
+    async with fleet() as f, f.client.request(method, f.url + path) as response:
+        assert response.status == status
+        assert (await response.json())["error"]["code"] == code
+        assert "x-request-id" in response.headers
+
+
+async def test_models_come_from_prefill_when_decode_is_gone() -> None:
+    for num_p, status in ((1, 200), (0, 503)):
+        async with (
+            fleet(0, num_p, 0, decoders_more=("http://127.0.0.1:9",)) as f,
+            f.client.get(f.url + "/v1/models") as response,
+        ):
+            assert response.status == status
+
+
+async def test_the_router_serves_on_after_each_of_these() -> None:
+    async with fleet() as f:
+        f.d.answer = failing(500)
+        for body in (b"{", chat() | {"model": "x"}, at("file:///x"), chat(picture(PNG))):
+            assert (await f.post(body))[0].status >= 400
+        _, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: junk\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        f.d.answer = decoded
+        assert (await f.post(chat(picture(PNG))))[0].status == 200

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine is next."""
+
+from ecshare.router.workers import Workers
+from tests.ecshare.router.fake_engine import Clock
+
+
+def test_the_least_busy_engine_is_chosen() -> None:
+    workers = Workers(["a", "b", "c"], 5.0, Clock())
+    a, b, c = workers
+    with workers.lease(a), workers.lease(a), workers.lease(b), workers.lease(c), workers.lease(c):
+        assert workers.choose() is b
+    assert [worker.in_flight for worker in workers] == [0, 0, 0]
+
+
+def test_idle_engines_take_turns() -> None:
+    workers = Workers(["a", "b", "c"], 5.0, Clock())
+    turns = []
+    for _ in range(6):
+        worker = workers.choose()
+        assert worker is not None
+        with workers.lease(worker):
+            turns.append(worker.url)
+    assert turns == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_a_failed_engine_rests() -> None:
+    clock = Clock()
+    workers = Workers(["a", "b"], 5.0, clock)
+    a, b = workers
+    workers.mark_failed(a)
+    with workers.lease(b):
+        assert workers.choose() is b
+    clock.now_s = 5.0
+    with workers.lease(b):
+        assert workers.choose() is a
+
+
+def test_an_engine_that_answers_is_back_at_once() -> None:
+    workers = Workers(["a"], 5.0, Clock())
+    (a,) = workers
+    workers.mark_failed(a)
+    assert workers.choose() is None
+    workers.mark_answered(a)
+    assert workers.choose() is a
+
+
+def test_soonest_is_the_one_to_try_when_all_rest() -> None:
+    clock = Clock()
+    workers = Workers(["a", "b"], 5.0, clock)
+    a, b = workers
+    workers.mark_failed(b)
+    clock.now_s = 1.0
+    workers.mark_failed(a)
+    assert workers.choose() is None
+    assert workers.soonest() is b
+
+
+def test_a_stage_without_engines_has_nobody() -> None:
+    workers = Workers([], 5.0, Clock())
+    assert not workers
+    assert workers.choose() is None
+    assert workers.soonest() is None
