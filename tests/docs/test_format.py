@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/format.md is normative: a reader written from the page alone must agree with the code."""
+
+import ast
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.keys import Kind, namespace_digest, object_key
+from tests.docs.pages import ROOT, fences, first_column
+
+PAGE = ROOT / "docs" / "format.md"
+NAMESPACE = "00112233445566778899aabbccddeeff"
+
+
+def a_sealed_object() -> bytes:
+    slab = bytearray(PROLOGUE_BYTES + 24)
+    slab[PROLOGUE_BYTES:] = bytes(range(24))
+    attributes = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 2, 6]}}
+    seal(memoryview(slab), TensorFacts("BF16", (3, 4), attributes))
+    return bytes(slab)
+
+
+def test_the_snippet_reads_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "an object"
+    path.write_bytes(a_sealed_object())
+    (snippet,) = fences(PAGE, "python")
+    monkeypatch.setattr(sys, "argv", ["snippet", str(path)])
+    exec(compile(snippet, str(PAGE), "exec"), {})  # noqa: S102 - the page's own program
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "torch.bfloat16 (3, 4)",
+        "{'metadata': {'image_grid_thw': [1, 2, 6]}, 'num_embeds': 3}",
+    ]
+
+
+def test_an_object_is_laid_out_as_the_page_says() -> None:
+    body = a_sealed_object()
+    assert int.from_bytes(body[:8], "little") == 4088
+    assert body[:4096].rstrip(b" ").endswith(b"}")
+    header = json.loads(body[8:4096])
+    assert set(header) == {"__metadata__", "tensor"}
+    assert header["tensor"] == {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]}
+    metadata = header["__metadata__"]
+    assert {name for name in first_column(PAGE) if name.startswith("ecshare.")} == set(metadata)
+    assert metadata["ecshare.format"] == "1"
+    believed = [1, "BF16", [3, 4], metadata["ecshare.attributes"], metadata["ecshare.producer"]]
+    checksum = xxhash.xxh3_128(canonical(believed) + body[4096:]).hexdigest()
+    assert metadata["ecshare.checksum"] == f"xxh3_128:{checksum}"
+
+
+def test_keys_are_made_as_the_page_says() -> None:
+    facts = {"model": "möwe", "epoch": "", "format": 1}
+    assert namespace_digest(facts) == hashlib.sha256(canonical(facts)).hexdigest()[:32]
+    text = hashlib.sha256(b"s" + b"64:cat").hexdigest()
+    example = f"ec/1/{NAMESPACE}/{text[:2]}/{text}"
+    assert object_key(Kind.EC, NAMESPACE, "64:cat") == example
+    assert f"\n{example}\n" in PAGE.read_text()
+    raw = hashlib.sha256(b"b" + b"\0\xff").hexdigest()
+    key = object_key(Kind.KV, NAMESPACE, b"\0\xff", "t1of2")
+    assert key == f"kv/1/{NAMESPACE}/{raw[:2]}/{raw}.t1of2"
+
+
+def test_the_page_names_every_dtype() -> None:
+    assert f"`{' '.join(ITEM_BYTES)}`" in PAGE.read_text()
+
+
+def test_the_page_names_every_fact_of_a_namespace() -> None:
+    told = {name for name in first_column(PAGE) if not name.startswith("ecshare.")}
+    assert told - {"ec", "kv"} == facts_of_the_code()
+
+
+def facts_of_the_code() -> set[str]:
+    """The names in the dictionaries of identity.py's three functions, without running vLLM."""
+    tree = ast.parse((ROOT / "ecshare" / "plugin" / "identity.py").read_text())
+    functions = ("encoder_namespace", "kv_namespace", "_model_facts")
+    return {
+        key.value
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name in functions
+        for dictionary in ast.walk(function)
+        if isinstance(dictionary, ast.Dict)
+        for key in dictionary.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON, by the page's words."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
