@@ -33,7 +33,7 @@ def parse_arguments(
     arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.router"
 ) -> RouterConfig:
     """Read the command line; leaves with status 2 and one sentence when it makes no sense."""
-    parser = _parser(prog)
+    parser = make_parser(prog)
     options = parser.parse_args(arguments)
     for name in ("encoder", "prefiller", "decoder"):
         urls = getattr(options, name)
@@ -57,7 +57,8 @@ def parse_arguments(
     )
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command line; docs/config.md is written from it."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Route chat completions over encode, prefill and decode engines.",

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/config.md from the types that parse the options, so that the page cannot drift.
+
+    python scripts/write_config_docs.py [--check]
+
+With `--check` nothing is written: exit status 1 if the page is not what would be written.
+"""
+
+import argparse
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec import inspect as types
+
+from ecshare.config import EncoderConfig
+from ecshare.router.config import make_parser
+from kvshare.config import KVConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+
+CONNECTORS = """\
+# Options
+
+*Written by `make docs` from the types that parse the options; a test fails when they differ.*
+
+## Connectors
+
+Each connector takes a JSON object of options inside the object that configures it:
+
+```
+--ec-transfer-config '{"ec_connector": "ECShareConnector", "ec_role": "ec_both",
+                       "ec_connector_extra_config": {"url": "s3://bucket/prefix"}}'
+--kv-transfer-config '{"kv_connector": "KVShareConnector", "kv_role": "kv_both",
+                       "kv_connector_extra_config": {"url": "s3://bucket/prefix"}}'
+```
+
+| role | what the engine does |
+|---|---|
+| `ec_producer` | encodes what is not stored yet and stores it; has no language model |
+| `ec_consumer` | loads embeddings; encodes what is missing, where the request carries the picture |
+| `ec_both` | both |
+| `kv_producer` | stores the KV blocks that it computes |
+| `kv_consumer` | loads KV blocks |
+| `kv_both` | both |
+
+Where the package is not installed but on `PYTHONPATH`, also say where the classes are:
+`"ec_connector_module_path": "ecshare.connector"` and
+`"kv_connector_module_path": "kvshare.connector"`.
+
+An option that is unknown, misspelt or of another type stops the engine at start, with a sentence
+that names it. Credentials are masked in the log.
+"""
+
+ROUTER = """
+## Router
+
+Arguments of `python -m ecshare.router`.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join([CONNECTORS, *connector_table(), ROUTER, *router_table(), ""])
+
+
+def connector_table() -> Iterator[str]:
+    """Yield one row per option, in the order of the types; shared ones first."""
+    taken: dict[str, list[str]] = {}
+    fields: dict[str, tuple[types.Field, str]] = {}
+    for name, config in (("ECShareConnector", EncoderConfig), ("KVShareConnector", KVConfig)):
+        purposes = attribute_docstrings(config)
+        described = types.type_info(config)
+        assert isinstance(described, types.StructType)
+        for field in described.fields:
+            taken.setdefault(field.encode_name, []).append(name)
+            fields[field.encode_name] = field, purposes[field.encode_name]
+    yield "| option | type | default | what it is for | taken by |"
+    yield "|---|---|---|---|---|"
+    for option in sorted(fields, key=lambda name: -len(taken[name])):
+        field, purpose = fields[option]
+        takers = "both" if len(taken[option]) > 1 else taken[option][0]
+        yield row(f"`{option}`", type_words(field.type), default_words(field), purpose, takers)
+
+
+def router_table() -> Iterator[str]:
+    """Yield one row per argument of the router's command line."""
+    yield "| argument | default | what it is for |"
+    yield "|---|---|---|"
+    for action in make_parser("")._actions:
+        if action.dest == "help":
+            continue
+        metavar = action.metavar or ("TEXT" if action.type is None else "N")
+        value = f" {metavar}" if action.nargs != 0 else ""
+        if action.required:
+            default = "required"
+        elif action.default in ([], False):
+            default = "none" if action.default == [] else "off"
+        else:
+            default = f"`{action.default}`"
+        yield row(f"`{action.option_strings[0]}{value}`", default, sentence(str(action.help)))
+
+
+def attribute_docstrings(config: type[Struct]) -> dict[str, str]:
+    """Return what the string below each field of `config` and its bases says; KeyError if none."""
+    found: dict[str, str] = {}
+    for owner in reversed(config.__mro__):
+        if owner in (Struct, object) or not issubclass(owner, Struct):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                match below:
+                    case ast.Expr(ast.Constant(str(text))):
+                        found[statement.target.id] = " ".join(text.split())
+    return found
+
+
+def type_words(described: types.Type) -> str:
+    """Return a field's type and bounds, as a person would say them."""
+    match described:
+        case types.UnionType():
+            known = [each for each in described.types if not isinstance(each, types.NoneType)]
+            return " or ".join(type_words(each) for each in known)
+        case types.FloatType() | types.IntType():
+            word = "whole number" if isinstance(described, types.IntType) else "number"
+            bounds = [
+                f"{words} {bound:g}"
+                for words, bound in (
+                    ("above", described.gt),
+                    ("at least", described.ge),
+                    ("below", described.lt),
+                    ("at most", described.le),
+                )
+                if bound is not None
+            ]
+            return ", ".join([word, *bounds])
+        case types.StrType():
+            limit = described.max_length
+            return "text" if limit is None else f"text, at most {limit} characters"
+        case types.BoolType():
+            return "true or false"
+        case types.DictType():
+            return "object"
+        case types.LiteralType():
+            return " or ".join(f"`{value}`" for value in described.values)
+    raise TypeError(f"say in write_config_docs.py how to name {described}")
+
+
+def default_words(field: types.Field) -> str:
+    """Return a field's default; sizes in the largest unit that fits."""
+    if field.required:
+        return "required"
+    value: Any = field.default
+    if value is msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value is None:
+        return "none"
+    if field.name.endswith("_bytes"):
+        for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+            if value % size == 0:
+                return f"`{value}` ({value // size} {unit})"
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def sentence(text: str) -> str:
+    """Return `text`, a help string, with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def row(*cells: str) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    if not parser.parse_args().check:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        print("docs/config.md is not up to date: run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/config.md is written from the types."""
+
+import runpy
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from tests.docs.pages import ROOT
+
+PROGRAM = runpy.run_path(str(ROOT / "scripts" / "write_config_docs.py"))
+
+
+def test_the_page_is_what_the_types_say() -> None:
+    written = (ROOT / "docs" / "config.md").read_text()
+    assert written == PROGRAM["page"](), "run `make docs`"
+
+
+class Example(msgspec.Struct):
+    size_bytes: Annotated[int, msgspec.Meta(gt=0)] = 3 << 20
+    """One | two
+    three."""
+    silent: str | None = None
+
+
+def test_options_are_described_by_the_string_below_them() -> None:
+    assert PROGRAM["attribute_docstrings"](Example) == {"size_bytes": "One | two three."}
+
+
+@pytest.mark.parametrize(
+    ("index", "kind", "default"),
+    [(0, "whole number, above 0", "`3145728` (3 MiB)"), (1, "text", "none")],
+)
+def test_types_and_defaults_are_said_in_words(index: int, kind: str, default: str) -> None:
+    field = msgspec.inspect.type_info(Example).fields[index]  # type: ignore[attr-defined]
+    assert (PROGRAM["type_words"](field.type), PROGRAM["default_words"](field)) == (kind, default)
