@@ -22,7 +22,7 @@ async def write_manifest(
     if namespace_digest(facts) != namespace:
         raise ValueError(f"namespace {namespace} is not the digest of these facts")
     text = json.dumps(facts, indent=2, sort_keys=True, allow_nan=False)
-    await store.put(manifest_key(kind, namespace), text.encode() + b"\\n")
+    await store.put(manifest_key(kind, namespace), text.encode() + b"\n")
 
 
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:

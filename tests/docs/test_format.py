@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import xxhash
 
+from ecshare.store.config import StoreConfig
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.manifest import write_manifest
+from ecshare.store.objects import open_store, probe
 from tests.docs.pages import ROOT, fences, first_column
 
 PAGE = ROOT / "docs" / "format.md"
@@ -75,6 +78,17 @@ def test_the_page_names_every_dtype() -> None:
 def test_the_page_names_every_fact_of_a_namespace() -> None:
     told = {name for name in first_column(PAGE) if not name.startswith("ecshare.")}
     assert told - {"ec", "kv"} == facts_of_the_code()
+
+
+async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
+    store = open_store(StoreConfig(url=str(tmp_path)), "options")
+    facts = {"model": "möwe", "format": 1}
+    namespace = namespace_digest(facts)
+    await write_manifest(store, Kind.EC, namespace, facts)
+    await probe(store, write=True)
+    await store.close()
+    assert json.loads((tmp_path / "ec" / "1" / namespace / "manifest").read_bytes()) == facts
+    assert (tmp_path / "probe" / "object").read_bytes() == b"ecshare"
 
 
 def facts_of_the_code() -> set[str]:
