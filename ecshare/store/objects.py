@@ -117,13 +117,18 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
 
 
 def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
-    from ecshare.store import remote
+    from ecshare.store.remote import open_remote
 
-    if protocol in ("s3", "s3a"):
-        from ecshare.store import cloud
+    if protocol not in ("s3", "s3a"):
+        return open_remote(config, path), "fsspec"
+    from ecshare.store.s3options import S3Plan, plan
 
-        plan = cloud.plan(config, path)
-        if isinstance(plan, cloud.Plan):
-            return cloud.open_cloud(plan, config.io_timeout_s), "obstore"
-        return remote.open_remote(config, path), f"fsspec: {plan}"
-    return remote.open_remote(config, path), "fsspec"
+    found = plan(config, path)
+    if isinstance(found, S3Plan):
+        try:
+            from ecshare.store.cloud import open_cloud
+        except ImportError:
+            found = "obstore is not installed"
+        else:
+            return open_cloud(found, config.io_timeout_s), "obstore"
+    return open_remote(config, path), f"fsspec, because {found}"

@@ -49,9 +49,7 @@ def open_remote(config: StoreConfig, path: str) -> "RemoteObjects":
     filesystem_class = _filesystem_class(protocol, f"{path}.url")
     options: dict[str, Any] = dict(config.storage_options)
     if protocol in ("s3", "s3a"):
-        # Above 1, s3fs sends a HEAD before each GET to size the object.
-        options["max_concurrency"] = 1
-        options.pop("asynchronous", None)
+        options |= _for_s3fs(config)
     if filesystem_class.async_impl:
         options["asynchronous"] = True
     try:
@@ -67,6 +65,18 @@ def open_remote(config: StoreConfig, path: str) -> "RemoteObjects":
         ) from exc
     atomic = protocol in _ATOMIC
     return RemoteObjects(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
+
+
+def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
+    """Overrides: one round trip for a GET, and the user's patience instead of a minute's."""
+    limits = {"connect_timeout": min(config.io_timeout_s, 5), "read_timeout": config.io_timeout_s}
+    given = config.storage_options.get("config_kwargs") or {}
+    return {
+        # Above 1, s3fs sends a HEAD before each GET to size the object.
+        "max_concurrency": 1,
+        # s3fs tries each call five times itself.
+        "config_kwargs": {**limits, "retries": {"total_max_attempts": 1}, **given},
+    }
 
 
 def _filesystem_class(protocol: str, option: str) -> Any:
@@ -93,6 +103,7 @@ class RemoteObjects:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._atomic_writes = atomic_writes
+        self._s3 = "s3" in filesystem.protocol
         self._io_timeout_s = io_timeout_s
         self._threads = Threads("remote", 8, io_timeout_s)
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
@@ -150,6 +161,8 @@ class RemoteObjects:
         found: dict[str, dict[str, Any]] = {}
         with contextlib.suppress(ObjectMissing), mapped_errors(prefix or "the store"):
             found = await self._call("find", below, detail=True)
+        if not found:
+            await self._check_bucket()
         for name, entry in found.items():
             key = name.removeprefix(self._root).lstrip("/")
             if is_safe_key(key):
@@ -161,6 +174,17 @@ class RemoteObjects:
         session = getattr(self._fs, "_s3", None)  # s3fs keeps its connections there
         if session is not None:
             await session.__aexit__(None, None, None)
+
+    async def _check_bucket(self) -> None:
+        """Tell "nothing there" from "no such bucket", which s3fs lists as empty too."""
+        if self._s3:
+            try:
+                with mapped_errors("bucket"):
+                    await self._call("info", self._root.partition("/")[0])
+            except ObjectMissing as exc:
+                raise StoreUnavailable(
+                    "the bucket does not exist; make it first, or name another"
+                ) from exc
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
