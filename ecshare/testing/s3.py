@@ -81,6 +81,7 @@ class SeaweedFS(Server):
         super().stop()
         shutil.rmtree(self.folder, ignore_errors=True)
         for port in (self.port, *self._side_ports.values()):
+            port.release()
             for left_over in SOCKETS.glob(f"seaweedfs-*-{port.number}.sock"):
                 left_over.unlink(missing_ok=True)
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every ObjectStore must do, as tests. Needs pytest and pytest-asyncio in "auto" mode.
+
+Run it over a store of your own by inheriting and yielding an empty one:
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        async def store(self):
+            store = MyStore(...)
+            yield store
+            await store.close()
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from ecshare.store.errors import ObjectMissing
+from ecshare.store.keys import PROBE_KEY, Kind, manifest_key, object_key
+from ecshare.store.objects import ObjectInfo, ObjectStore, probe
+
+MIB = 1 << 20
+NAMESPACE = "00112233445566778899aabbccddeeff"
+KEY = object_key(Kind.EC, NAMESPACE, "an object")
+OTHER = object_key(Kind.EC, NAMESPACE, "another object")
+ABSENT = object_key(Kind.EC, NAMESPACE, "never stored", "r0")
+
+# Below, at and above the sizes at which a store may begin to work in pieces.
+SIZES = (0, 1, 4096, 4 * MIB, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 20 * MIB + 3)
+OUTSIDE = (
+    "",
+    ".",
+    "..",
+    "../evil",
+    "a/../../evil",
+    "/etc/passwd",
+    "a//b",
+    "a/",
+    ".hidden",
+    "a/.hidden",
+    "a\0b",
+    "a\n",
+    "a\\b",
+    "a?b",
+    "a#b",
+    "a%2e%2e",
+    "ä",
+    "x" * 300,
+)
+
+
+class StoreContract:
+    """The suite. `store` is empty and the tests' own."""
+
+    create_only = True
+    """Whether who puts an object that is there is told so."""
+    one_winner = True
+    """Whether this holds for writers at the same moment too."""
+
+    @pytest.fixture
+    def store(self) -> AsyncIterator[ObjectStore]:
+        """The store to test."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("size", SIZES)
+    async def test_an_object_comes_back_as_it_was_put(self, store: ObjectStore, size: int) -> None:
+        """Of any size, and nobody can write to what came back."""
+        body = os.urandom(size)
+        assert await store.put(KEY, body) is True
+        found = await store.get(KEY)
+        assert isinstance(found, memoryview)
+        assert found.readonly
+        assert bytes(found) == body
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    async def test_any_buffer_can_be_put(self, store: ObjectStore, kind: type) -> None:
+        """Also one that can change later: by then it has been read."""
+        body = bytearray(b"0123456789")
+        await store.put(KEY, kind(body))
+        body[:] = b"----------"
+        assert bytes(await store.get(KEY)) == b"0123456789"
+
+    async def test_a_slice_of_a_larger_buffer_can_be_put(self, store: ObjectStore) -> None:
+        """As transfers do: a slab is often larger than the object in it."""
+        slab = memoryview(bytearray(os.urandom(100_000)))
+        await store.put(KEY, slab[1000:50_000])
+        assert await store.get(KEY) == slab[1000:50_000]
+
+    async def test_a_missing_object_is_an_error_of_its_own(self, store: ObjectStore) -> None:
+        """And the builtin that a stranger would catch."""
+        with pytest.raises(ObjectMissing) as caught:
+            await store.get(ABSENT)
+        assert isinstance(caught.value, FileNotFoundError)
+        assert ABSENT in str(caught.value)
+
+    async def test_a_second_put_changes_nothing(self, store: ObjectStore) -> None:
+        """It is told so, where the store can know."""
+        await store.put(KEY, b"the same bytes")
+        second = await store.put(KEY, b"the same bytes")
+        assert second is (not self.create_only)
+        assert bytes(await store.get(KEY)) == b"the same bytes"
+
+    async def test_of_racing_writers_one_wins(self, store: ObjectStore) -> None:
+        """Whoever wins, the object is whole."""
+        body = os.urandom(2 * MIB)
+        won = await asyncio.gather(*(store.put(KEY, bytes(body)) for _ in range(8)))
+        assert any(won)
+        assert won.count(True) == 1 or not self.one_winner
+        assert bytes(await store.get(KEY)) == body
+
+    async def test_a_reader_sees_all_of_an_object_or_none(self, store: ObjectStore) -> None:
+        """Asked again and again while it is being written."""
+        body = os.urandom(12 * MIB)
+        writing = asyncio.ensure_future(store.put(KEY, body))
+        while not writing.done():
+            try:
+                assert bytes(await store.get(KEY)) == body
+            except ObjectMissing:
+                continue
+        assert await writing
+
+    async def test_many_objects_at_once(self, store: ObjectStore) -> None:
+        """Each reader gets its own."""
+        bodies = {
+            object_key(Kind.KV, NAMESPACE, str(n), "r0"): os.urandom(1000 + n) for n in range(64)
+        }
+        await asyncio.gather(*(store.put(key, body) for key, body in bodies.items()))
+        found = await asyncio.gather(*(store.get(key) for key in bodies))
+        assert [bytes(body) for body in found] == [*bodies.values()]
+
+    async def test_existence_is_answered_in_order(self, store: ObjectStore) -> None:
+        """Of one, of many, of none, and of one asked twice."""
+        keys = [object_key(Kind.EC, NAMESPACE, str(n)) for n in range(70)]
+        await asyncio.gather(*(store.put(key, b"x") for key in keys[::2]))
+        assert await store.exists(keys) == [n % 2 == 0 for n in range(70)]
+        assert await store.exists([keys[0], keys[1], keys[0]]) == [True, False, True]
+        assert await store.exists([]) == []
+
+    async def test_a_deleted_object_is_gone(self, store: ObjectStore) -> None:
+        """Deleting what is not there is no error, and touches nothing else."""
+        await store.put(KEY, b"one")
+        await store.put(OTHER, b"two")
+        await store.delete([KEY, ABSENT])
+        await store.delete([KEY])
+        await store.delete([])
+        assert await store.exists([KEY, OTHER]) == [False, True]
+        with pytest.raises(ObjectMissing):
+            await store.get(KEY)
+
+    async def test_a_deleted_object_can_be_put_again(self, store: ObjectStore) -> None:
+        """This is how a corrupt one is replaced."""
+        await store.put(KEY, b"damaged")
+        await store.delete([KEY])
+        assert await store.put(KEY, b"mended")
+        assert bytes(await store.get(KEY)) == b"mended"
+
+    async def test_a_listing_names_what_is_below_its_prefix(self, store: ObjectStore) -> None:
+        """Levels are whole: "ec/1" is no part of "ec/10"."""
+        manifest = manifest_key(Kind.KV, NAMESPACE)
+        sizes = {KEY: 10, OTHER: 20, manifest: 30, "ec/10/x": 40}
+        for key, size in sizes.items():
+            await store.put(key, bytes(size))
+        assert await self._listed(store, "") == sizes
+        assert await self._listed(store, "ec/1/") == {KEY: 10, OTHER: 20}
+        assert await self._listed(store, f"kv/1/{NAMESPACE}/") == {manifest: 30}
+        assert await self._listed(store, "kv/2/") == {}
+
+    async def test_a_listing_knows_when_objects_were_stored(self, store: ObjectStore) -> None:
+        """To the accuracy of the store's clock."""
+        await store.put(KEY, b"x")
+        (found,) = [info async for info in store.list("")]
+        assert isinstance(found, ObjectInfo)
+        assert abs(found.modified_s - time.time()) < 120
+
+    async def test_a_listing_of_an_empty_store_is_empty(self, store: ObjectStore) -> None:
+        """And no error."""
+        assert await self._listed(store, "") == {}
+
+    @pytest.mark.parametrize("key", OUTSIDE)
+    async def test_a_key_that_could_leave_the_store_is_refused(
+        self, store: ObjectStore, key: str
+    ) -> None:
+        """By every method, before anything is touched."""
+        with pytest.raises(ValueError, match="not a key"):
+            await store.get(key)
+        with pytest.raises(ValueError, match="not a key"):
+            await store.put(key, b"evil")
+        with pytest.raises(ValueError, match="not a key"):
+            await store.exists([KEY, key])
+        with pytest.raises(ValueError, match="not a key"):
+            await store.delete([KEY, key])
+
+    async def test_a_probe_of_a_working_store_passes(self, store: ObjectStore) -> None:
+        """Again and again, and only a writer's leaves something behind."""
+        await probe(store, write=False)
+        assert await self._listed(store, "") == {}
+        await probe(store, write=True)
+        await probe(store, write=True)
+        assert [*await self._listed(store, "")] == [PROBE_KEY]
+
+    async def _listed(self, store: ObjectStore, prefix: str) -> dict[str, int]:
+        return {info.key: info.num_bytes async for info in store.list(prefix)}

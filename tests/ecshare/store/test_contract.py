@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One suite over every way to keep objects."""
+
+import errno
+import os
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.remote import RemoteObjects, open_remote
+from ecshare.testing.stores import StoreContract
+from tests.ecshare.store.conftest import Bucket
+
+
+class TestMemory(StoreContract):
+    one_winner = False  # fsspec looks, then writes
+
+    @pytest.fixture
+    async def store(self) -> AsyncIterator[ObjectStore]:
+        store = open_store(StoreConfig(url=f"memory://{uuid.uuid4().hex}/cache"), "options")
+        yield store
+        await store.close()
+
+
+class TestDirectory(StoreContract):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[ObjectStore]:
+        store = open_store(StoreConfig(url=f"file://{tmp_path}/new/store"), "options")
+        yield store
+        await store.close()
+
+
+class TestDirectoryWithoutHardLinks(StoreContract):
+    """As vfat and some network file systems are."""
+
+    one_winner = False
+
+    @pytest.fixture
+    async def store(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[ObjectStore]:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+        store = open_store(StoreConfig(url=str(tmp_path)), "options")
+        yield store
+        await store.close()
+
+
+class TestFilesThroughFsspec(StoreContract):
+    """A filesystem of files, as sftp and smb are: writes become atomic by a move."""
+
+    create_only = one_winner = False
+
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[ObjectStore]:
+        (tmp_path / "cache").mkdir()
+        store = open_remote(StoreConfig(url=f"file://{tmp_path}/cache"), "options")
+        yield store
+        await store.close()
+
+
+@pytest.mark.s3
+class TestS3ThroughObstore(StoreContract):
+    @pytest.fixture
+    async def store(self, seaweedfs: Bucket) -> AsyncIterator[ObjectStore]:
+        store = open_store(seaweedfs.config(), "options")
+        assert not isinstance(store, RemoteObjects)
+        yield store
+        await store.close()
+
+
+@pytest.mark.s3
+class TestS3ThroughS3fs(StoreContract):
+    @pytest.fixture
+    async def store(self, seaweedfs: Bucket) -> AsyncIterator[ObjectStore]:
+        # Only s3fs knows this option: the url takes the general road.
+        store = open_store(seaweedfs.config(s3_additional_kwargs={}), "options")
+        assert isinstance(store, RemoteObjects)
+        yield store
+        await store.close()
+
+
+@pytest.mark.s3
+class TestRcloneThroughObstore(StoreContract):
+    create_only = one_winner = False
+
+    @pytest.fixture
+    async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
+        store = open_store(rclone.config(), "options")
+        yield store
+        await store.close()
