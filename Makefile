@@ -1,0 +1,36 @@
+# Everything sets up what it needs first; run any target at any time.
+PYTHON ?= python3
+# For `make demo`: STORE=folder or STORE=s3; MODEL=a folder or a name (default: made on the spot).
+STORE ?= folder
+MODEL ?=
+
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint unit engines clean
+help:
+	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
+	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
+	@echo "make lint | unit | engines                one part of the above"
+	@echo "make setup | clean                        make or remove .venv and .cache"
+
+setup:
+	@$(PYTHON) scripts/setup.py
+
+demo: setup
+	@$(BIN)/python -m ecshare.testing.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
+
+test: lint unit engines
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest -q -m "not engine"
+
+engines: setup
+	$(BIN)/python -m pytest -v -m engine
+
+clean:
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
