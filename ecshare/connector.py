@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ecshare.messages import Orders, Report
-    from ecshare.plugin.metrics import CounterStats, PrometheusCounters
     from ecshare.scheduler import EncoderScheduler
     from ecshare.worker import EncoderWorker
 
@@ -41,18 +40,19 @@ class ECShareConnector(ECConnectorBase):
             ConfigError: an option is wrong or the store cannot be used; names the option.
         """
         super().__init__(vllm_config, role)
-        config = parse(
-            EncoderConfig, vllm_config.ec_transfer_config.ec_connector_extra_config, OPTIONS_PATH
-        )
+        transfer = vllm_config.ec_transfer_config
+        assert transfer is not None  # super() has checked it
+        config = parse(EncoderConfig, transfer.ec_connector_extra_config, OPTIONS_PATH)
         # Here, because each half drags in what the other process must not load.
         if role is ECConnectorRole.SCHEDULER:
             from ecshare.scheduler import EncoderScheduler
 
             self.scheduler = EncoderScheduler(vllm_config, config)
         else:
+            from ecshare.plugin.ranks import worker_rank
             from ecshare.worker import EncoderWorker
 
-            self.worker = EncoderWorker(vllm_config, config)
+            self.worker = EncoderWorker(vllm_config, config, worker_rank(vllm_config))
 
     def shutdown(self) -> None:
         """Let what is in flight end, briefly, and stop the I/O thread."""
@@ -61,9 +61,9 @@ class ECShareConnector(ECConnectorBase):
 
     # --- worker processes ---
 
-    def start_save_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
-        """Take this step's save orders; store what the encoder cache holds already."""
-        self.worker.begin_saves(self._orders(), encoder_cache)
+    def start_save_caches(self, **kwargs: Any) -> None:
+        """Take this step's save orders; store what `encoder_cache` holds already."""
+        self.worker.begin_saves(self._orders(), kwargs["encoder_cache"])
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         """Fill the encoder cache with this step's loads."""
@@ -128,14 +128,17 @@ class ECShareConnector(ECConnectorBase):
 
     # --- statistics; both processes ---
 
-    def get_ec_connector_stats(self) -> "CounterStats | None":
+    # vLLM's own types for statistics are younger than the oldest release that is served; these
+    # have the same methods.
+
+    def get_ec_connector_stats(self) -> Any:
         """Return the counts since the last call. Workers report theirs to the scheduler half."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
         return self.scheduler.take_stats()
 
     @classmethod
-    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> "CounterStats | None":
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Wrap counts that travelled as a plain dict."""
         from ecshare.plugin.metrics import CounterStats
 
@@ -148,7 +151,7 @@ class ECShareConnector(ECConnectorBase):
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> "PrometheusCounters":
+    ) -> Any:
         """Register the Prometheus counters of ecshare.plugin.metrics."""
         from ecshare.plugin.metrics import PrometheusCounters
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half: which media items are on this host, which must be encoded, which are lost.
 
-vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then cannot
-be loaded kills the engine. So an embedding is fetched into the host cache, verified and pinned
-BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it submits,
-polls and looks into dictionaries; it never waits and never touches storage.
+vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then
+cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
+pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
+submits, polls and looks into dictionaries; it never waits and never touches storage.
 
 What becomes of an item (one per identifier that live requests need):
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.ec_transfer.ec_connector.utils import (
     PlaceholderMetadataResolver,
     collect_ec_item_metadata,
@@ -85,12 +86,15 @@ class EncoderScheduler:
             ConfigError: the store cannot be used; names the option and the fix.
         """
         role = vllm_config.ec_transfer_config
+        assert role is not None  # or vLLM would not have made the connector
         self._is_producer: bool = role.is_ec_producer
         self._is_consumer: bool = role.is_ec_consumer
         self._wait_s = config.wait_s
         self._namespace = encoder_namespace(vllm_config, config.epoch)
         self._width = encoder_width(vllm_config)
-        self._dtypes = {dtype_name(vllm_config.model_config.dtype), "F32"}
+        model_dtype = vllm_config.model_config.dtype
+        assert isinstance(model_dtype, torch.dtype)  # a word only until vLLM has read the model
+        self._dtypes = {dtype_name(model_dtype), "F32"}
         self._placeholders = PlaceholderMetadataResolver(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
         self._engine.start_up(
@@ -257,7 +261,7 @@ class EncoderScheduler:
             self._let_go(stored)
 
     def _fits(self, facts: TensorFacts, item: _Item) -> bool:
-        """Whether a stored tensor is what the model expects for `item`; the store is not trusted."""
+        """Whether a stored tensor is what the model expects for `item`; stores are not trusted."""
         return facts.shape == (item.num_embeds, self._width) and facts.dtype in self._dtypes
 
     def _miss(self, item: _Item, reason: str) -> None:
@@ -272,7 +276,9 @@ class EncoderScheduler:
             return False
         known = self._placeholders.fields_for(feature.modality)
         return any(
-            value is not None for name, value in feature.data.get_data().items() if name not in known
+            value is not None
+            for name, value in feature.data.get_data().items()
+            if name not in known
         )
 
     def _let_go(self, stored: StoredObject | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
-from ecshare.plugin.ranks import worker_rank
+from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.engine import (
     Done,
@@ -42,15 +42,17 @@ class EncoderWorker:
     Ownership: all fields belong to vLLM's worker thread; the transfer engine has its own.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: EncoderConfig) -> None:
-        """Start the I/O thread and check that the store answers.
+    def __init__(self, vllm_config: "VllmConfig", config: EncoderConfig, rank: Rank) -> None:
+        """Start the I/O thread and check that the store answers. `rank`: this worker's place.
 
         Raises:
             ConfigError: the store cannot be used; names the option and the fix.
         """
-        role = vllm_config.ec_transfer_config
-        self._device = torch.device(vllm_config.device_config.device)
-        self._is_writer = role.is_ec_producer and worker_rank(vllm_config).is_writer
+        role, device = vllm_config.ec_transfer_config, vllm_config.device_config.device
+        assert role is not None  # or vLLM would not have made the connector
+        assert device is not None  # nor this worker
+        self._device = torch.device(device)
+        self._is_writer = role.is_ec_producer and rank.is_writer
         # Only an engine that does nothing but encode may wait for its uploads: others decode.
         self._is_durable = self._is_writer and not role.is_ec_consumer
         self._timeout_s = config.io_timeout_s

@@ -148,13 +148,11 @@ def open_object(host: HostCache, key: str) -> StoredObject | None:
 class TransferEngine:
     """One I/O thread with one event loop; jobs in, outcomes out.
 
-    Ownership: the thread that submits also polls, drains and closes; it owns `in_flight`. The store,
-    its health and all tasks belong to the I/O thread. `_done` is the one thing both touch, a queue.
+    Ownership: the thread that submits also polls, drains and closes; it owns `in_flight`. The
+    store, its health and all tasks belong to the I/O thread. Both touch `_done`, a queue.
     """
 
-    def __init__(
-        self, config: StoreConfig, path: str, *, store: ObjectStore | None = None
-    ) -> None:
+    def __init__(self, config: StoreConfig, path: str, *, store: ObjectStore | None = None) -> None:
         """Open the store of `config`, unless `store` is given, and start the thread.
 
         `path`: where the user wrote the options, for messages. The engine closes the store.
@@ -182,7 +180,7 @@ class TransferEngine:
         self._thread.start()
 
     def probe(self, *, write: bool) -> None:
-        """Block until the store has answered once, at start-up; `write`: it must take an object too.
+        """Block until the store has answered, at start-up; `write`: it must take an object too.
 
         Raises:
             ConfigError: it did not, within `io_timeout_s`; names the option and the cause.
@@ -239,7 +237,7 @@ class TransferEngine:
         return ended
 
     def drain(self, timeout_s: float) -> list[Done]:
-        """Block until every submitted job has ended, or `timeout_s` is over; return the ended ones."""
+        """Block until every job has ended, or `timeout_s` is over; return the ended ones."""
         deadline_s = time.monotonic() + timeout_s
         ended = self.poll()
         while self.in_flight:
@@ -252,7 +250,7 @@ class TransferEngine:
         return ended
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Give what is in flight `timeout_s` to end, then stop the thread. The second call does nothing.
+        """Give what is in flight `timeout_s` to end, then stop the thread; once.
 
         What has not ended by then is dropped; an object is whole in the store or not there.
         """
@@ -315,12 +313,11 @@ class TransferEngine:
             job.slab.release(reuse=outcome is Outcome.OK)
         self._done.put(Done(job, outcome, time.monotonic() - started_s, value))
 
-    async def _do(
-        self, job: Job, started_s: float
-    ) -> StoredObject | tuple[bool, ...] | None:
+    async def _do(self, job: Job, started_s: float) -> StoredObject | tuple[bool, ...] | None:
         match job:
             case Put():
-                return await self._put(job)
+                await self._put(job)
+                return None
             case Fetch():
                 return await self._fetch(job, started_s + job.timeout_s)
             case Lookup():

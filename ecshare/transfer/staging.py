@@ -11,7 +11,9 @@ stream order, and no CPU thread waits except the one that needs the bytes (`Slab
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -69,8 +71,17 @@ def as_tensor(payload: memoryview, facts: TensorFacts) -> Tensor:
     """
     if not facts.num_bytes:
         return torch.empty(facts.shape, dtype=torch_dtype(facts.dtype))
+    _warn_of_read_only_memory()
     flat = torch.frombuffer(payload, dtype=torch.uint8)
     return flat.view(torch_dtype(facts.dtype)).view(facts.shape)
+
+
+@cache
+def _warn_of_read_only_memory() -> None:
+    """Use up torch's one warning that tensors over read-only memory can be written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class Slab:
@@ -91,7 +102,7 @@ class Slab:
     @property
     def body(self) -> memoryview:
         """The whole object, prologue first; writable; valid until `release`."""
-        return memoryview(self._whole.numpy())[: self._num_bytes]
+        return memoryview(self._whole.numpy())[: self._num_bytes]  # type: ignore[arg-type]
 
     @property
     def payload(self) -> Tensor:
@@ -108,7 +119,7 @@ class Slab:
         """Give the memory back to the budget. The second call does nothing. Any thread.
 
         Waits for a copy that is still arriving: the memory must not be used again before.
-        `reuse=False`: somebody may still read it, so it is freed when they let go, not filled again.
+        `reuse=False`: somebody may still read it: it is freed when they let go, not filled again.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:

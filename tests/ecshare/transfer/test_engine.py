@@ -2,6 +2,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectInfo
 from ecshare.transfer.engine import (
     Done,
@@ -33,7 +34,7 @@ def key(name: str) -> str:
     return object_key(Kind.EC, NAMESPACE, name)
 
 
-def config(tmp_path: Path, host: str = "host", **options: float) -> StoreConfig:
+def config(tmp_path: Path, host: str = "host", **options: Any) -> StoreConfig:
     return StoreConfig(
         url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
     )
@@ -175,8 +176,10 @@ def test_a_closed_engine_rejects(engine: TransferEngine, staging: Staging) -> No
 
 def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path: Path) -> None:
     engine = TransferEngine(config(tmp_path), "options")
-    engine.start_up(Kind.EC, NAMESPACE, {"model": "m"}, write=True)
-    assert (tmp_path / "store" / "ec" / "1" / NAMESPACE / "manifest").is_file()
+    facts = {"model": "m"}
+    digest = namespace_digest(facts)
+    engine.start_up(Kind.EC, digest, facts, write=True)
+    assert (tmp_path / "store" / "ec" / "1" / digest / "manifest").is_file()
     engine.close()
     (tmp_path / "plain-file").touch()
     blocked = StoreConfig(
@@ -217,8 +220,9 @@ class Failing:
         await self._act()
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        for info in ():
-            yield info
+        nothing: tuple[ObjectInfo, ...] = ()
+        for found in nothing:
+            yield found
 
     async def close(self) -> None:
         pass

@@ -83,7 +83,9 @@ def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: S
     third = staging.reserve(facts(900))
     assert third is not None
     third.payload.fill_(0)
-    assert bytes(reader[PROLOGUE_BYTES : PROLOGUE_BYTES + 4]) == torch.tensor([7.0]).numpy().tobytes()
+    assert (
+        bytes(reader[PROLOGUE_BYTES : PROLOGUE_BYTES + 4]) == torch.tensor([7.0]).numpy().tobytes()
+    )
 
 
 def test_idle_slabs_make_room_for_other_sizes(staging: Staging) -> None:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ecshare.plugin.weights import fingerprint
+
+
+def write_model(folder: Path, seed: int = 0, name: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"layer.{i}": torch.randn(300, 40, generator=generator) for i in range(3)}
+    save_file(tensors, folder / name)
+    (folder / "config.json").write_text('{"hidden_size": 40}')
+    return folder
+
+
+def test_it_is_the_same_for_the_same_files_anywhere(tmp_path: Path) -> None:
+    first = fingerprint(write_model(tmp_path / "a"))
+    assert first == fingerprint(write_model(tmp_path / "b"))
+    assert len(first) == 32
+    int(first, 16)
+
+
+def test_other_weights_of_the_same_shape_differ(tmp_path: Path) -> None:
+    assert fingerprint(write_model(tmp_path / "a")) != fingerprint(write_model(tmp_path / "b", 1))
+
+
+def test_one_retrained_tensor_is_enough(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "a")
+    before = fingerprint(folder)
+    tensors = {f"layer.{i}": torch.zeros(300, 40) for i in range(3)}
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layer.1"] += 1e-3
+    save_file(tensors, folder / "model.safetensors")
+    assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_configuration_counts(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "a")
+    before = fingerprint(folder)
+    (folder / name).write_text('{"changed": true}')
+    assert fingerprint(folder) != before
+
+
+def test_what_cannot_change_bytes_does_not_count(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "a")
+    before = fingerprint(folder)
+    (folder / "README.md").write_text("words")
+    (folder / "tokenizer.json").write_text("{}")
+    assert fingerprint(folder) == before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_formats_without_a_map_are_sampled_throughout(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "a")
+    content = bytearray(torch.randn(100_000).numpy().tobytes())
+    (folder / name).write_bytes(content)
+    before = fingerprint(folder)
+    half = len(content) // 2
+    content[half:] = torch.randn(50_000).numpy().tobytes()
+    (folder / name).write_bytes(content)
+    assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x00" * 7, b"\xff" * 64, b"\x10\x00\x00\x00\x00\x00\x00\x00"]
+)
+def test_a_broken_safetensors_file_is_read_as_plain_bytes(tmp_path: Path, body: bytes) -> None:
+    folder = write_model(tmp_path / "a")
+    (folder / "extra.safetensors").write_bytes(body)
+    assert len(fingerprint(folder)) == 32

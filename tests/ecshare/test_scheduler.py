@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half against a real store, with vLLM's own configuration and requests."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import ECTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+
+from ecshare.config import EncoderConfig
+from ecshare.messages import Report
+from ecshare.scheduler import EncoderScheduler
+from ecshare.store.format import TensorFacts
+from ecshare.transfer.engine import Put, TransferEngine
+from ecshare.transfer.staging import Staging
+
+NUM_EMBEDS = 16
+GRID = torch.tensor([1, 8, 8])
+
+
+@pytest.fixture(scope="module")
+def vllm_config(vlm: Path) -> VllmConfig:
+    return EngineArgs(model=str(vlm), dtype="float32", enforce_eager=True).create_engine_config()
+
+
+@pytest.fixture
+def start(vllm_config: VllmConfig, tmp_path: Path) -> Iterator[Callable[..., EncoderScheduler]]:
+    started = []
+
+    def start(role: str, **options: Any) -> EncoderScheduler:
+        vllm_config.ec_transfer_config = ECTransferConfig(
+            ec_connector="ECShareConnector",
+            ec_role=role,  # type: ignore[arg-type]
+        )
+        scheduler = EncoderScheduler(vllm_config, config(tmp_path, **options))
+        started.append(scheduler)
+        return scheduler
+
+    yield start
+    for scheduler in started:
+        scheduler.close()
+
+
+def config(tmp_path: Path, **options: Any) -> EncoderConfig:
+    return EncoderConfig(
+        url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "host"), **options
+    )
+
+
+def feature(
+    identifier: str = "picture",
+    *,
+    pixels: bool = True,
+    offset: int = 2,
+    num_embeds: int = NUM_EMBEDS,
+) -> MultiModalFeatureSpec:
+    field = MultiModalSharedField(batch_size=1)
+    values = {"image_grid_thw": MultiModalFieldElem(data=GRID, field=field)}
+    if pixels:
+        values["pixel_values"] = MultiModalFieldElem(data=torch.zeros(64, 8), field=field)
+    return MultiModalFeatureSpec(
+        data=MultiModalKwargsItem(values),
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=num_embeds),
+    )
+
+
+def request(*features: MultiModalFeatureSpec, name: str = "request") -> Any:
+    # What the hooks read of vllm.v1.request.Request, and nothing else.
+    return SimpleNamespace(request_id=name, mm_features=list(features))
+
+
+def store(scheduler: EncoderScheduler, tmp_path: Path, shape: tuple[int, int]) -> torch.Tensor:
+    """Put a tensor under the key of the default feature, as a producer elsewhere would."""
+    elsewhere = EncoderConfig(
+        url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "elsewhere")
+    )
+    engine = TransferEngine(elsewhere, "options")
+    key = scheduler._namespace.key(f"{NUM_EMBEDS}:picture")
+    tensor = torch.randn(shape)
+    staging = Staging(torch.device("cpu"), 1 << 24)
+    slab = staging.reserve(TensorFacts("F32", shape, {}))
+    assert slab is not None
+    staging.copy_out(slab, tensor)
+    engine.submit(Put(key, slab))
+    engine.drain(10)
+    engine.close()
+    return tensor
+
+
+def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
+    """Poll as vLLM does, until the request is ready or given up."""
+    for _ in range(5000):
+        if scheduler.ready(asked, 0):
+            return True
+        if scheduler._lost:
+            return False
+        time.sleep(0.001)
+    raise AssertionError("neither ready nor lost after 5 s")
+
+
+Start = Callable[..., EncoderScheduler]
+
+
+@pytest.fixture
+def shape(vllm_config: VllmConfig) -> tuple[int, int]:
+    return NUM_EMBEDS, vllm_config.model_config.get_hidden_size()
+
+
+def test_a_consumer_waits_until_the_item_is_on_this_host(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    asked = request(feature(pixels=False))
+    assert not scheduler.has("picture")
+    assert not scheduler.ready(asked, 0)
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+    scheduler.allocated(asked, 0)
+    (load,) = scheduler.orders({"request": 20}).loads
+    assert load.identifier == "picture"
+    assert scheduler.orders({"request": 1}).loads == ()
+    assert scheduler.finished(asked) is None
+    assert not scheduler.has("picture")
+
+
+def test_an_absent_item_with_pixels_is_encoded(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    assert not scheduler.has("picture")
+    scheduler.allocated(asked, 0)
+    assert scheduler.orders({"request": 20}) == scheduler.orders({})
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.data == {"items/missed": 1, "items/encoded": 1}
+
+
+def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature(pixels=False))
+    assert not until_ready(scheduler, asked)
+    assert scheduler.take_unavailable() == {"request"}
+    assert scheduler.take_unavailable() == set()
+    scheduler.finished(asked)
+    assert scheduler.ready(request(name="other"), 0)
+
+
+@pytest.mark.parametrize("wrong", [(NUM_EMBEDS, 7), (NUM_EMBEDS - 1, 64)])
+def test_a_stored_tensor_of_another_shape_is_a_miss(
+    start: Start, tmp_path: Path, wrong: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, wrong)
+    assert until_ready(scheduler, request(feature()))
+    assert not scheduler.has("picture")
+
+
+def test_a_late_store_is_a_miss(start: Start, tmp_path: Path, shape: tuple[int, int]) -> None:
+    scheduler = start("ec_consumer", wait_s=1e-9)
+    store(scheduler, tmp_path, shape)
+    assert scheduler.ready(request(feature()), 0)
+
+
+def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature("a", offset=0), feature("b", pixels=False, offset=100))
+    assert scheduler.ready(asked, 116)
+    assert not scheduler.ready(asked, 115)
+    assert list(scheduler._items) == ["b"]
+
+
+def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    assert until_ready(scheduler, request(feature(), name="first"))
+    second = request(feature(num_embeds=NUM_EMBEDS + 1), name="second")
+    assert not scheduler.ready(second, 0)
+    assert scheduler.take_unavailable() == {"second"}
+
+
+def test_requests_share_an_item_until_the_last_one_ends(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_both")
+    store(scheduler, tmp_path, shape)
+    first, second = (request(feature(), name=name) for name in ("first", "second"))
+    assert until_ready(scheduler, first)
+    assert scheduler.ready(second, 0)
+    scheduler.finished(first)
+    assert scheduler.has("picture")
+    scheduler.finished(second)
+    assert not scheduler.has("picture")
+
+
+def test_a_producer_orders_each_absent_item_to_be_stored_once(start: Start) -> None:
+    scheduler = start("ec_producer")
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    assert scheduler.orders({"another": 1}).saves == ()
+    (save,) = scheduler.orders({"request": 20}).saves
+    assert save.identifier == "picture"
+    assert save.attributes == {"num_embeds": NUM_EMBEDS, "metadata": {"image_grid_thw": [1, 8, 8]}}
+    assert scheduler.orders({"request": 1}).saves == ()
+    assert scheduler.finished(asked) == {
+        "picture": {"metadata": {"image_grid_thw": [1, 8, 8]}, "item_indices": [0]}
+    }
+
+
+def test_a_producer_does_not_encode_what_is_stored(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_producer")
+    store(scheduler, tmp_path, shape)
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+    scheduler.allocated(asked, 0)
+    orders = scheduler.orders({"request": 20})
+    assert (orders.loads, orders.saves) == ((), ())
+
+
+def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> None:
+    scheduler = start("ec_producer")
+    first = request(feature(), name="first")
+    assert until_ready(scheduler, first)
+    announced = scheduler.finished(first)
+    again = request(feature(), name="again")
+    again.mm_features[0].data = None
+    scheduler.ready(again, 0)
+    assert scheduler.finished(again) == announced
+
+
+def test_reports_of_workers_are_added(start: Start) -> None:
+    scheduler = start("ec_both")
+    scheduler.reported(Report({"items/saved": 2}))
+    scheduler.reported(None)
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.data == {"items/saved": 2}
+    assert scheduler.take_stats() is None
+
+
+@pytest.mark.parametrize("identifier", ["../../evil/x", "", "\x00", "ü" * 100_000, "/etc/passwd"])
+def test_a_hostile_identifier_stays_inside_the_store(
+    start: Start, tmp_path: Path, identifier: str
+) -> None:
+    scheduler = start("ec_producer")
+    asked = request(feature(identifier))
+    assert until_ready(scheduler, asked)
+    (save,) = scheduler.orders({"request": 20}).saves
+    assert save.key.startswith(f"ec/1/{scheduler._namespace.digest}/")
+    assert ".." not in save.key
+    assert len(save.key) < 200

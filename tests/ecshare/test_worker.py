@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker half with real tensors and a real folder; no engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ecshare.config import EncoderConfig
+from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.plugin.ranks import Rank
+from ecshare.store.format import unseal
+from ecshare.store.keys import Kind, object_key
+from ecshare.worker import EncoderWorker
+
+KEY = object_key(Kind.EC, "0" * 32, "picture")
+SAVE = SaveOrder("picture", KEY, {"num_embeds": 16, "metadata": {"image_grid_thw": [1, 8, 8]}})
+LOAD = LoadOrder("picture", KEY)
+EMBEDDING = torch.randn(16, 64)
+
+Start = Callable[..., EncoderWorker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def start(role: str, host: str = "host", tp_rank: int = 0, **options: Any) -> EncoderWorker:
+        # What the worker half reads of a VllmConfig.
+        vllm_config: Any = SimpleNamespace(
+            ec_transfer_config=SimpleNamespace(
+                is_ec_producer=role in ("producer", "both"),
+                is_ec_consumer=role in ("consumer", "both"),
+            ),
+            device_config=SimpleNamespace(device="cpu"),
+        )
+        config = EncoderConfig(
+            url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
+        )
+        worker = EncoderWorker(vllm_config, config, Rank(tp_rank, 2, 0, 1))
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+def stored(tmp_path: Path) -> Path:
+    return tmp_path / "store" / KEY
+
+
+def encode(worker: EncoderWorker, tensor: torch.Tensor = EMBEDDING) -> None:
+    """Play one V1 step of a producer that encodes the picture."""
+    cache: dict[str, torch.Tensor] = {}
+    worker.begin_saves(Orders(saves=(SAVE,)), cache)
+    cache["picture"] = tensor
+    worker.save("picture", cache)
+    worker.settle()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -> None:
+    tensor = torch.randn(16, 64).to(dtype)
+    encode(start("producer"), tensor)
+    cache: dict[str, torch.Tensor] = {}
+    reader = start("consumer", host="another-host")
+    reader.load(Orders(loads=(LOAD,)), cache)
+    assert cache["picture"].dtype is dtype
+    assert torch.equal(cache["picture"], tensor)
+    cache["picture"].zero_()
+    again: dict[str, torch.Tensor] = {}
+    reader.load(Orders(loads=(LOAD,)), again)
+    assert torch.equal(again["picture"], tensor)
+
+
+def test_a_producers_step_ends_when_its_saves_are_stored(start: Start, tmp_path: Path) -> None:
+    encode(start("producer"))
+    facts = unseal(memoryview(stored(tmp_path).read_bytes())).facts
+    assert facts.shape == (16, 64)
+    assert facts.attributes == SAVE.attributes
+
+
+def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
+    encode(start("producer"), torch.randn(64, 32).T[:16, ::1])
+    assert unseal(memoryview(stored(tmp_path).read_bytes())).facts.shape == (16, 64)
+
+
+def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_path: Path) -> None:
+    worker = start("producer")
+    worker.begin_saves(Orders(saves=(SAVE,)), {"picture": EMBEDDING})
+    worker.settle()
+    assert stored(tmp_path).is_file()
+
+
+def test_an_order_is_redeemed_once_in_whatever_step_the_encode_comes(
+    start: Start, tmp_path: Path
+) -> None:
+    worker = start("producer")
+    worker.begin_saves(Orders(saves=(SAVE,)), {})
+    worker.settle()
+    worker.begin_saves(Orders(), {})
+    worker.save("picture", {"picture": EMBEDDING})
+    worker.settle()
+    assert worker.report() == Report({"items/saved": 1})
+    stored(tmp_path).unlink()
+    worker.save("picture", {"picture": EMBEDDING})
+    worker.settle()
+    assert not stored(tmp_path).exists()
+
+
+def test_nothing_is_stored_without_an_order(start: Start, tmp_path: Path) -> None:
+    worker = start("producer")
+    worker.save("picture", {"picture": EMBEDDING})
+    worker.settle()
+    assert worker.report() is None
+    assert not stored(tmp_path).exists()
+
+
+@pytest.mark.parametrize(("role", "tp_rank"), [("consumer", 0), ("producer", 1), ("both", 1)])
+def test_only_a_producers_first_rank_writes(
+    start: Start, tmp_path: Path, role: str, tp_rank: int
+) -> None:
+    worker = start(role, tp_rank=tp_rank)
+    encode(worker)
+    worker.close()
+    assert not stored(tmp_path).exists()
+
+
+def test_both_does_not_wait_but_stores(start: Start, tmp_path: Path) -> None:
+    worker = start("both")
+    encode(worker)
+    worker.close()
+    assert stored(tmp_path).is_file()
+
+
+def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
+    worker = start("consumer", wait_s=0.2)
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(Orders(loads=(LOAD,)), cache)
+    assert cache == {}
+    assert worker.report() == Report({"items/failed": 1})
+
+
+def test_a_budget_smaller_than_two_saves_holds_the_second_up_and_loses_none(
+    start: Start, tmp_path: Path
+) -> None:
+    worker = start("producer", buffer_bytes=1)
+    other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
+    cache = {"picture": EMBEDDING, "other": EMBEDDING + 1}
+    worker.begin_saves(Orders(saves=(SAVE, other)), cache)
+    worker.settle()
+    assert worker.report() == Report({"items/saved": 2})
+
+
+def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start) -> None:
+    worker = start("producer")
+    encode(worker, torch.zeros(16, 64, dtype=torch.complex64))
+    assert worker.report() == Report({"items/dropped": 1})
+
+
+def test_reports_of_ranks_add_up() -> None:
+    total = Report({"items/saved": 1}).aggregate(Report({"items/saved": 2, "items/failed": 1}))
+    assert total == Report({"items/saved": 3, "items/failed": 1})
