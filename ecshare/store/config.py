@@ -69,6 +69,8 @@ def masked(options: Mapping[str, Any]) -> dict[str, Any]:
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return masked(value)
+        if isinstance(value, list | tuple):
+            return [shown(name, inner) for inner in value]
         if value is None or isinstance(value, bool):
             return value
         return "***" if _SECRET.search(name) else value

@@ -93,6 +93,7 @@ class _Header(Struct, forbid_unknown_fields=True):
 
 _header_decoder = msgspec.json.Decoder(_Header)
 _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
+_ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def seal(slab: memoryview, facts: TensorFacts) -> None:
@@ -165,7 +166,7 @@ def _header(raw: memoryview) -> _Header:
         raise ObjectCorrupt("corrupt object: it does not begin with an ecshare prologue")
     try:
         header = _header_decoder.decode(bytes(raw[_LENGTH.size : PROLOGUE_BYTES]))
-    except (msgspec.DecodeError, RecursionError) as exc:  # UnicodeDecodeError is wrapped by msgspec
+    except _ODD_JSON as exc:
         raise ObjectCorrupt(f"corrupt object: odd header, {exc}") from exc
     if header.metadata.format != str(FORMAT_VERSION):
         raise ObjectCorrupt(
@@ -178,7 +179,7 @@ def _header(raw: memoryview) -> _Header:
 def _attributes(text: str) -> dict[str, JSON]:
     try:
         return _attributes_decoder.decode(text)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except _ODD_JSON as exc:
         raise ObjectCorrupt(f"corrupt object: odd attributes, {exc}") from exc
 
 

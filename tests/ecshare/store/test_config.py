@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
+import pytest
+
+from ecshare.store.config import StoreConfig, masked, parse
+from ecshare.store.errors import ConfigError
+
+PATH = "ec_connector_extra_config"
+
+
+class Longer(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As connectors do: their own options beside the store's."""
+
+    save: str = "durable"
+
+
+def test_the_defaults_need_a_url_only() -> None:
+    config = parse(StoreConfig, {"url": "s3://bucket"}, PATH)
+    assert (config.wait_s, config.io_timeout_s) == (5.0, 10.0)
+    assert (config.buffer_bytes, config.host_cache_bytes) == (1 << 30, 4 << 30)
+    assert config.storage_options == {}
+
+
+def test_a_whole_number_will_do_for_seconds() -> None:
+    assert parse(StoreConfig, {"url": "/x", "wait_s": 3}, PATH).wait_s == 3.0
+
+
+def test_the_users_dict_is_left_alone() -> None:
+    raw = {"url": "/x", "storage_options": {"key": "k"}}
+    parse(StoreConfig, raw, PATH)
+    assert raw == {"url": "/x", "storage_options": {"key": "k"}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        ({"urll": "/x"}, f"{PATH}.urll: unknown option; did you mean 'url'?"),
+        ({"url": "/x", "xyzzy": 1}, f"{PATH}.xyzzy: unknown option; known: buffer_bytes, "),
+        ({}, f"{PATH}.url: missing, and it has no default"),
+        ({"url": 3}, f"{PATH}.url: expected str, got int"),
+        ({"url": None}, f"{PATH}.url: expected str, got null"),
+        ({"url": "/x", "wait_s": "5"}, f"{PATH}.wait_s: expected float, got str"),
+        ({"url": "/x", "wait_s": 0}, f"{PATH}.wait_s: expected float > 0"),
+        ({"url": "/x", "wait_s": float("inf")}, f"{PATH}.wait_s: expected float <= 3600"),
+        ({"url": "/x", "wait_s": float("nan")}, f"{PATH}.wait_s: expected float"),
+        ({"url": "/x", "buffer_bytes": True}, f"{PATH}.buffer_bytes: expected int, got bool"),
+        ({"url": "/x", "buffer_bytes": 1.5}, f"{PATH}.buffer_bytes: expected int, got float"),
+        ({"url": "/x", "host_cache_bytes": -1}, f"{PATH}.host_cache_bytes: expected int >= 1"),
+        (
+            {"url": "/x", "storage_options": []},
+            f"{PATH}.storage_options: expected object, got array",
+        ),
+        ({"url": "/x", "epoch": "x" * 129}, f"{PATH}.epoch: expected str of length <= 128"),
+        ([], f"{PATH}: expected an object of options, got list"),
+        (None, f"{PATH}: expected an object of options, got nothing"),
+        ({1: 2}, f"{PATH}.1: unknown option"),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_users_path(raw: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(StoreConfig, raw, PATH)
+    assert str(caught.value).startswith(sentence)
+    assert "$" not in str(caught.value)
+
+
+def test_options_of_a_longer_type_are_checked_together() -> None:
+    assert parse(Longer, {"url": "/x", "save": "announced"}, PATH).save == "announced"
+    with pytest.raises(ConfigError, match="did you mean 'save'"):
+        parse(Longer, {"url": "/x", "savee": "announced"}, PATH)
+
+
+def test_secrets_do_not_reach_a_log() -> None:
+    config = Longer(
+        url="sftp://user:hidden1@host/x",
+        storage_options={
+            "key": "hidden2",
+            "secret": "hidden3",
+            "token": "hidden4",
+            "anon": False,
+            "endpoint_url": "http://shown:9000",
+            "client_kwargs": {"region_name": "shown", "aws_session_token": "hidden5"},
+            "account": [{"password": "hidden6"}],
+        },
+    )
+    for text in (repr(config), str(config), f"{config}", str(config.for_log())):
+        assert "hidden" not in text
+        assert "http://shown:9000" in text
+        assert "'region_name': 'shown'" in text
+        assert "'anon': False" in text
+        assert "save" in text
+
+
+def test_masking_copies() -> None:
+    options = {"secret": "x"}
+    assert masked(options) == {"secret": "***"}
+    assert options == {"secret": "x"}

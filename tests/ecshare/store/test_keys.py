@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+import hashlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecshare.store.keys import (
+    PROBE_KEY,
+    Kind,
+    canonical_json,
+    check_key,
+    is_object_key,
+    is_safe_key,
+    manifest_key,
+    namespace_digest,
+    object_key,
+)
+
+NAMESPACE = "0123456789abcdef" * 2
+SHAPE = re.compile(r"(ec|kv)/1/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.[a-z0-9_-]{1,32})?")
+
+
+def test_a_key_is_written_down() -> None:
+    """Changing what is stored where needs another format version."""
+    digest = hashlib.sha256(b"scat.png").hexdigest()
+    assert object_key(Kind.EC, NAMESPACE, "cat.png") == f"ec/1/{NAMESPACE}/{digest[:2]}/{digest}"
+    digest = hashlib.sha256(b"b\x00\x01").hexdigest()
+    assert (
+        object_key(Kind.KV, NAMESPACE, b"\x00\x01", "r0")
+        == f"kv/1/{NAMESPACE}/{digest[:2]}/{digest}.r0"
+    )
+    assert manifest_key(Kind.EC, NAMESPACE) == f"ec/1/{NAMESPACE}/manifest"
+    assert (
+        namespace_digest({"b": [1], "a": None})
+        == (hashlib.sha256(b'{"a":null,"b":[1]}').hexdigest()[:32])
+    )
+
+
+@given(st.one_of(st.text(), st.binary()))
+def test_whatever_the_name_the_key_has_the_same_shape(name: str | bytes) -> None:
+    key = object_key(Kind.EC, NAMESPACE, name)
+    assert SHAPE.fullmatch(key)
+    assert is_object_key(key)
+    assert is_safe_key(key)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil/x", "/etc/passwd", "a\0b", "\ud800", "x" * 100_000, ""]
+)
+def test_a_hostile_name_does_not_show_in_the_key(name: str) -> None:
+    assert SHAPE.fullmatch(object_key(Kind.EC, NAMESPACE, name))
+
+
+def test_names_parts_kinds_and_namespaces_are_told_apart() -> None:
+    keys = {
+        object_key(Kind.EC, NAMESPACE, "a"),
+        object_key(Kind.EC, NAMESPACE, b"a"),
+        object_key(Kind.EC, NAMESPACE, "a", "r0"),
+        object_key(Kind.EC, NAMESPACE, "a", "r1"),
+        object_key(Kind.KV, NAMESPACE, "a"),
+        object_key(Kind.EC, "f" * 32, "a"),
+    }
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize("part", ["../x", "R0", "x" * 33, "a/b", "a.b", "a\n"])
+def test_an_odd_part_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="part"):
+        object_key(Kind.EC, NAMESPACE, "a", part)
+
+
+@pytest.mark.parametrize(
+    "namespace", ["", "x" * 32, "F" * 32, "0" * 31, "../" * 8, "0" * 32 + "\n"]
+)
+def test_an_odd_namespace_is_refused(namespace: str) -> None:
+    with pytest.raises(ValueError, match="namespace"):
+        object_key(Kind.EC, namespace, "a")
+    with pytest.raises(ValueError, match="namespace"):
+        manifest_key(Kind.EC, namespace)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        manifest_key(Kind.EC, NAMESPACE),
+        PROBE_KEY,
+        object_key(Kind.EC, NAMESPACE, "a") + "\n",
+        object_key(Kind.EC, NAMESPACE, "a").replace("ec/1", "ec/2"),
+        f"ec/1/{NAMESPACE}/00/{'f' * 64}",
+    ],
+)
+def test_what_is_no_object_is_not_taken_for_one(key: str) -> None:
+    assert not is_object_key(key)
+
+
+def test_all_our_keys_are_safe() -> None:
+    for key in (
+        PROBE_KEY,
+        manifest_key(Kind.KV, NAMESPACE),
+        object_key(Kind.KV, NAMESPACE, "", "p"),
+    ):
+        assert check_key(key) == key
+
+
+@given(st.text())
+def test_a_safe_key_stays_below_its_root(key: str) -> None:
+    if is_safe_key(key):
+        assert not key.startswith("/")
+        assert all(level and not level.startswith(".") for level in key.split("/"))
+        assert key.isascii()
+        assert key.isprintable()
+
+
+def test_one_json_text_per_value() -> None:
+    assert canonical_json({"b": (1, 2), "a": "ä\ud800"}) == b'{"a":"\\u00e4\\ud800","b":[1,2]}'
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [{None: 1}], {"a": float("nan")}, {"a": object()}])
+def test_what_json_would_change_is_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        canonical_json(value)
+
+
+def test_another_process_finds_the_same_names() -> None:
+    script = (
+        "from ecshare.store.keys import *; "
+        f"print(object_key(Kind.EC, {NAMESPACE!r}, 'a'), namespace_digest({{'b': 1, 'a': 2}}))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == [
+        object_key(Kind.EC, NAMESPACE, "a"),
+        namespace_digest({"a": 2, "b": 1}),
+    ]
