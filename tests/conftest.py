@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real things for tests: a small model, an S3 server, engines. All end with the test run."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing import ready_made
+from ecshare.testing.engines import SMALL_ENGINE, EngineProcess
+from ecshare.testing.s3 import SeaweedFS
+
+CACHE = Path(__file__).parents[1] / ".cache"
+LOGS = CACHE / "logs" / "tests"
+
+StartEngine = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="session")
+def vlm() -> Path:
+    """A small Qwen2.5-VL, made once per recipe and kept in .cache."""
+    return ready_made.model(CACHE / "models")
+
+
+@pytest.fixture(scope="session")
+def other_vlm() -> Path:
+    """The same shape as `vlm` with other weights."""
+    return ready_made.model(CACHE / "models", seed=1)
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedFS]:
+    """An S3 server for the whole run: take a prefix of your own under `seaweed.url`."""
+    with SeaweedFS(LOGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, vlm: Path) -> Iterator[StartEngine]:
+    """Start engines that live as long as the test module, unless it stops them itself.
+
+    `engine(name, *arguments, model=, environment=)` returns at once: start all, then call
+    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
+    """
+    logs = LOGS / request.module.__name__
+    shutil.rmtree(logs, ignore_errors=True)
+    with ExitStack() as stack:
+
+        def start(
+            name: str,
+            *arguments: str,
+            model: Path = vlm,
+            environment: Mapping[str, str] | None = None,
+        ) -> EngineProcess:
+            arguments = (*SMALL_ENGINE, *arguments)
+            process = EngineProcess(name, model, logs, arguments, environment)
+            stack.callback(process.stop)
+            process.start()
+            return process
+
+        yield start

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument
+from ecshare.testing.models import make_qwen25_vl
+from tests.engines.chat import announced, ask, counts, picture, text
+
+pytestmark = pytest.mark.engine
+
+QUESTION = text("what is to be seen here, and where?")
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    encoder: EngineProcess
+    consumer: EngineProcess
+    stranger: EngineProcess
+    """An encoder of other weights, under the same shapes."""
+    root: Path
+
+    @property
+    def model(self) -> str:
+        return self.plain.model
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+
+@pytest.fixture(scope="module")
+def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+    url, host = str(root / "store"), str(root / "host")
+    # One name for both sets of weights, as after a retraining: only the files differ.
+    model = root / "model"
+    model.symlink_to(vlm)
+    producer = (*SMALL_ENGINE, ec_argument("producer", url, host_cache_dir=host))
+    consumer = (*SMALL_ENGINE, ec_argument("consumer", url, host_cache_dir=host))
+    first = (
+        EngineProcess("plain", model, root),
+        EngineProcess("encoder", model, root, producer),
+        EngineProcess("consumer", model, root, (*consumer, "--enable-mm-embeds")),
+    )
+    stranger = EngineProcess("stranger", model, root, producer)
+    with ExitStack() as running:
+        _start(running, *first)
+        model.unlink()
+        model.symlink_to(make_qwen25_vl(root / "other-weights", seed=1))
+        _start(running, stranger)
+        yield Fleet(*first, stranger, root)
+
+
+def _start(running: ExitStack, *engines: EngineProcess) -> None:
+    for engine in engines:
+        running.callback(engine.stop)
+        engine.start()
+    for engine in engines:
+        engine.wait_ready()
+
+
+def objects(fleet: Fleet) -> set[Path]:
+    return {path for path in (fleet.store / "ec").rglob("*") if len(path.name) == 64}
+
+
+def test_a_consumer_without_pixels_gives_the_plain_engines_tokens(fleet: Fleet) -> None:
+    encoded = ask(fleet.encoder, fleet.model, [picture(1, "one"), picture(2, "two")])
+    content = [announced(encoded, "one"), announced(encoded, "two"), QUESTION]
+    plain = ask(fleet.plain, fleet.model, [picture(1), picture(2), QUESTION])
+    before = counts(fleet.consumer)
+    assert ask(fleet.consumer, fleet.model, content).tokens == plain.tokens
+    assert counts(fleet.consumer)["ecshare_items/loaded"] == (
+        before.get("ecshare_items/loaded", 0) + 2
+    )
+    other = ask(fleet.plain, fleet.model, [picture(2), picture(1), QUESTION])
+    assert other.tokens != plain.tokens, "the tokens do not depend on the pictures: no test"
+
+
+def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fleet) -> None:
+    lost = announced(ask(fleet.encoder, fleet.model, [picture(4, "four")]), "four") | {
+        "uuid": "lost"
+    }
+    failed = ask(fleet.consumer, fleet.model, [lost, QUESTION])
+    assert failed.status == 500
+    assert "error" in failed.body
+    plain = ask(fleet.plain, fleet.model, [picture(5), QUESTION])
+    assert ask(fleet.consumer, fleet.model, [picture(5), QUESTION]).tokens == plain.tokens
+
+
+def test_an_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:
+    known = objects(fleet)
+    ask(fleet.encoder, fleet.model, [picture(6, "six")])
+    (path,) = objects(fleet) - known
+    path.unlink()
+    # The encoder's own cache still holds it, so vLLM will not encode it again.
+    ask(fleet.encoder, fleet.model, [picture(6, "six")])
+    assert path.is_file()
+
+
+@pytest.mark.parametrize("uuid", ["../../evil/x", "/evil", "e\u0301vil " * 50])
+def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
+    encoded = ask(fleet.encoder, fleet.model, [picture(7, uuid)])
+    plain = ask(fleet.plain, fleet.model, [picture(7), QUESTION])
+    content = [announced(encoded, uuid), QUESTION]
+    assert ask(fleet.consumer, fleet.model, content).tokens == plain.tokens
+    outside = [path for path in fleet.root.rglob("*evil*") if path.is_dir()]
+    assert not outside
+
+
+def test_engines_with_other_weights_share_nothing(fleet: Fleet) -> None:
+    encoded = ask(fleet.stranger, fleet.model, [picture(8, "eight")])
+    assert ask(fleet.consumer, fleet.model, [announced(encoded, "eight"), QUESTION]).status == 500
+    plain = ask(fleet.plain, fleet.model, [picture(8), QUESTION])
+    answer = ask(fleet.consumer, fleet.model, [picture(8, "eight"), QUESTION])
+    assert answer.tokens == plain.tokens

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architecture: imports point down, and light modules stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("ecshare", "kvshare")
+# What each group of modules may import, besides itself and the bare package `ecshare`.
+STORE = {"ecshare.store"}
+BELOW_VLLM = STORE | {"ecshare.transfer"}
+BELOW_CONNECTORS = BELOW_VLLM | {"ecshare.plugin"}
+ALLOWED = {
+    "ecshare": set(),
+    "ecshare.store": set(),
+    "ecshare.transfer": STORE,
+    "ecshare.plugin": BELOW_VLLM,
+    "ecshare.encoder": BELOW_CONNECTORS,  # connector, scheduler, worker, messages, config
+    "kvshare": BELOW_CONNECTORS,
+    "ecshare.router": STORE,
+    "ecshare.front": BELOW_CONNECTORS | {"ecshare.encoder", "ecshare.router"},  # cli, testing
+}
+ENCODER = {"connector", "scheduler", "worker", "messages", "config"}
+FRONT = {"cli", "doctor", "testing", "__main__"}
+# Groups that must work where torch or vLLM is not installed, or is slow to import.
+WITHOUT = {
+    "ecshare": {"torch", "vllm", "transformers"},
+    "ecshare.store": {"torch", "vllm", "transformers"},
+    "ecshare.router": {"torch", "vllm", "transformers"},
+    "ecshare.transfer": {"vllm", "transformers"},
+    "kvshare": {"transformers"},
+}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def group(module: str) -> str:
+    """The name in ALLOWED that `module` belongs to; a new module must be put somewhere."""
+    package, _, rest = module.partition(".")
+    if package == "kvshare":
+        return "kvshare"
+    part = rest.partition(".")[0]
+    if part in ENCODER:
+        return "ecshare.encoder"
+    if part in FRONT:
+        return "ecshare.front"
+    return f"{package}.{part}".rstrip(".")
+
+
+def imported(module: str) -> set[str]:
+    """Every module that the source of `module` names in an import, wherever it stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            source = node.module or ""
+            found.update(
+                name if (name := f"{source}.{alias.name}") in MODULES else source
+                for alias in node.names
+            )
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    own = group(module)
+    allowed = ALLOWED[own] | {own, "ecshare"}
+    upwards = {
+        name
+        for name in imported(module)
+        if name.partition(".")[0] in ("ecshare", "kvshare") and group(name) not in allowed
+    }
+    assert not upwards
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_layer_does_not_know_what_only_higher_ones_need(module: str) -> None:
+    packages = {name.partition(".")[0] for name in imported(module)}
+    assert not packages & WITHOUT.get(group(module), set())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_halves_never_import_each_other(package: str) -> None:
+    """They live in different processes: what they share is in messages.py."""
+    assert f"{package}.worker" not in imported(f"{package}.scheduler")
+    assert f"{package}.scheduler" not in imported(f"{package}.worker")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh Python has after `statement`."""
+    program = f"import sys; {statement}; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
+    return set(ran.stdout.decode().split())
+
+
+@pytest.mark.parametrize("package", ["ecshare.store", "ecshare.router", "ecshare.cli", "kvshare"])
+def test_light_modules_stay_light(package: str) -> None:
+    if package not in MODULES:
+        pytest.skip(f"there is no {package} yet")
+    prefix = f"{package}."
+    names = [name for name in MODULES if name.startswith(prefix) and package != "kvshare"]
+    names = [name for name in names if not name.endswith("__main__")]
+    loaded = loaded_by(f"import {', '.join([package, *names])}")
+    assert not loaded & {"torch", "vllm", "transformers"}
+
+
+def test_connectors_load_neither_half_and_no_storage_client() -> None:
+    """vLLM imports them in its front-end process too, which needs neither."""
+    halves = {f"{package}.{half}" for package in PACKAGES for half in ("scheduler", "worker")}
+    loaded = loaded_by("import ecshare.connector, kvshare.connector")
+    assert not loaded & (halves | {"fsspec", "s3fs", "obstore"})
