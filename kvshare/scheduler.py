@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,11 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
-# About 20 MB. A key that falls out is looked up or saved again, which the store bears.
-_REMEMBERED_CHUNKS = 100_000
+# What was seen in the store is not saved again for so long. Then it is, in case the store has lost
+# it: writes are create-only, so that costs little where it has not.
+_TRUST_S = 600.0
+# About 20 MB.
+_TRUSTED_CHUNKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +96,24 @@ class _Tracked:
     search: _Search | None = None
 
 
-class _RecentKeys:
-    """A set that forgets the keys used longest ago."""
+class _TrustedKeys:
+    """Chunks that were seen in the store lately; holds a bounded number, the latest ones."""
 
-    def __init__(self, limit: int) -> None:
-        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._limit = limit
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._seen_s: OrderedDict[ChunkKey, float] = OrderedDict()
 
     def __contains__(self, key: ChunkKey) -> bool:
-        if key not in self._keys:
-            return False
-        self._keys.move_to_end(key)
-        return True
+        return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
 
     def add(self, key: ChunkKey) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
+        self._seen_s[key] = self._clock_s()
+        self._seen_s.move_to_end(key)
+        if len(self._seen_s) > _TRUSTED_CHUNKS:
+            self._seen_s.popitem(last=False)
 
     def discard(self, key: ChunkKey) -> None:
-        self._keys.pop(key, None)
+        self._seen_s.pop(key, None)
 
 
 class KVScheduler:
@@ -139,8 +140,8 @@ class KVScheduler:
         self._asking: dict[tuple[str, ...], list[_Search]] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, int] = {}
-        # Chunks in the store as far as we know. They need no saving.
-        self._stored = _RecentKeys(_REMEMBERED_CHUNKS)
+        # They need no saving. What was ordered to be saved counts, until a worker says otherwise.
+        self._stored = _TrustedKeys(clock_s)
 
     @classmethod
     def start(

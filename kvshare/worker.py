@@ -229,4 +229,6 @@ class KVWorker:
             return
         self._stats.add("blocks/failed")
         if chunk is not None:
+            # Nor may this host's cache claim it, or nobody here would save it again.
+            self._engine.host.discard(done.job.key)  # type: ignore[union-attr]
             self._lost.add(chunk)

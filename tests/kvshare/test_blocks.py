@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cache tensors of several layouts -> stored blocks -> cache tensors, to the byte."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from ecshare.store.format import TensorFacts
+from ecshare.transfer.staging import Staging
+from kvshare.blocks import BlockCaches, refusal
+
+BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
+SHAPE = (HEADS, LAYERS, TOKENS, CONTENT)
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def head_major() -> list[Tensor]:
+    return [numbered(BLOCKS, HEADS, TOKENS, CONTENT) + 1000 * layer for layer in range(LAYERS)]
+
+
+def token_major() -> list[Tensor]:
+    """The same axes over other strides: tokens outside heads in memory."""
+    caches = [numbered(BLOCKS, TOKENS, HEADS, CONTENT) + 1000 * layer for layer in range(LAYERS)]
+    return [cache.transpose(1, 2) for cache in caches]
+
+
+def packed() -> list[Tensor]:
+    """All layers of a block side by side in one allocation."""
+    return list(numbered(BLOCKS, LAYERS, HEADS, TOKENS, CONTENT).unbind(1))
+
+
+def axes_moved() -> list[Tensor]:
+    """The block axis last."""
+    return [cache.permute(1, 2, 3, 0) for cache in head_major()]
+
+
+def kernel_blocks() -> list[Tensor]:
+    """The kernel's blocks are half as long as the cache's."""
+    return [numbered(BLOCKS * 2, HEADS, TOKENS // 2, CONTENT) + layer for layer in range(LAYERS)]
+
+
+def named(caches: list[Tensor]) -> dict[str, Tensor]:
+    """Register in an order that is not the layers' own."""
+    names = [f"model.layers.{number}.attn" for number in range(len(caches))]
+    return dict(sorted(zip(names, caches, strict=True), reverse=True))
+
+
+def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
+    return BlockCaches(caches, BLOCKS, TOKENS, heads)
+
+
+def stored(blocks: BlockCaches, block_id: int) -> Tensor:
+    staging = Staging(torch.device("cpu"), 1 << 20)
+    slab = staging.reserve(blocks.facts(TOKENS, "name"))
+    assert slab is not None
+    staging.stack_out(slab, blocks.read(block_id), dim=1)
+    return slab.payload.clone()
+
+
+@pytest.mark.parametrize("make", [head_major, token_major, packed, axes_moved, kernel_blocks])
+def test_blocks_survive_the_round_trip(make: Callable[[], list[Tensor]]) -> None:
+    source, target = make(), [torch.zeros_like(cache) for cache in make()]
+    payload = stored(blocks_of(named(source)), 3)
+    blocks_of(named(target)).write(1, payload)
+    for layer, (before, after) in enumerate(zip(source, target, strict=True)):
+        expected = blocks_of(named(source)).read(3)[layer]
+        assert torch.equal(blocks_of(named(target)).read(1)[layer], expected)
+        assert after.count_nonzero() == expected.count_nonzero(), "other blocks were touched"
+        assert before.shape == after.shape
+
+
+def test_payload_is_head_layer_token_content() -> None:
+    caches = head_major()
+    payload = stored(blocks_of(named(caches)), 4)
+    assert tuple(payload.shape) == SHAPE
+    for layer, cache in enumerate(caches):
+        assert torch.equal(payload[:, layer], cache[4])
+
+
+def test_one_head_range_is_one_byte_range() -> None:
+    payload = stored(blocks_of(named(token_major())), 2)
+    flat = payload.flatten()
+    half = flat.numel() // 2
+    expected = torch.stack([cache[2, 1] for cache in token_major()])
+    assert torch.equal(flat[half:].view(expected.shape), expected)
+
+
+def test_kernel_blocks_are_joined_in_token_order() -> None:
+    cache = kernel_blocks()[0]
+    expected = torch.cat([cache[6], cache[7]], dim=1)
+    assert torch.equal(blocks_of(named(kernel_blocks())).read(3)[0], expected)
+
+
+def test_layers_that_share_a_cache_are_stored_once() -> None:
+    caches = named(head_major())
+    caches["model.layers.99.attn"] = caches["model.layers.3.attn"]
+    assert blocks_of(caches).shape == SHAPE
+
+
+def test_facts_name_the_chunk_and_what_counts() -> None:
+    facts = blocks_of(named(head_major())).facts(5, "abc")
+    assert facts == TensorFacts(
+        dtype="F32",
+        shape=SHAPE,
+        attributes={
+            "chunk": "abc",
+            "num_tokens": 5,
+            "block_tokens": TOKENS,
+            "num_layers": LAYERS,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("caches", "says"),
+    [
+        ({}, "no KV cache"),
+        ({"l.0": numbered(2, BLOCKS, HEADS, TOKENS, CONTENT)}, "cannot be read"),
+        ({"l.0": numbered(BLOCKS, TOKENS, CONTENT)}, "cannot be read"),
+        ({"l.0": numbered(BLOCKS, HEADS + 1, TOKENS, CONTENT)}, "cannot be read"),
+        ({"l.0": numbered(BLOCKS + 1, HEADS, TOKENS, CONTENT)}, "cannot be read"),
+        # Two axes could be the tokens', and vLLM's own order is none of the readings.
+        ({"l.0": numbered(TOKENS, HEADS, TOKENS, BLOCKS)}, "cannot be read"),
+        (
+            {
+                "l.0": numbered(BLOCKS, HEADS, TOKENS, CONTENT),
+                "l.1": numbered(BLOCKS, HEADS, TOKENS, CONTENT + 2),
+            },
+            "differ",
+        ),
+        ({"l.0": [numbered(BLOCKS, HEADS, TOKENS, CONTENT)]}, "not a tensor"),
+    ],
+)
+def test_unknown_layouts_are_refused(caches: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        blocks_of(caches)
+
+
+def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
+    cache = numbered(BLOCKS, TOKENS, TOKENS, CONTENT)
+    read = blocks_of({"l.0": cache}, heads=TOKENS).read(2)
+    assert torch.equal(read[0], cache[2])
+
+
+FULL = FullAttentionSpec(
+    block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT, dtype=torch.float32
+)
+
+
+def engine(algorithm: str = "sha256", **parallel: int) -> Any:
+    # What `refusal` reads of a VllmConfig.
+    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+    )
+
+
+def cache(*specs: Any) -> KVCacheConfig:
+    return KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0"], spec) for spec in specs])
+
+
+def test_plain_full_attention_is_shared() -> None:
+    assert refusal(engine(), cache(FULL)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "specs", "says"),
+    [
+        (engine(), (), "0 KV cache groups"),
+        (engine(), (FULL, FULL), "2 KV cache groups"),
+        (
+            engine(),
+            (
+                SlidingWindowSpec(
+                    block_size=TOKENS,
+                    num_kv_heads=HEADS,
+                    head_size=CONTENT,
+                    dtype=torch.float32,
+                    sliding_window=64,
+                ),
+            ),
+            "SlidingWindowSpec",
+        ),
+        (
+            engine(),
+            (
+                MLAAttentionSpec(
+                    block_size=TOKENS, num_kv_heads=1, head_size=CONTENT, dtype=torch.float32
+                ),
+            ),
+            "MLAAttentionSpec",
+        ),
+        (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),), "quantized"),
+        (engine(), (replace(FULL, non_causal=True),), "later tokens"),
+        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
+        (engine(decode_context_parallel_size=2), (FULL,), "context"),
+        (engine(algorithm="xxhash"), (FULL,), "xxhash"),
+    ],
+)
+def test_other_engines_are_refused_in_a_sentence(
+    config: Any, specs: tuple[Any, ...], says: str
+) -> None:
+    assert says in (refusal(config, cache(*specs)) or "")

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store can do to an engine: cost it hits, never a token, a request or the engine."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.utils.hashing import sha256
+
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.staging import Staging
+from kvshare.prefix import loadable_chunks
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import (
+    BLOCK,
+    HEADS,
+    LAYERS,
+    ToyEngine,
+    expected_answer,
+    make_request,
+    objects,
+    serve,
+)
+
+PROMPT = list(range(100, 100 + 5 * BLOCK + 3))
+NUM_CHUNKS = 6
+FIRST, MIDDLE, TAIL = 0, 2, NUM_CHUNKS - 1
+
+
+def chunk_path(engine: ToyEngine, folder: Path, index: int) -> Path:
+    """Where chunk number `index` of PROMPT lies in the store."""
+    chunk = loadable_chunks(make_request("x", PROMPT), BLOCK, sha256, 0)[index]
+    namespace = engine.connector.scheduler._facts.namespace
+    return folder / "store" / object_key(Kind.KV, namespace, bytes(chunk.key), "t0of1")
+
+
+@pytest.fixture
+def warm(start: StartEngine, tmp_path: Path) -> Path:
+    """A store with PROMPT in it, and no host cache that could help out."""
+    serve(start(), PROMPT, max_tokens=1)
+    shutil.rmtree(tmp_path / "host")
+    assert len(objects(tmp_path)) == NUM_CHUNKS
+    return tmp_path
+
+
+def unlink(path: Path) -> None:
+    path.unlink()
+
+
+def flip_a_payload_bit(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[PROLOGUE_BYTES + 5] ^= 4
+    path.write_bytes(body)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def swap_in_another_chunk(path: Path) -> None:
+    """A sound object of the right shape, of other tokens."""
+    other = next(one for one in path.parent.parent.rglob("*.t0of1") if one != path)
+    path.write_bytes(other.read_bytes())
+
+
+def put_other_tensor(path: Path) -> None:
+    facts = TensorFacts(dtype="F32", shape=(HEADS, LAYERS, BLOCK, 4), attributes={})
+    slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
+    assert slab is not None
+    slab.payload.zero_()
+    seal(slab.body, facts)
+    path.write_bytes(bytes(slab.body))
+
+
+FAULTS = [unlink, flip_a_payload_bit, truncate, empty, swap_in_another_chunk, put_other_tensor]
+
+
+@pytest.mark.parametrize("index", [FIRST, MIDDLE, TAIL])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_spoiled_between_look_up_and_load(
+    start: StartEngine, warm: Path, fault: Callable[[Path], None], index: int
+) -> None:
+    engine = start()
+    engine.before_load = lambda: fault(chunk_path(engine, warm, index))
+    answer = serve(engine, PROMPT)
+    assert answer.computed_prompt_tokens == len(PROMPT)
+    assert engine.counts["blocks/failed"] == 1
+    assert "tokens/loaded" not in engine.counts
+    # This host heals: what was computed is found here, whatever still lies in the store.
+    engine.before_load = lambda: None
+    assert serve(engine, PROMPT, name="again").computed_prompt_tokens == 1
+    assert serve(start(), PROMPT).computed_prompt_tokens == 1
+
+
+@pytest.mark.parametrize("index", [FIRST, MIDDLE, TAIL])
+def test_lost_before_the_look_up(start: StartEngine, warm: Path, index: int) -> None:
+    engine = start()
+    chunk_path(engine, warm, index).unlink()
+    answer = serve(engine, PROMPT, max_tokens=1)
+    assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK
+    assert engine.counts["blocks/missed"] == NUM_CHUNKS - index
+    assert len(objects(warm)) == NUM_CHUNKS, "saved again"
+
+
+# --- a store that is slow or gone ---
+
+
+@pytest.fixture
+def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
+    """Start engines on one store in memory, each as on a host of its own."""
+    hosts = iter(range(100))
+
+    def start_gated(kv_role: str = "kv_both", **more: object) -> ToyEngine:
+        store = {
+            "url": "gated://bucket",
+            "wait_s": 0.2,
+            "io_timeout_s": 5.0,
+            "host_cache_dir": f"{tmp_path}/host-{next(hosts)}",
+        }
+        return start(kv_role, store=store | more)
+
+    yield start_gated
+    GatedFileSystem.reset()
+
+
+def spin(engine: ToyEngine, until: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if until():
+            return
+        engine.step()
+    raise AssertionError("it never came to that")
+
+
+def is_at_rest(engine: ToyEngine) -> bool:
+    """Whether nothing of a request is left, in vLLM or in either half."""
+    scheduler, worker = engine.connector.scheduler, engine.worker
+    leftovers = (
+        engine.scheduler.requests,
+        scheduler._tracked,
+        scheduler._loading,
+        scheduler._loads,
+        worker._waiting,
+        worker._saving,
+    )
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return not any(leftovers) and pool.get_usage() == 0.0
+
+
+@pytest.mark.parametrize("operation", ["exists", "get"])
+def test_a_store_that_falls_silent_costs_a_bounded_wait(gated: StartEngine, operation: str) -> None:
+    serve(gated(), PROMPT)
+    engine = gated("kv_consumer", io_timeout_s=0.2)
+    GatedFileSystem.close_gate(operation)
+    assert serve(engine, PROMPT).computed_prompt_tokens == len(PROMPT)
+    assert engine.counts["blocks/failed"] > 0
+    assert is_at_rest(engine)
+
+
+@pytest.mark.parametrize("operation", ["exists", "get", "put"])
+def test_a_store_that_fails(gated: StartEngine, operation: str) -> None:
+    serve(gated(), PROMPT)
+    engine = gated()
+    GatedFileSystem.broken.add(operation)
+    computed = serve(engine, PROMPT).computed_prompt_tokens
+    assert computed == (1 if operation == "put" else len(PROMPT))
+    assert engine.counts["blocks/failed"] > 0
+    assert is_at_rest(engine)
+
+
+def test_a_save_that_failed_is_made_up_for(gated: StartEngine) -> None:
+    engine = gated()
+    GatedFileSystem.broken.add("put")
+    serve(engine, PROMPT[:3], max_tokens=1, name="one")
+    assert engine.counts["blocks/failed"] == 1
+    GatedFileSystem.broken.clear()
+    serve(engine, PROMPT[:3], max_tokens=1, name="two")
+    assert serve(gated(), PROMPT[:3]).computed_prompt_tokens == 1
+
+
+def test_saves_beyond_the_budget_are_dropped_and_made_up_for(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=1)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("one", PROMPT, 1))
+    spin(engine, lambda: not engine.scheduler.has_unfinished_requests())
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.counts["blocks/dropped"] == NUM_CHUNKS - 1
+    for number in range(NUM_CHUNKS):
+        serve(engine, PROMPT, max_tokens=1, name=f"r{number}")
+    assert serve(gated(), PROMPT).computed_prompt_tokens == 1
+
+
+# --- aborts ---
+
+
+def test_abort_while_looking_up(gated: StartEngine) -> None:
+    engine = gated()
+    GatedFileSystem.close_gate("exists")
+    engine.add(make_request("r", PROMPT))
+    engine.step()
+    engine.abort("r")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert is_at_rest(engine)
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_abort_while_loading(gated: StartEngine, loses: bool) -> None:
+    """vLLM keeps the blocks until the load is reported, and frees them then."""
+    serve(gated(), PROMPT)
+    engine = gated("kv_consumer")
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    GatedFileSystem.close_gate("get")
+    engine.add(make_request("r", PROMPT))
+    spin(engine, lambda: pool.get_usage() > 0)
+    engine.abort("r")
+    engine.step()
+    assert pool.get_usage() > 0, "a load may still write to them"
+    if loses:
+        GatedFileSystem.broken.add("get")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert is_at_rest(engine)
+
+
+def test_abort_while_saving(gated: StartEngine) -> None:
+    engine = gated()
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("r", PROMPT, 50))
+    spin(engine, lambda: len(engine.answers["r"].tokens) > 2)
+    engine.abort("r")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert is_at_rest(engine)
+    assert serve(gated(), PROMPT).computed_prompt_tokens == 1
+
+
+def test_two_requests_wait_for_one_load_and_one_is_aborted(gated: StartEngine) -> None:
+    serve(gated(), PROMPT)
+    engine = gated("kv_consumer")
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    GatedFileSystem.close_gate("get")
+    engine.add(make_request("one", PROMPT, 3))
+    engine.add(make_request("two", PROMPT, 3))
+    spin(engine, lambda: pool.get_usage() * 63 >= 2 * NUM_CHUNKS)
+    engine.abort("one")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.answers["two"].tokens == expected_answer(PROMPT, 3)
+    assert engine.answers["two"].computed_prompt_tokens == 1
+    assert is_at_rest(engine)
+
+
+# --- what is announced is waited for ---
+
+
+def announced(num_tokens: object) -> dict[str, object]:
+    return {"kvshare": {"num_tokens": num_tokens}}
+
+
+def test_an_announced_prefix_is_waited_for(gated: StartEngine) -> None:
+    """D gets its request while P's objects are still on their way."""
+    producer, decoder = gated("kv_producer"), gated("kv_consumer", wait_s=25.0)
+    GatedFileSystem.close_gate("put")
+    producer.add(make_request("p", PROMPT, 1))
+    spin(producer, lambda: producer.answers["p"].kv_transfer_params is not None)
+    params = producer.answers["p"].kv_transfer_params
+    decoder.add(make_request("d", PROMPT, 3, kv_transfer_params=params))
+    asked = decoder.connector.scheduler._engine
+    spin(decoder, lambda: asked.in_flight == 1)
+    spin(decoder, lambda: asked.in_flight == 0)
+    spin(decoder, lambda: asked.in_flight == 1)
+    assert decoder.answers["d"].computed_prompt_tokens == 0, "asks a second time, and waits"
+    GatedFileSystem.open_gates()
+    decoder.run_out()
+    assert decoder.answers["d"].tokens == expected_answer(PROMPT, 3)
+    assert decoder.answers["d"].computed_prompt_tokens == 1
+
+
+def test_an_announced_prefix_that_never_comes_costs_a_bounded_wait(gated: StartEngine) -> None:
+    serve(gated(), PROMPT[:10])
+    engine = gated()
+    request = make_request("d", PROMPT, 3, kv_transfer_params=announced(len(PROMPT) - 1))
+    (answer,) = engine.run(request)
+    assert answer.tokens == expected_answer(PROMPT, 3)
+    assert answer.computed_prompt_tokens == len(PROMPT) - 2 * BLOCK, "what was there was loaded"
+
+
+# --- a worker that must refuse its cache ---
+
+
+def test_a_worker_that_refuses_its_cache_silences_the_engine(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start()
+    engine.worker.register({"l.0": torch.zeros(3, 3, 3)})
+    engine.worker._blocks = None
+    serve(engine, PROMPT, max_tokens=1, name="one")
+    assert serve(engine, PROMPT, max_tokens=1, name="two").kv_transfer_params is None
+    assert objects(tmp_path) == []

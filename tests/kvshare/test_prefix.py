@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests -> chunk names, with vLLM's own requests and hashes."""
+
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import Request
+
+from kvshare.prefix import Chunk, covered_tokens, loadable_chunks, num_leading, tail_chunk
+from tests.kvshare.toy import BLOCK, make_request
+
+
+@pytest.fixture(autouse=True)
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+def chunks(request: Request, start: int = 0) -> tuple[Chunk, ...]:
+    return loadable_chunks(request, BLOCK, sha256, start)
+
+
+def tail(request: Request) -> Chunk | None:
+    return tail_chunk(request, BLOCK, sha256)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (1, []),
+        (2, [(0, 1)]),
+        (BLOCK, [(0, BLOCK)]),
+        (BLOCK + 1, [(0, BLOCK)]),
+        (BLOCK + 2, [(0, BLOCK), (1, 1)]),
+        (2 * BLOCK - 1, [(0, BLOCK), (1, BLOCK - 2)]),
+        (2 * BLOCK, [(0, BLOCK), (1, BLOCK)]),
+    ],
+)
+def test_all_but_the_last_token_is_covered(
+    num_tokens: int, expected: list[tuple[int, int]]
+) -> None:
+    request = make_request("r", range(num_tokens))
+    found = chunks(request)
+    assert [(chunk.index, chunk.num_tokens) for chunk in found] == expected
+    assert [chunk.start_tokens for chunk in found] == [BLOCK * index for index, _ in expected]
+    assert covered_tokens(request, found) == num_tokens - 1
+
+
+def test_full_blocks_have_vllms_own_names() -> None:
+    request = make_request("r", range(3 * BLOCK))
+    assert [bytes(chunk.key) for chunk in chunks(request)] == request.block_hashes
+
+
+def test_search_starts_after_the_local_hit() -> None:
+    request = make_request("r", range(3 * BLOCK + 2))
+    assert chunks(request, start=2 * BLOCK) == chunks(request)[2:]
+    assert chunks(request, start=3 * BLOCK) == chunks(request)[3:]
+
+
+def test_prompts_with_one_prefix_share_names_up_to_where_they_part() -> None:
+    first = chunks(make_request("a", [*range(10), 11]))
+    second = chunks(make_request("b", [*range(9), 99, 11]))
+    assert first[:2] == second[:2]
+    assert first[2].key != second[2].key
+
+
+def test_the_tail_names_all_tokens_but_the_last() -> None:
+    one = tail(make_request("a", [0, 1, 2, 3, 4, 5, 6]))
+    assert one is not None
+    assert tail(make_request("b", [0, 1, 2, 3, 4, 5, 99])) == one
+    assert tail(make_request("c", [0, 1, 2, 3, 4, 99, 6])) != one
+    assert tail(make_request("d", [99, 1, 2, 3, 4, 5, 6])) != one
+
+
+def picture(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"cache_salt": "a"}, {}),
+        (
+            {"lora_request": LoRARequest("a", 1, "/loras/a")},
+            {"lora_request": LoRARequest("a", 1, "/loras/b")},
+        ),
+        # The placeholder tokens are the same: only the identifier tells pictures apart.
+        ({"mm_features": [picture("a", 1, 4)]}, {"mm_features": [picture("b", 1, 4)]}),
+        ({"mm_features": [picture("a", 5, 1)]}, {"mm_features": [picture("b", 5, 1)]}),
+    ],
+)
+def test_names_differ_where_kv_does(one: dict[str, Any], other: dict[str, Any]) -> None:
+    tokens = range(7)
+    ours = chunks(make_request("a", tokens, **one))
+    theirs = chunks(make_request("b", tokens, **other))
+    assert ours[-1].num_tokens < BLOCK, "a tail is among them"
+    assert ours[-1].key != theirs[-1].key
+    starts_later = "mm_features" in one and one["mm_features"][0].mm_position.offset >= BLOCK
+    assert (ours[0].key == theirs[0].key) is starts_later
+
+
+def test_a_short_prompts_tail_is_told_by_its_salt() -> None:
+    assert tail(make_request("a", range(3), cache_salt="a")) != tail(make_request("b", range(3)))
+
+
+def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
+    request = make_request("r", range(BLOCK + 2), max_tokens=9)
+    request.append_output_token_ids([50, 51, 52])
+    found = chunks(request)
+    assert [bytes(chunk.key) for chunk in found] == request.block_hashes
+    assert covered_tokens(request, found) == 2 * BLOCK
+    request.append_output_token_ids([53, 54])
+    assert covered_tokens(request, chunks(request)) == 2 * BLOCK
+    request.append_output_token_ids([55])
+    assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [((), 0), ((True, True), 2), ((False, True), 0), ((True, False, True), 1)],
+)
+def test_num_leading(found: tuple[bool, ...], expected: int) -> None:
+    assert num_leading(found) == expected

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvshare.scheduler as module
+from ecshare.store.format import TensorFacts
+from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.engine import Outcome, Put, TransferEngine
+from ecshare.transfer.staging import Staging
+from kvshare.config import KVConfig
+from kvshare.messages import Orders, Report
+from kvshare.prefix import Chunk, loadable_chunks
+from kvshare.scheduler import KVFacts, KVScheduler, announced_tokens
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import BLOCK, make_request
+
+NAMESPACE = "0" * 32
+PROMPT = list(range(3 * BLOCK + 2))
+NUM_CHUNKS = 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """A scheduler half, its store, and the hand on the clock."""
+
+    def __init__(self, tmp_path: Path, parts: tuple[str, ...] = ("t0of1",), **roles: bool) -> None:
+        self.config = KVConfig(
+            url="gated://bucket", host_cache_dir=f"{tmp_path}/host", wait_s=5.0, io_timeout_s=20.0
+        )
+        self.clock = Clock()
+        self.engine = TransferEngine(self.config, "options")
+        flags = {"saves": True, "loads": True} | roles
+        facts = KVFacts(NAMESPACE, BLOCK, parts, sha256, **flags)
+        self.half = KVScheduler(self.config, facts, self.engine, self.clock)
+
+    def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
+        """Store something under the names of `chunks`: look-ups ask for no more."""
+        engine = TransferEngine(self.config, "options")
+        staging = Staging(torch.device("cpu"), 1 << 20)
+        for chunk in chunks:
+            slab = staging.reserve(TensorFacts("U8", (1,), {}))
+            assert slab is not None
+            engine.submit(Put(object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part), slab))
+        outcomes = [done.outcome for done in engine.drain(20.0)]
+        assert outcomes == [Outcome.OK] * len(chunks)
+        engine.close()
+
+    def forget_host_cache(self) -> None:
+        for path in Path(self.config.host_cache_dir or "").rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+    def ask(self, request: Request, num_computed_tokens: int = 0) -> int:
+        """Ask until there is an answer, in no time by the clock."""
+        while True:
+            answer = self.half.num_loadable_tokens(request, num_computed_tokens)
+            if answer is not None:
+                return answer
+
+    def run(self, request: Request, start: int, end: int, block_ids: list[int]) -> Orders:
+        """Schedule `request` anew to compute tokens `start` to `end`."""
+        self.half.allocated(request, [], 0)
+        new = NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=[],
+            sampling_params=None,
+            pooling_params=None,
+            block_ids=(block_ids,),
+            num_computed_tokens=start,
+            lora_request=None,
+        )
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs.append(new)
+        output.num_scheduled_tokens[request.request_id] = end - start
+        return self.half.orders(output)
+
+    def go_on(self, request: Request, start: int, new_block_ids: list[int], **more: Any) -> Orders:
+        """Schedule one more token of a running request."""
+        output = SchedulerOutput.make_empty()
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[request.request_id],
+            resumed_req_ids=more.get("resumed", set()),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[(new_block_ids,) if new_block_ids else None],
+            num_computed_tokens=[start],
+            num_output_tokens=[0],
+        )
+        output.num_scheduled_tokens[request.request_id] = 1
+        return self.half.orders(output)
+
+
+StartBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[StartBench]:
+    init_none_hash(sha256)
+    started: list[Bench] = []
+
+    def start(**more: Any) -> Bench:
+        started.append(Bench(tmp_path, **more))
+        return started[-1]
+
+    yield start
+    GatedFileSystem.open_gates()
+    for one in started:
+        one.half.close()
+    GatedFileSystem.reset()
+
+
+def chunks_of(prompt: list[int]) -> tuple[Chunk, ...]:
+    return loadable_chunks(make_request("x", prompt), BLOCK, sha256, 0)
+
+
+# --- look-ups ---
+
+
+def test_the_longest_stored_prefix_counts(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put([chunks[0], chunks[1], chunks[3]])
+    assert here.ask(make_request("r", PROMPT)) == 2 * BLOCK
+
+
+def test_the_local_hit_is_not_counted_again(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    assert here.ask(make_request("r", PROMPT), BLOCK) == len(PROMPT) - 1 - BLOCK
+
+
+def test_a_chunk_is_there_if_all_its_shares_are(bench: StartBench) -> None:
+    here = bench(parts=("t0of2", "t1of2"))
+    chunks = chunks_of(PROMPT)
+    here.put(chunks, "t0of2")
+    assert here.ask(make_request("one", PROMPT)) == 0
+    here.put(chunks[:2], "t1of2")
+    assert here.ask(make_request("two", PROMPT)) == 2 * BLOCK
+
+
+def test_the_answer_is_not_awaited(bench: StartBench) -> None:
+    here = bench()
+    GatedFileSystem.close_gate("exists")
+    request = make_request("r", PROMPT)
+    assert here.half.num_loadable_tokens(request, 0) is None
+    assert here.half.num_loadable_tokens(request, 0) is None
+    here.clock.now_s += here.config.wait_s
+    assert here.half.num_loadable_tokens(request, 0) == 0, "the deadline is over"
+
+
+def test_a_late_answer_does_not_change_a_final_one(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.forget_host_cache()
+    GatedFileSystem.close_gate("exists")
+    assert here.half.num_loadable_tokens(request, 0) is None
+    here.clock.now_s += here.config.wait_s
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    GatedFileSystem.open_gates()
+    while here.engine.in_flight:
+        assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.ask(make_request("next", PROMPT)) == len(PROMPT) - 1
+
+
+def test_a_local_hit_that_shrinks_is_looked_up_anew(bench: StartBench) -> None:
+    """vLLM may ask again, with other blocks of its own left, before it admits the request."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    assert here.ask(request, 2 * BLOCK) == len(PROMPT) - 1 - 2 * BLOCK
+    assert here.half.num_loadable_tokens(request, 3 * BLOCK) == len(PROMPT) - 1 - 3 * BLOCK
+    assert here.ask(request, 0) == len(PROMPT) - 1
+
+
+def test_requests_that_must_not_read_a_cache_are_not_looked_up(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    request.skip_reading_prefix_cache = True
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.engine.in_flight == 0
+
+
+def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    tokens = here.ask(request, BLOCK)
+    here.half.allocated(request, [50, 51, 52, 53], tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert order.request_id == "r"
+    assert [(piece.key, piece.block_id, piece.num_tokens) for piece in order.pieces] == [
+        (chunks[1].key, 51, BLOCK),
+        (chunks[2].key, 52, BLOCK),
+        (chunks[3].key, 53, 1),
+    ]
+    assert here.half.orders(SchedulerOutput.make_empty()).loads == (), "once"
+
+
+def test_a_failed_load_is_not_tried_again(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.half.allocated(request, [1, 2, 3, 4], here.ask(request))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    assert here.half.num_loadable_tokens(request, 0) == 0
+
+
+# --- announcements: they come from the client ---
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"kvshare": {"num_tokens": 5}}, 5),
+        ({"kvshare": {"num_tokens": len(PROMPT) - 1}}, len(PROMPT) - 1),
+        ({"kvshare": {"num_tokens": len(PROMPT)}}, 0),
+        ({"kvshare": {"num_tokens": 10**30}}, 0),
+        ({"kvshare": {"num_tokens": 0}}, 0),
+        ({"kvshare": {"num_tokens": -5}}, 0),
+        ({"kvshare": {"num_tokens": True}}, 0),
+        ({"kvshare": {"num_tokens": 5.0}}, 0),
+        ({"kvshare": {"num_tokens": "5"}}, 0),
+        ({"kvshare": {"num_tokens": None}}, 0),
+        ({"kvshare": {}}, 0),
+        ({"kvshare": [5]}, 0),
+        ({"kvshare": "5"}, 0),
+        ({"other": {"num_tokens": 5}}, 0),
+        ({}, 0),
+        ([], 0),
+        ("kvshare", 0),
+        (None, 0),
+    ],
+)
+def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
+    request = make_request("r", PROMPT)
+    request.kv_transfer_params = params
+    assert announced_tokens(request) == expected
+
+
+def test_what_was_announced_is_asked_for_again_with_pauses(bench: StartBench) -> None:
+    here = bench()
+    params = {"kvshare": {"num_tokens": len(PROMPT) - 1}}
+    request = make_request("r", PROMPT, kv_transfer_params=params)
+    pauses_s = []
+    while here.clock.now_s < 1000.0 + here.config.wait_s:
+        assert here.half.num_loadable_tokens(request, 0) is None
+        if not here.engine.in_flight:
+            before_s = here.clock.now_s
+            while not here.engine.in_flight and here.clock.now_s < 1000.0 + here.config.wait_s:
+                here.clock.now_s += 0.001
+                here.half.num_loadable_tokens(request, 0)
+            pauses_s.append(here.clock.now_s - before_s)
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert pauses_s[:4] == pytest.approx([0.005, 0.010, 0.020, 0.040], abs=0.002)
+    assert pauses_s[4:-1] == pytest.approx([0.050] * len(pauses_s[4:-1]), abs=0.002)
+
+
+def test_an_announced_prefix_is_taken_when_it_is_whole(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks[:1])
+    params = {"kvshare": {"num_tokens": 2 * BLOCK}}
+    request = make_request("r", PROMPT, kv_transfer_params=params)
+    assert here.half.num_loadable_tokens(request, 0) is None
+    while here.engine.in_flight:
+        assert here.half.num_loadable_tokens(request, 0) is None
+    here.put(chunks[1:2])
+    here.clock.now_s += 0.01
+    assert here.ask(request) == 2 * BLOCK
+
+
+# --- saves ---
+
+
+def saved(orders: Orders) -> list[tuple[bytes, int]]:
+    return [(piece.key, piece.block_id) for piece in orders.saves]
+
+
+def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
+    bench: StartBench,
+) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    request = make_request("r", PROMPT, 9)
+    assert saved(here.run(request, 0, BLOCK + 1, [7, 8])) == [(chunks[0].key, 7)]
+    assert saved(here.go_on(request, BLOCK + 1, [9])) == []
+    assert saved(here.go_on(request, 2 * BLOCK - 1, [])) == [(chunks[1].key, 8)]
+    assert saved(here.go_on(request, 3 * BLOCK - 1, [])) == [(chunks[2].key, 9)]
+    assert saved(here.go_on(request, 3 * BLOCK, [5])) == [(chunks[3].key, 5)]
+    assert saved(here.go_on(request, 3 * BLOCK + 1, [])) == []
+
+
+def test_blocks_of_the_answer_are_saved_when_their_tokens_are_known(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[:BLOCK], 9)
+    here.run(request, 0, BLOCK, [7])
+    request.append_output_token_ids([1, 2, 3])
+    # Asynchronous scheduling: the fourth token is computed in this step, but not known yet.
+    assert saved(here.go_on(request, 2 * BLOCK - 1, [8])) == []
+    request.append_output_token_ids([4])
+    assert saved(here.go_on(request, 2 * BLOCK, [9])) == [(request.block_hashes[1], 8)]
+
+
+def test_a_resumed_request_has_other_blocks(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[:BLOCK], 9)
+    here.run(request, 0, 2, [7])
+    assert saved(here.go_on(request, BLOCK - 1, [30], resumed={"r"})) == [
+        (request.block_hashes[0], 30)
+    ]
+
+
+def test_what_is_stored_is_not_saved(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks[:2])
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    orders = here.run(request, 0, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[2].key, 3), (chunks[3].key, 4)]
+    assert saved(here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8])) == []
+
+
+def test_what_was_lost_is_saved_from_whatever_block_holds_it(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
+    report = Report(frozenset({chunks[1].key}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    # All but one token came from the local cache.
+    orders = here.run(make_request("two", PROMPT), len(PROMPT) - 1, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[1].key, 2)]
+
+
+def test_trust_in_the_store_ends(bench: StartBench) -> None:
+    here = bench()
+    assert len(here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+    here.clock.now_s += 599.0
+    assert here.run(make_request("two", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
+    here.clock.now_s += 2.0
+    assert len(here.run(make_request("three", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+
+
+def test_memory_of_what_is_stored_is_bounded(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TRUSTED_CHUNKS", 2)
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
+    again = here.run(make_request("two", PROMPT[: 2 * BLOCK]), 0, 2 * BLOCK, [1, 2])
+    assert saved(again) == [(chunks[0].key, 1), (chunks[1].key, 2)]
+
+
+def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: StartBench) -> None:
+    here = bench()
+    report = Report(frozenset(), is_idle=True)
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    request = make_request("r", PROMPT)
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
+    assert here.half.finished(request) is None

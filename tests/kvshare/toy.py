@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole engine but for the model: vLLM's own scheduler and cache manager, both halves of the
+connector, real cache tensors and a real store.
+
+The model is replaced by arithmetic. The KV of a token is a number made of all tokens up to it, and
+the next token is made of the KV that lies in the request's blocks. So a block that is missing,
+stale, misplaced or foreign gives other tokens, as in a real model.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.stats import merged
+from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.connector import KVShareConnector
+from kvshare.worker import CacheShape, KVWorker
+
+BLOCK = 4
+LAYERS = 3
+HEADS = 2
+HEAD_SIZE = 8
+VOCAB = 1000
+GIVE_UP_S = 30.0
+
+
+def write_model(folder: Path) -> Path:
+    """Write the configuration of a small text model; there are no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HEADS * HEAD_SIZE,
+        "intermediate_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def spec() -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
+
+
+def cache_config(num_blocks: int) -> KVCacheConfig:
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+    page = spec().page_size_bytes
+    tensor = KVCacheTensor(
+        size=page * num_blocks * LAYERS,
+        layers=layers,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(layers, spec())])
+
+
+def vllm_config(
+    model: Path, options: dict[str, Any], kv_role: str = "kv_both", **engine_args: Any
+) -> VllmConfig:
+    transfer = KVTransferConfig(
+        kv_connector="KVShareConnector",
+        kv_connector_module_path="kvshare.connector",
+        kv_role=kv_role,  # type: ignore[arg-type]
+        kv_connector_extra_config=options,
+    )
+    args = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        kv_transfer_config=transfer,
+        **engine_args,
+    )
+    config = args.create_engine_config()
+    config.cache_config.block_size = BLOCK
+    return config
+
+
+def options(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"url": f"file://{folder}/store", "host_cache_dir": f"{folder}/host"} | more
+
+
+def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params.extra_args = {"kv_transfer_params": more.pop("kv_transfer_params", None)}
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(tokens),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **more,
+    )
+
+
+def kv_of(tokens: Sequence[int]) -> float:
+    """The KV of the last of `tokens`: exact in float32, and other for any other prefix."""
+    digest = hashlib.sha256(repr(list(tokens)).encode()).digest()
+    return float(int.from_bytes(digest[:2], "little") + 1)
+
+
+def next_token(kv: Sequence[float]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(list(kv)).encode()).digest()[:4], "little") % VOCAB
+
+
+def expected_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What any sound engine answers."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token([kv_of(tokens[: end + 1]) for end in range(len(tokens))]))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Row:
+    """One request as a model runner knows it."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    computed_prompt_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    finish_reason: Any = None
+
+
+class ToyEngine:
+    """See the module's docstring. `is_async`: schedules the next step before it has the output."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        num_blocks: int = 64,
+        is_async: bool = False,
+    ) -> None:
+        init_none_hash(sha256)
+        cache = cache_config(num_blocks)
+        config.cache_config.num_gpu_blocks = num_blocks
+        self.is_async = is_async
+        self.scheduler: Scheduler = (AsyncScheduler if is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVShareConnector)
+        self.connector = connector
+        assert config.kv_transfer_config is not None
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        kv_config = KVConfig(**extra)
+        self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
+        shape = CacheShape(num_blocks, BLOCK, HEADS)
+        self.worker = KVWorker(kv_config, shape, "t0of1", self.transfer)
+        # Garbage, so that a block nobody wrote is noticed.
+        self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
+        names = cache.kv_cache_groups[0].layer_names
+        self.worker.register(dict(zip(names, self.cache, strict=True)))
+        self.rows: dict[str, Row] = {}
+        self.answers: dict[str, Answer] = {}
+        self.counts: dict[str, float] = {}
+        self.before_load: Callable[[], object] = lambda: None
+        self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()  # type: ignore[union-attr]
+        self.worker.close()
+
+    def add(self, request: Request) -> None:
+        self.answers[request.request_id] = Answer()
+        self.scheduler.add_request(request)
+
+    def run(self, *requests: Request) -> list[Answer]:
+        """Serve `requests` together; return their answers."""
+        for request in requests:
+            self.add(request)
+        self.run_out()
+        return [self.answers[request.request_id] for request in requests]
+
+    def run_out(self) -> None:
+        """Step until nothing is left to do and everything saved is stored."""
+        deadline_s = time.monotonic() + GIVE_UP_S
+        while self.scheduler.has_requests() or self._in_flight:
+            self.step()
+            assert time.monotonic() < deadline_s, "the engine hangs"
+        while self.transfer.in_flight:
+            finished = self.worker.settle()
+            assert not finished.requests, "reported after the engine came to rest"
+            assert time.monotonic() < deadline_s, "a save hangs"
+        for half in (self.connector.scheduler, self.worker):
+            stats = half.take_stats()
+            self._count(stats.data if stats else {})
+
+    def step(self) -> None:
+        """One turn of vLLM's engine loop: with asynchronous scheduling, two steps are in flight."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._in_flight.append((output, self._execute(output)))
+            if self.is_async and len(self._in_flight) < 2 and self.scheduler.has_requests():
+                return
+        self._update(*self._in_flight.pop(0))
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step of a worker, in the order of vLLM's model runners."""
+        for name in output.finished_req_ids:
+            self.rows.pop(name, None)
+        sampled = [self._forward(name, *work) for name, work in self._work(output).items()]
+        orders: Any = output.kv_connector_metadata
+        if orders.loads:
+            self.before_load()
+        self.worker.load(orders)
+        self.worker.save(orders)
+        finished = self.worker.settle()
+        names = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=finished.requests,
+                failed_recving=finished.failed,
+                kv_connector_stats=self.worker.take_stats(),
+                kv_connector_worker_meta=self.worker.report(),
+            ),
+        )
+
+    def _work(self, output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+        """Update the rows; return from and to which token each request is computed."""
+        starts = {}
+        for new in output.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            prompt = new.prompt_token_ids
+            self.rows[new.req_id] = Row(list(prompt), len(prompt), list(new.block_ids[0]))
+            starts[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for name, block_ids, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self.rows[name]
+            if name in cached.resumed_req_ids:
+                row.block_ids = []
+            row.block_ids += block_ids[0] if block_ids else []
+            starts[name] = start
+        return {
+            name: (starts[name], starts[name] + count)
+            for name, count in output.num_scheduled_tokens.items()
+        }
+
+    def _forward(self, name: str, start: int, end: int) -> list[int]:
+        """Write the KV of these tokens; sample if the last known token is among them."""
+        row = self.rows[name]
+        answer = self.answers[name]
+        answer.computed_prompt_tokens += max(0, min(end, row.num_prompt_tokens) - start)
+        for position in range(start, end):
+            block = row.block_ids[position // BLOCK]
+            self.cache[:, block, :, position % BLOCK] = kv_of(row.tokens[: position + 1])
+        if end < len(row.tokens):
+            return []
+        kv = []
+        for position in range(end):
+            cells = self.cache[:, row.block_ids[position // BLOCK], :, position % BLOCK]
+            assert cells.min() == cells.max(), "a token's KV is torn"
+            kv.append(float(cells[0, 0, 0]))
+        row.tokens.append(next_token(kv))
+        return [row.tokens[-1]]
+
+    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                answer = self.answers[one.request_id]
+                answer.tokens += one.new_token_ids
+                answer.finish_reason = one.finish_reason or answer.finish_reason
+                answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
+            if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
+                self._count(outputs.scheduler_stats.kv_connector_stats)
+
+    def _count(self, counts: dict[str, float]) -> None:
+        self.counts = merged(self.counts, counts)
+
+
+def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str = "r") -> Answer:
+    """Serve one request and check its tokens."""
+    (answer,) = engine.run(make_request(name, prompt, max_tokens))
+    assert answer.tokens == expected_answer(prompt, max_tokens)
+    return answer
+
+
+def objects(folder: Path) -> list[Path]:
+    """The KV objects in the store at `folder`."""
+    return sorted(path for path in (folder / "store").rglob("*.t0of1") if path.is_file())
