@@ -42,6 +42,7 @@ _TALLY_NAME = ".used"
 _TALLY_WAIT_S = (
     1.0  # somebody who holds it longer was stopped by a debugger, or is dead in the kernel
 )
+_TRIES = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NEVER_EVICT = 1 << 62  # later than any time of last use
 _STALE_S = 60.0  # an unlocked temporary file of that age belongs to nobody
@@ -138,26 +139,32 @@ class HostCache:
 
         Where the key is there already, that entry is returned and `body` is not looked at.
         """
-        there = self.open(key)
-        if there is not None:
-            return there
         view = memoryview(body).cast("B")
         if not 0 < len(view) <= self.limit_bytes:
-            self._say_once("size", "an object of %d bytes is more than the cache holds", len(view))
+            self._say_once("size", "an object of %d bytes does not go into the cache", len(view))
             return None
-        try:
-            return self._publish(key, view, free_bytes=0)
-        except OSError as exc:
-            if exc.errno == errno.ENOENT:
-                _make_private(self.root)  # session clean-up takes folders out of /dev/shm
-            elif exc.errno not in _FULL:
-                self._say_once("write", "the host cache cannot be written: %s", exc)
-                return None
-        try:
-            return self._publish(key, view, free_bytes=len(view))
-        except OSError as exc:
-            self._say_once("write", "the host cache cannot be written: %s", exc)
-            return None
+        failure: OSError | None = None
+        free_bytes = 0
+        for _ in range(_TRIES):
+            there = self.open(key)
+            if there is not None:
+                return there
+            try:
+                return self._publish(key, view, free_bytes)
+            except FileExistsError:
+                continue  # another process was first; its entry will do, if it is not gone already
+            except FileNotFoundError as exc:
+                failure = exc
+                with contextlib.suppress(ConfigError):
+                    _make_private(self.root)  # session clean-up takes folders out of /dev/shm
+            except OSError as exc:
+                failure = exc
+                if exc.errno not in _FULL:
+                    break
+                free_bytes = len(view)  # a disk smaller than the limit
+        if failure is not None:
+            self._say_once("write", "the host cache cannot be written: %s", failure)
+        return None
 
     def discard(self, key: str) -> None:
         """Remove the entry, pinned or not. Who has it open keeps its bytes."""
@@ -167,7 +174,8 @@ class HostCache:
             os.unlink(path)
             tally.add(-size)
 
-    def _publish(self, key: str, view: memoryview, *, free_bytes: int) -> Entry | None:
+    def _publish(self, key: str, view: memoryview, free_bytes: int) -> Entry | None:
+        """Raises FileExistsError: the key is there. OSError: the disk is full, or worse."""
         temporary = f"{self.root}/.{secrets.token_hex(8)}.tmp"
         fd = self._admit(temporary, len(view), free_bytes)
         if fd is None:
@@ -177,10 +185,9 @@ class HostCache:
             done = 0
             while done < len(view):
                 done += os.write(fd, view[done:])
-            with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(temporary, self._path(key))
-                # The shared lock that kept the temporary file alive is now the entry's pin.
-                entry = Entry(key, fd, len(view))
+            os.link(temporary, self._path(key))
+            # The shared lock that kept the temporary file alive is now the entry's pin.
+            entry = Entry(key, fd, len(view))
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -188,7 +195,7 @@ class HostCache:
                 os.close(fd)
                 with contextlib.suppress(OSError), self._tally() as tally:
                     tally.add(-len(view))
-        return entry or self.open(key)
+        return entry
 
     def _admit(self, temporary: str, num_bytes: int, free_bytes: int) -> int | None:
         """Account for a file of `num_bytes` and make it, empty, with its final size and our lock.

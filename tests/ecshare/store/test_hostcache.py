@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import fcntl
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ecshare.store import hostcache
+from ecshare.store.errors import ConfigError
+from ecshare.store.hostcache import Entry, HostCache, default_root
+from ecshare.store.keys import Kind, object_key
+
+KIB = 1 << 10
+KEYS = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def cache(root: Path) -> HostCache:
+    return HostCache(root, 100 * KIB)
+
+
+def publish(cache: HostCache, n: int, body: bytes) -> Entry:
+    entry = cache.publish(KEYS[n], memoryview(body))
+    assert entry is not None
+    return entry
+
+
+def put(cache: HostCache, n: int, size: int = 10 * KIB) -> None:
+    publish(cache, n, bytes([n]) * size).close()
+    used_at(cache, n, n)
+
+
+def used_at(cache: HostCache, n: int, when_s: int) -> None:
+    """Clocks of files tick every few milliseconds: say the time instead of waiting for it."""
+    os.utime(path_of(cache, n), (1e9 + when_s, 1e9 + when_s))
+
+
+def path_of(cache: HostCache, n: int) -> Path:
+    return cache.root / KEYS[n].replace("/", "+")
+
+
+def held(cache: HostCache) -> set[int]:
+    return {n for n in range(len(KEYS)) if path_of(cache, n).exists()}
+
+
+def open_entry(cache: HostCache, n: int) -> Entry:
+    entry = cache.open(KEYS[n])
+    assert entry is not None
+    return entry
+
+
+def tally(cache: HostCache) -> int:
+    return int.from_bytes((cache.root / ".used").read_bytes(), "little", signed=True)
+
+
+def test_what_is_published_can_be_opened(cache: HostCache) -> None:
+    body = os.urandom(5000)
+    with publish(cache, 0, body) as published:
+        assert published.key == KEYS[0]
+        assert published.body == body
+    with open_entry(cache, 0) as entry:
+        assert entry.body == body
+        assert entry.body.readonly
+
+
+def test_what_is_not_there_is_none(cache: HostCache) -> None:
+    assert cache.open(KEYS[0]) is None
+
+
+def test_a_key_cannot_leave_the_folder(cache: HostCache) -> None:
+    for key in ("../x", "/x", ".used", ""):
+        with pytest.raises(ValueError, match="not a key"):
+            cache.open(key)
+        with pytest.raises(ValueError, match="not a key"):
+            cache.publish(key, b"x")
+
+
+def test_a_second_publish_opens_the_first(cache: HostCache) -> None:
+    put(cache, 0)
+    inode = path_of(cache, 0).stat().st_ino
+    with publish(cache, 0, b"other bytes") as entry:
+        assert entry.body[0] == 0
+    assert path_of(cache, 0).stat().st_ino == inode
+    assert tally(cache) == 10 * KIB
+
+
+def test_the_least_recently_used_leave_first(cache: HostCache) -> None:
+    for n in range(10):
+        put(cache, n)
+    open_entry(cache, 0).close()
+    put(cache, 10)
+    assert held(cache) == {0, *range(2, 11)}
+    assert tally(cache) == 100 * KIB
+
+
+def test_a_full_cache_is_emptied_a_little_further_than_needed(root: Path) -> None:
+    """So that the next publishes need no scan."""
+    cache = HostCache(root, 100 * KIB)
+    for n in range(20):
+        put(cache, n, 5 * KIB)
+    put(cache, 20, KIB)
+    assert tally(cache) == 90 * KIB + KIB
+
+
+def test_a_pinned_entry_is_never_evicted(
+    cache: HostCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    for n in range(10):
+        put(cache, n)
+    pins = [open_entry(cache, n) for n in range(10)]
+    for n in range(10):
+        used_at(cache, n, n)
+    assert cache.publish(KEYS[10], bytes(10 * KIB)) is None
+    assert cache.publish(KEYS[11], bytes(10 * KIB)) is None
+    assert held(cache) == set(range(10))
+    assert len(caplog.messages) == 1
+    pins[4].close()
+    put(cache, 10)
+    assert held(cache) == {*range(11)} - {4}
+    for pin in pins:
+        pin.close()
+
+
+def test_an_entry_is_pinned_from_its_publication(cache: HostCache) -> None:
+    with publish(cache, 0, bytes(90 * KIB)):
+        used_at(cache, 0, 0)
+        assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
+    put(cache, 1, 20 * KIB)
+    assert held(cache) == {1}
+
+
+def test_two_pins_are_two(cache: HostCache) -> None:
+    put(cache, 0, 90 * KIB)
+    first, second = open_entry(cache, 0), open_entry(cache, 0)
+    first.close()
+    first.close()
+    assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
+    second.close()
+    put(cache, 1, 20 * KIB)
+
+
+def test_a_forgotten_entry_unpins_itself(cache: HostCache) -> None:
+    put(cache, 0, 90 * KIB)
+    entry = open_entry(cache, 0)
+    del entry
+    put(cache, 1, 20 * KIB)
+
+
+def test_a_view_outlives_its_entry(cache: HostCache) -> None:
+    """Unpinned, evicted, and still whole: the memory goes with the last view."""
+    put(cache, 7, 90 * KIB)
+    entry = open_entry(cache, 7)
+    view = entry.body[10:20]
+    entry.close()
+    put(cache, 8, 20 * KIB)
+    assert held(cache) == {8}
+    assert view == b"\7" * 10
+
+
+def test_what_does_not_fit_at_all_is_refused(cache: HostCache) -> None:
+    put(cache, 0)
+    assert cache.publish(KEYS[1], bytes(100 * KIB + 1)) is None
+    assert cache.publish(KEYS[1], b"") is None
+    assert held(cache) == {0}
+
+
+def test_caches_on_one_folder_share_one_budget(root: Path) -> None:
+    one, two = HostCache(root, 100 * KIB), HostCache(root, 100 * KIB)
+    for n in range(20):
+        put((one, two)[n % 2], n)
+    assert held(one) == set(range(10, 20))
+    assert tally(two) == 100 * KIB
+
+
+def test_a_smaller_limit_is_kept_from_its_first_publish(root: Path) -> None:
+    large = HostCache(root, 100 * KIB)
+    for n in range(10):
+        put(large, n)
+    put(HostCache(root, 30 * KIB), 10)
+    assert held(large) == {8, 9, 10}
+
+
+def test_a_wrong_tally_mends_itself(cache: HostCache) -> None:
+    for n in range(10):
+        put(cache, n)
+    for n in range(5):
+        path_of(cache, n).unlink()
+    put(cache, 10)
+    assert held(cache) == set(range(5, 11))
+    assert tally(cache) == 60 * KIB
+
+
+@pytest.mark.parametrize("left", [None, b"", b"xx"])
+def test_a_lost_tally_is_counted_anew(cache: HostCache, left: bytes | None) -> None:
+    for n in range(10):
+        put(cache, n)
+    (cache.root / ".used").unlink()
+    if left is not None:
+        (cache.root / ".used").write_bytes(left)
+    put(cache, 10)
+    assert held(cache) == set(range(1, 11))
+
+
+def test_a_new_cache_counts_what_is_there(root: Path) -> None:
+    put(HostCache(root, 100 * KIB), 0)
+    (root / ".used").write_bytes(bytes(8))
+    assert tally(HostCache(root, 100 * KIB)) == 10 * KIB
+
+
+def test_a_discarded_entry_is_gone_and_its_readers_keep_it(cache: HostCache) -> None:
+    put(cache, 0)
+    with open_entry(cache, 0) as entry:
+        cache.discard(KEYS[0])
+        assert cache.open(KEYS[0]) is None
+        assert entry.body[0] == 0
+    assert tally(cache) == 0
+    cache.discard(KEYS[0])
+    cache.discard(KEYS[1])
+    assert tally(cache) == 0
+    put(cache, 0)
+
+
+def test_what_a_dead_writer_left_is_removed(cache: HostCache) -> None:
+    left = cache.root / ".0123.tmp"
+    left.write_bytes(bytes(95 * KIB))
+    put(cache, 0)
+    assert tally(HostCache(cache.root, 100 * KIB)) == 105 * KIB  # it may be alive
+    os.utime(left, (0, 0))
+    with left.open("rb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_SH)
+        HostCache(cache.root, 100 * KIB)
+        assert left.exists()
+    HostCache(cache.root, 100 * KIB)
+    assert not left.exists()
+    assert tally(cache) == 10 * KIB
+
+
+def disk_full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_no_room(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(cache, 0)
+    with open_entry(cache, 0), monkeypatch.context() as patch:
+        patch.setattr(os, "write", disk_full)
+        assert cache.publish(KEYS[1], bytes(10 * KIB)) is None
+        assert cache.publish(KEYS[2], bytes(10 * KIB)) is None
+    assert "No space left" in caplog.text
+    assert len(caplog.messages) == 1
+    assert held(cache) == {0}
+    assert {path.name[0] for path in cache.root.iterdir() if path.name != ".used"} == {"e"}
+    assert tally(cache) == 10 * KIB
+    put(cache, 1)
+
+
+def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(5):
+        put(cache, n)
+    write = os.write
+
+    def small_disk(fd: int, body: memoryview) -> int:
+        return disk_full() if len(held(cache)) > 3 else write(fd, body)
+
+    monkeypatch.setattr(os, "write", small_disk)
+    publish(cache, 5, bytes(20 * KIB)).close()
+    assert held(cache) == {2, 3, 4, 5}
+
+
+def test_the_limit_is_not_more_than_the_disk(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1000))
+    assert HostCache(root, 4 << 30).limit_bytes == 90_000
+    assert "--shm-size" in caplog.text
+
+
+def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
+    put(cache, 0)
+    for path in cache.root.iterdir():
+        path.unlink()
+    cache.root.rmdir()
+    assert cache.open(KEYS[0]) is None
+    cache.discard(KEYS[0])
+    put(cache, 1)
+    assert held(cache) == {1}
+
+
+def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostcache, "_TALLY_WAIT_S", 0.01)
+    put(cache, 0)
+    with (cache.root / ".used").open("rb") as held_by_another:
+        fcntl.flock(held_by_another, fcntl.LOCK_EX)
+        assert cache.publish(KEYS[1], b"x") is None
+        open_entry(cache, 0).close()
+    put(cache, 1)
+
+
+def test_the_folder_is_private(cache: HostCache) -> None:
+    assert cache.root.stat().st_mode & 0o777 == 0o700
+    put(cache, 0)
+    assert path_of(cache, 0).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o1777])
+def test_a_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> None:
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(ConfigError, match=re.escape(f"host_cache_dir: others may enter {root}")):
+        HostCache(root, KIB)
+
+
+def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HostCache(root, KIB)
+    somebody = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody)
+    with pytest.raises(ConfigError, match="host_cache_dir: .* belongs to another user"):
+        HostCache(root, KIB)
+
+
+def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
+    HostCache(tmp_path / "real", KIB)
+    root.symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="host_cache_dir: .* is a symbolic link"):
+        HostCache(root, KIB)
+    root.unlink()
+    root.write_text("")
+    with pytest.raises(ConfigError, match="host_cache_dir: .* is not a folder"):
+        HostCache(root, KIB)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="host_cache_dir: .* cannot be made"):
+        HostCache(tmp_path / "file" / "host", KIB)
+
+
+def test_links_inside_are_not_followed(cache: HostCache, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    path_of(cache, 0).symlink_to(tmp_path / "secret")
+    assert cache.open(KEYS[0]) is None
+
+
+def test_the_default_folder_is_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert default_root() == Path(f"/dev/shm/ecshare-{os.geteuid()}")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    assert default_root() == tmp_path / f"ecshare-{os.geteuid()}"
+
+
+def test_threads_do_not_get_into_each_others_way(root: Path) -> None:
+    cache = HostCache(root, 100 * KIB)
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(200):
+            n = chance.randrange(len(KEYS))
+            entry = cache.publish(KEYS[n], bytes([n]) * 10 * KIB)
+            if entry is not None:
+                with entry:
+                    if bytes(entry.body) != bytes([n]) * 10 * KIB:
+                        failures.append(n)
+            if chance.random() < 0.1:
+                cache.discard(KEYS[n])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+
+
+# Second processes: what they do is written to them, what they say is read from them.
+PEER = """
+import sys
+from pathlib import Path
+from ecshare.store.hostcache import HostCache
+from ecshare.store.keys import Kind, object_key
+key = lambda n: object_key(Kind.EC, "0" * 32, str(n))
+cache = HostCache(Path(sys.argv[1]), int(sys.argv[2]))
+kept = []
+for line in sys.stdin:
+    verb, n, size = line.split()
+    if verb == "pin":
+        kept.append(cache.open(key(n)))
+        answer = kept[-1] is not None
+    elif verb == "unpin":
+        kept.pop().close()
+        answer = True
+    else:
+        body = bytes([int(n)]) * int(size)
+        entry = cache.publish(key(n), body)
+        answer = entry is not None and bytes(entry.body) == body
+        if entry is not None:
+            entry.close()
+    print(answer, flush=True)
+"""
+
+
+class Peer:
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PEER, str(root), str(limit_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> bool:
+        assert self.process.stdout
+        answer = self.process.stdout.readline().strip()
+        assert answer in ("True", "False")
+        return answer == "True"
+
+    def ask(self, line: str) -> bool:
+        self.tell(line)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def peers(root: Path) -> Iterator[list[Peer]]:
+    peers = [Peer(root, 100 * KIB) for _ in range(3)]
+    yield peers
+    for peer in peers:
+        peer.kill()
+
+
+def test_the_pin_of_another_process_holds_until_it_dies(
+    cache: HostCache, peers: list[Peer]
+) -> None:
+    put(cache, 0, 90 * KIB)
+    assert peers[0].ask("pin 0 0")
+    used_at(cache, 0, 0)
+    assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
+    assert not peers[1].ask(f"publish 1 {20 * KIB}")
+    peers[0].kill()
+    used_at(cache, 0, 0)
+    assert peers[1].ask(f"publish 1 {20 * KIB}")
+    assert held(cache) == {1}
+
+
+def test_an_entry_of_another_process_is_ours_too(cache: HostCache, peers: list[Peer]) -> None:
+    assert peers[0].ask("publish 3 1000")
+    with open_entry(cache, 3) as entry:
+        assert bytes(entry.body) == b"\3" * 1000
+    assert peers[1].ask("pin 3 0")
+    assert peers[1].ask("unpin 3 0")
+
+
+def test_processes_that_publish_at_once_keep_one_budget(
+    cache: HostCache, peers: list[Peer]
+) -> None:
+    chance = random.Random(0)
+    for _ in range(150):
+        for peer in peers:
+            peer.tell(f"publish {chance.randrange(40)} {10 * KIB}")
+    assert all(peer.hear() for peer in peers for _ in range(150))
+    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+    assert not [*cache.root.glob(".*.tmp")]
+
+
+def test_writers_killed_at_any_moment_leave_a_sound_cache(
+    cache: HostCache, peers: list[Peer]
+) -> None:
+    chance = random.Random(0)
+    for round_ in range(4):
+        victim = Peer(cache.root, 100 * KIB)
+        for n in range(round_ * 7 + 1):
+            victim.tell(f"publish {n} {10 * KIB}")
+        victim.hear()
+        victim.kill()
+        for _ in range(20):
+            n = chance.randrange(40)
+            assert peers[0].ask(f"publish {n} {10 * KIB}")
+    for n in held(cache):
+        with open_entry(cache, n) as entry:
+            assert bytes(entry.body) == bytes([n]) * 10 * KIB
+    assert 10 * KIB * len(held(cache)) <= 100 * KIB
