@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument
-from ecshare.testing.models import make_qwen25_vl
+from ecshare.testing.engines import EngineProcess, ec_argument
+from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, picture, text
 
 pytestmark = pytest.mark.engine
@@ -35,34 +33,26 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    engine: StartEngine, vlm: Path, other_vlm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     url, host = str(root / "store"), str(root / "host")
     # One name for both sets of weights, as after a retraining: only the files differ.
     model = root / "model"
     model.symlink_to(vlm)
-    producer = (*SMALL_ENGINE, ec_argument("producer", url, host_cache_dir=host))
-    consumer = (*SMALL_ENGINE, ec_argument("consumer", url, host_cache_dir=host))
+    producer = ec_argument("producer", url, host_cache_dir=host)
+    consumer = ec_argument("consumer", url, host_cache_dir=host)
     first = (
-        EngineProcess("plain", model, root),
-        EngineProcess("encoder", model, root, producer),
-        EngineProcess("consumer", model, root, (*consumer, "--enable-mm-embeds")),
+        engine("plain", model=model),
+        engine("encoder", producer, model=model),
+        engine("consumer", consumer, "--enable-mm-embeds", model=model),
     )
-    stranger = EngineProcess("stranger", model, root, producer)
-    with ExitStack() as running:
-        _start(running, *first)
-        model.unlink()
-        model.symlink_to(make_qwen25_vl(root / "other-weights", seed=1))
-        _start(running, stranger)
-        yield Fleet(*first, stranger, root)
-
-
-def _start(running: ExitStack, *engines: EngineProcess) -> None:
-    for engine in engines:
-        running.callback(engine.stop)
-        engine.start()
-    for engine in engines:
-        engine.wait_ready()
+    for started in first:
+        started.wait_ready()
+    model.unlink()
+    model.symlink_to(other_vlm)
+    return Fleet(*first, engine("stranger", producer, model=model).wait_ready(), root)
 
 
 def objects(fleet: Fleet) -> set[Path]:
