@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing embeddings costs an engine: saves, loads, and the hooks of the scheduler thread.
+
+ECShareConnector, vLLM's own ECExampleConnector and a plain copy in memory, in turns, on the same
+embeddings. Both connectors are driven through their vLLM hooks, without an engine. Medians; MB is
+2^20 bytes.
+"""
+
+import gc
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
+
+from benchmarks import hooks, places
+from benchmarks.encoder_halves import DTYPE, WIDTH, Halves, Role, embedding, vlm_config
+from benchmarks.measure import Readings, touch
+from benchmarks.one_rank import one_rank
+from benchmarks.places import Place
+from benchmarks.raw import RawFiles, RawObstore
+from benchmarks.report import Report, Table, arguments, command_line
+from ecshare.connector import ECShareConnector
+
+MODULE = "benchmarks.encoder_cache"
+MIB = 1 << 20
+HOST_CACHE_BYTES = 512 * MIB  # all that is loaded again fits
+SIZES_MB = (0.5, 8.0, 32.0)
+ROUND_TRIPS_MS = (0.0, 20.0)
+MEMCPY, CLONE = "copy into a ready buffer", "clone"
+PRODUCER, BOTH = "ECShareConnector, ec_producer", "ECShareConnector, ec_both"
+OURS, EXAMPLE = "ECShareConnector", "ECExampleConnector"
+_SAVE_PARTS = ("copy", "wait", "total")
+_COLD_PARTS = ("cold ready", "cold load", "cold total")
+
+What = tuple[float, str, str, str]  # MB; place or ""; who; part
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place with all who compete there."""
+
+    place: Place
+    producer: Halves
+    both: Halves
+    consumer: Halves  # on another host: its host cache is another folder
+    example: Halves | None  # files only
+    raw: RawFiles | RawObstore
+
+    @property
+    def raw_name(self) -> str:
+        """What the bare client of this place is called."""
+        return f"bare: {self.raw.name}"
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, print, write the result files."""
+    options = arguments(__doc__ or "", MODULE).parse_args(words)
+    rounds = options.rounds or (2 if options.quick else 7)
+    sizes = SIZES_MB[:2] if options.quick else SIZES_MB
+    num_items = 24 if options.quick else 200
+    torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
+    settings = {"rounds": rounds, "embedding width": WIDTH, "dtype": str(DTYPE), "copy threads": 1}
+    report = Report("encoder_cache", command_line(MODULE, options), settings)
+    readings: Readings[What] = Readings()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = vlm_config(folder)
+        stack.enter_context(one_rank(config, folder))
+        found = [
+            *stack.enter_context(places.folders(options.disk)),
+            *stack.enter_context(places.s3(ROUND_TRIPS_MS)),
+        ]
+        sites = [stack.enter_context(_site(place, config)) for place in found]
+        # As vLLM's engine core does once it has started: what lives long is not looked at again.
+        gc.collect()
+        gc.freeze()
+        for size_mb in sizes:
+            _measure_size(sites, size_mb, rounds, readings)
+        report.add(_save_table(sites, sizes, readings))
+        report.add(_load_table(sites, sizes, readings))
+        report.add(_cold_table(sites, sizes, readings))
+        report.add(hooks.encoder_hooks(config, found, num_items))
+    print(f"\nwritten: {report.write(options.results).name}")
+
+
+@contextmanager
+def _site(place: Place, config: VllmConfig) -> Iterator[Site]:
+    with ExitStack() as stack:
+
+        def start(role: Role, host: Path) -> Halves:
+            limits = {"host_cache_dir": str(host), "host_cache_bytes": HOST_CACHE_BYTES}
+            extra = {**place.options, **limits}
+            return stack.enter_context(closing(Halves(ECShareConnector, config, role, extra)))
+
+        here, there = (stack.enter_context(places.host_folder()) for _ in range(2))
+        example = None
+        if place.folder is not None:
+            shared = {"shared_storage_path": str(place.folder / "example")}
+            example = Halves(ECExampleConnector, config, "ec_both", shared)
+        yield Site(
+            place,
+            start("ec_producer", here),
+            start("ec_both", here),
+            start("ec_consumer", there),
+            example,
+            RawFiles(place, sync=True) if place.folder else RawObstore(place),
+        )
+
+
+# --- measuring ---
+
+
+def _measure_size(
+    sites: Sequence[Site], size_mb: float, rounds: int, readings: Readings[What]
+) -> None:
+    """All phases for one size. Each round has an embedding of its own; the first one warms up."""
+    tensors = [embedding(int(size_mb * MIB), seed) for seed in range(rounds + 1)]
+    for phase in (_copy, _save, _load_cold, _load_here):
+        for turn, tensor in enumerate(tensors):
+            kept = readings if turn else Readings()
+            phase(sites, f"{size_mb}-{turn}", tensor, size_mb, kept)
+    for site in sites:
+        if site.place.folder is not None:
+            shutil.rmtree(site.place.folder / "example")
+
+
+def _copy(
+    sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
+    ready = torch.zeros_like(tensor)
+    with readings.timed((size_mb, "", MEMCPY, "copy")):
+        ready.copy_(tensor)
+        touch(ready)
+    with readings.timed((size_mb, "", CLONE, "copy")):
+        touch(tensor.clone())
+
+
+def _save(
+    sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
+    for site in sites:
+        place = site.place.name
+        _put_raw(site, name, tensor, size_mb, readings)
+        for who, halves in ((PRODUCER, site.producer), (BOTH, site.both), (EXAMPLE, site.example)):
+            if halves is None:
+                continue
+            copied_s, settled_s = halves.save(f"{who}-{name}", tensor)
+            if who == BOTH:
+                halves.settle(1)  # or it would still upload while the next one is timed
+            readings.add((size_mb, place, who, "copy"), copied_s)
+            readings.add((size_mb, place, who, "wait"), settled_s)
+            readings.add((size_mb, place, who, "total"), copied_s + settled_s)
+
+
+def _put_raw(
+    site: Site, name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
+    body = tensor.view(torch.uint8).view(-1).numpy().data
+    with readings.timed((size_mb, site.place.name, site.raw_name, "total")):
+        site.raw.put([name], body, 1)
+
+
+def _load_cold(
+    sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
+    """Load what another host saved: nothing of it is on this one."""
+    for site in sites:
+        place = site.place.name
+        with readings.timed((size_mb, place, site.raw_name, "cold")):
+            site.raw.get([name], 1)
+        for who, key, halves in (
+            (OURS, PRODUCER, site.consumer),
+            (EXAMPLE, EXAMPLE, site.example),
+        ):
+            if halves is None:
+                continue
+            ready_s, loaded_s, loaded = halves.load(f"{key}-{name}", len(tensor))
+            _check(loaded, tensor)
+            readings.add((size_mb, place, who, "cold ready"), ready_s)
+            readings.add((size_mb, place, who, "cold load"), loaded_s)
+            readings.add((size_mb, place, who, "cold total"), ready_s + loaded_s)
+
+
+def _load_here(
+    sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
+    """Load what is in this host's memory: the host cache, or the page cache of a folder."""
+    for site in sites:
+        place = site.place.name
+        for who, key, halves in (
+            (OURS, PRODUCER, site.consumer),
+            (EXAMPLE, EXAMPLE, site.example),
+        ):
+            if halves is None:
+                continue
+            _, loaded_s, loaded = halves.load(f"{key}-{name}", len(tensor))
+            _check(loaded, tensor)
+            readings.add((size_mb, place, who, "load"), loaded_s)
+
+
+def _check(loaded: Tensor, saved: Tensor) -> None:
+    if not torch.equal(loaded.view(torch.int16), saved.view(torch.int16)):
+        raise AssertionError("what was loaded is not what was saved")
+
+
+# --- telling ---
+
+
+def _save_table(sites: Sequence[Site], sizes: Sequence[float], readings: Readings[What]) -> Table:
+    table = Table(
+        "Saving one embedding: how long its step is held up",
+        ("MB", "store", "who", "copy ms", "durable wait ms", "held up ms", "x copy"),
+        "`copy`: the hooks after the encoder; `durable wait`: the hook at the end of the step. An "
+        "ec_producer's step ends when the embedding is stored and published to its own host; an "
+        "ec_both, which also decodes, does not wait. ECExampleConnector writes to the page cache "
+        "and does not sync; a reader may see half a file.",
+    )
+    for size in sizes:
+        base_s = readings.median((size, "", MEMCPY, "copy"))
+        for who in (MEMCPY, CLONE):
+            copied_s = readings.median((size, "", who, "copy"))
+            table.add(size, "", who, *_timed(copied_s, None, copied_s, base_s=base_s))
+        for site in sites:
+            place = site.place.name
+            raw_s = readings.median((size, place, site.raw_name, "total"))
+            table.add(size, place, site.raw_name, *_timed(None, raw_s, raw_s, base_s=base_s))
+            for who in (PRODUCER, BOTH, EXAMPLE):
+                if (size, place, who, "total") not in readings:
+                    table.add(size, place, f"{who}: cannot use S3", None, None, None, None)
+                    continue
+                parts = [readings.median((size, place, who, part)) for part in _SAVE_PARTS]
+                table.add(size, place, who, *_timed(*parts, base_s=base_s))
+    return table
+
+
+def _load_table(sites: Sequence[Site], sizes: Sequence[float], readings: Readings[What]) -> Table:
+    table = Table(
+        "Loading one embedding that is on this host, to the last page touched",
+        ("MB", "from", "who", "ms", "x copy"),
+        "Into vLLM's encoder cache, on a CPU. ECExampleConnector maps its file instead of copying "
+        "it, so its pages arrive as they are touched; on a GPU it would copy too.",
+    )
+    for size in sizes:
+        base_s = readings.median((size, "", MEMCPY, "copy"))
+        for who in (MEMCPY, CLONE):
+            table.add(
+                size, "", who, *_timed(readings.median((size, "", who, "copy")), base_s=base_s)
+            )
+        loaded_s = readings.median((size, sites[0].place.name, OURS, "load"))
+        table.add(size, "host cache", OURS, *_timed(loaded_s, base_s=base_s))
+        for site in sites:
+            what = (size, site.place.name, EXAMPLE, "load")
+            if what in readings:
+                loaded_s = readings.median(what)
+                table.add(size, site.place.name, EXAMPLE, *_timed(loaded_s, base_s=base_s))
+    return table
+
+
+def _cold_table(sites: Sequence[Site], sizes: Sequence[float], readings: Readings[What]) -> Table:
+    table = Table(
+        "Loading one embedding that another host has stored",
+        ("MB", "store", "who", "until ready ms", "load ms", "total ms", "x bare"),
+        "`until ready`: from the first ensure_cache_available, asked again every millisecond, to "
+        "True; `load`: the worker half. `bare`: the bytes alone, in no tensor and unchecked. "
+        "ECExampleConnector has no store but a folder, which is this host's own here.",
+    )
+    for size in sizes:
+        for site in sites:
+            place = site.place.name
+            raw_s = readings.median((size, place, site.raw_name, "cold"))
+            table.add(size, place, site.raw_name, *_timed(None, None, raw_s, base_s=raw_s))
+            for who in (OURS, EXAMPLE):
+                if (size, place, who, "cold total") not in readings:
+                    table.add(size, place, f"{who}: cannot use S3", None, None, None, None)
+                    continue
+                parts = [readings.median((size, place, who, part)) for part in _COLD_PARTS]
+                table.add(size, place, who, *_timed(*parts, base_s=raw_s))
+    return table
+
+
+def _timed(*seconds: float | None, base_s: float) -> list[float | None]:
+    """Return cells of milliseconds, then how many times `base_s` the last of them is."""
+    assert seconds[-1] is not None
+    return [*(None if each is None else 1e3 * each for each in seconds), seconds[-1] / base_s]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

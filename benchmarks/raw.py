@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bare clients that a store is measured against: no keys, no checks, no atomic writes.
+
+Each is what a programmer would write who wants bytes in and out of the same place, and knows the
+client's fast options.
+"""
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+import s3fs
+from obstore.store import S3Store
+
+from benchmarks.places import Place
+
+Body = memoryview
+
+
+class RawClient(ABC):
+    """Puts and gets many objects, `lanes` at once; each received byte is in memory on return."""
+
+    name: str
+
+    @abstractmethod
+    def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
+        """Write `body` under each of `names`."""
+
+    @abstractmethod
+    def get(self, names: Sequence[str], lanes: int) -> None:
+        """Read the objects under `names`."""
+
+    def delete(self, names: Sequence[str]) -> None:  # noqa: B027
+        """Free what lies under `names`; nothing on S3, where SeaweedFS frees later or never."""
+
+    def close(self) -> None:  # noqa: B027 — most have nothing to let go of
+        """Let go of connections."""
+
+
+class RawFiles(RawClient):
+    """Plain files: `write` to the final name, `readinto` a ready buffer."""
+
+    def __init__(self, place: Place, *, sync: bool) -> None:
+        """`sync`: to the disk, as a store should."""
+        assert place.folder is not None
+        self.name = "os, fsync" if sync else "os"
+        self._folder = place.folder / f"raw-{int(sync)}"
+        self._folder.mkdir(exist_ok=True)
+        self._sync = sync
+
+    def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
+        """See RawClient."""
+
+        def some(part: Sequence[str]) -> None:
+            for name in part:
+                with open(self._folder / name, "wb", buffering=0) as file:
+                    file.write(body)
+                    if self._sync:
+                        os.fsync(file.fileno())
+
+        _in_lanes(some, names, lanes)
+
+    def get(self, names: Sequence[str], lanes: int) -> None:
+        """See RawClient."""
+
+        def some(part: Sequence[str]) -> None:
+            # All objects of a call are of one size.
+            buffer = bytearray((self._folder / part[0]).stat().st_size)
+            for name in part:
+                with open(self._folder / name, "rb", buffering=0) as file:
+                    assert file.readinto(buffer) == len(buffer)
+
+        _in_lanes(some, names, lanes)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See RawClient."""
+        for name in names:
+            (self._folder / name).unlink()
+
+
+class RawObstore(RawClient):
+    """obstore's blocking calls in threads; bodies neither hashed nor cut in parts."""
+
+    name = "obstore"
+
+    def __init__(self, place: Place) -> None:
+        address = urlsplit(place.url)
+        options = place.storage_options
+        self._store = S3Store(
+            address.netloc,
+            prefix=f"{address.path.strip('/')}/raw-obstore",
+            endpoint=options["endpoint_url"],
+            access_key_id=options["key"],
+            secret_access_key=options["secret"],
+            region="us-east-1",
+            unsigned_payload=True,
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True, "timeout": timedelta(seconds=60)},
+        )
+
+    def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
+        """See RawClient."""
+
+        def some(part: Sequence[str]) -> None:
+            for name in part:
+                obstore.put(self._store, name, body, use_multipart=False)
+
+        _in_lanes(some, names, lanes)
+
+    def get(self, names: Sequence[str], lanes: int) -> None:
+        """See RawClient."""
+
+        def some(part: Sequence[str]) -> None:
+            for name in part:
+                obstore.get(self._store, name).bytes()
+
+        _in_lanes(some, names, lanes)
+
+
+class RawS3fs(RawClient):
+    """s3fs on an event loop of its own, without the HEAD that it sends before a GET by default."""
+
+    name = "s3fs"
+
+    def __init__(self, place: Place) -> None:
+        self._root = f"{place.url.removeprefix('s3://')}/raw-s3fs"
+        self._loop = asyncio.new_event_loop()
+        self._fs: Any = s3fs.S3FileSystem(
+            **place.storage_options,
+            asynchronous=True,
+            max_concurrency=1,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            loop=self._loop,
+        )
+        self._session = self._loop.run_until_complete(self._fs.set_session())
+
+    def put(self, names: Sequence[str], body: Body, lanes: int) -> None:
+        """See RawClient."""
+        whole = bytes(body)  # it takes nothing else
+        self._each(names, lanes, lambda path: self._fs._pipe_file(path, whole))
+
+    def get(self, names: Sequence[str], lanes: int) -> None:
+        """See RawClient."""
+        self._each(names, lanes, self._fs._cat_file)
+
+    def close(self) -> None:
+        """See RawClient."""
+        self._loop.run_until_complete(self._session.close())
+        self._loop.close()
+
+    def _each(self, names: Sequence[str], lanes: int, call: Any) -> None:
+        async def lane(first: int) -> None:
+            for name in names[first::lanes]:
+                await call(f"{self._root}/{name}")
+
+        async def run() -> None:
+            await asyncio.gather(*(lane(first) for first in range(lanes)))
+
+        self._loop.run_until_complete(run())
+
+
+def _in_lanes(work: Callable[[Sequence[str]], None], names: Sequence[str], lanes: int) -> None:
+    """Do `work(part)` for the parts of `names`, each in a thread; one lane needs no thread."""
+    if lanes == 1:
+        work(names)
+        return
+    with ThreadPoolExecutor(lanes) as threads:
+        for done in [threads.submit(work, names[first::lanes]) for first in range(lanes)]:
+            done.result()
