@@ -23,7 +23,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_items: int = 64
     allow_media_domains: tuple[str, ...] = ()
     timeout_s: float = 600.0
-    stage_timeout_s: float = 60.0
+    stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
     cool_down_s: float = 5.0
     access_log: bool = False
@@ -114,7 +114,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     say(
         "--stage-timeout-s",
         type=_positive,
-        default=60,
+        default=120,
         help="longest wait for an encode or prefill engine before decode does it all",
     )
     say("--media-timeout-s", type=_positive, default=20, help="longest download of one item")

@@ -58,6 +58,12 @@ async def decoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse
     return response
 
 
+async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert http.transport is not None
+    http.transport.close()
+    return web.Response()
+
+
 def failing(status: int) -> Answer:
     async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"error": {"message": "engine says no"}}, status=status)

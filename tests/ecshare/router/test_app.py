@@ -15,12 +15,16 @@ from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
     PNG_2,
+    Answer,
+    FakeEngine,
     Hanging,
     chat,
     data_url,
     decoded,
+    encoded,
     failing,
     fleet,
+    hang_up,
     listening,
     picture,
 )
@@ -155,14 +159,54 @@ async def test_a_failing_stage_leaves_the_work_to_decode(stage: str, stream: boo
         assert (health["fallbacks"], health["answered"]) == (1, {"decode": 1})
 
 
-async def test_an_unreachable_encoder_is_left_alone_until_it_cooled_down() -> None:
+async def test_an_overloaded_stage_leaves_the_work_to_decode() -> None:
+    async with fleet() as f:
+        f.p.answer = failing(429)
+        response, _ = await f.post(chat(picture(PNG)))
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+
+
+async def test_an_unreachable_encoder_is_no_obstacle() -> None:
     async with listening(web.Application()) as gone:
         pass
-    async with fleet(encoders_more=(gone,), num_e=0, cool_down_s=5.0) as f:
-        for _ in range(2):
+    async with fleet(encoders_more=(gone,), num_e=0) as f:
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "decode"
+        assert (await f.health())[0] == 503
+
+
+@pytest.mark.parametrize("answer", [hang_up, failing(503)])
+async def test_an_encoder_that_failed_is_left_alone_until_it_cooled_down(answer: Answer) -> None:
+    async with fleet(cool_down_s=5.0) as f:
+        f.e.answer = answer
+        for now_s, num_asked in ((0.0, 1), (4.9, 1), (5.0, 2)):
+            f.clock.now_s = now_s
             response, _ = await f.post(chat(picture(PNG)))
             assert response.headers["x-ecshare-path"] == "decode"
-        assert (await f.health())[0] == 503
+            assert len(f.e.bodies) == num_asked
+
+
+async def test_decode_is_asked_even_while_it_cools_down() -> None:
+    async with fleet(0, 0) as f:
+        f.d.answer = hang_up
+        assert (await f.post(chat()))[0].status == 502
+        f.d.answer = decoded
+        assert (await f.post(chat()))[0].status == 200
+
+
+async def test_cookies_of_an_engine_stay_with_it() -> None:
+    async def baker(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await encoded(http, body)
+        response.set_cookie("session", "first client's")
+        return response
+
+    async with FakeEngine(baker).serving() as engine:
+        # By name: no jar keeps the cookies of a bare address.
+        by_name = engine.url.replace("127.0.0.1", "localhost")
+        async with fleet(num_e=0, encoders_more=(by_name,)) as f:
+            for _ in range(2):
+                assert (await f.post(chat(picture(PNG))))[0].status == 200
+        assert not any("cookie" in headers for headers in engine.headers)
 
 
 async def test_nonsense_from_prefill_is_a_failure() -> None:

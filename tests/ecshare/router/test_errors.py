@@ -19,6 +19,7 @@ from tests.ecshare.router.fake_engine import (
     decoded,
     failing,
     fleet,
+    hang_up,
     listening,
     picture,
 )
@@ -212,11 +213,6 @@ async def test_unreachable_decode_is_503_with_retry_after() -> None:
 
 
 async def test_decode_that_hangs_up_is_502_with_retry_after() -> None:
-    async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        assert http.transport is not None
-        http.transport.close()
-        return web.Response()
-
     async with fleet(0, 0) as f:
         f.d.answer = hang_up
         response, body = await f.post(chat())
