@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is obstore's own; what every store must do is in the contract."""
+
+import http.server
+import inspect
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from obstore import exceptions as foreign
+
+from ecshare.store.cloud import MEANING, PIECE_BYTES
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import ObjectStore, open_store, probe
+from tests.ecshare.store.conftest import Bucket
+
+KEY = object_key(Kind.EC, "0" * 32, "an object")
+OTHER = object_key(Kind.EC, "0" * 32, "another")
+
+
+def test_every_exception_of_obstore_has_a_meaning() -> None:
+    """A new release may bring a new one."""
+    known = {each for _, each in inspect.getmembers(foreign, inspect.isclass)}
+    assert known - {foreign.BaseError} <= set(MEANING)
+
+
+class Scripted(http.server.ThreadingHTTPServer):
+    """Answers as a test says, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[["Asked"], None]) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.answer = answer
+        self.asked: list[tuple[str, dict[str, str]]] = []
+
+
+class Asked(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Scripted
+
+    def do_any(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.asked.append((self.command, {k.lower(): v for k, v in self.headers.items()}))
+        self.server.answer(self)
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any  # noqa: N815
+
+    def say(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def say_error(self, status: int, code: str) -> None:
+        self.say(status, f"<Error><Code>{code}</Code><Message>Words.</Message></Error>".encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+Serve = Callable[[Callable[[Asked], None]], tuple[Scripted, ObjectStore]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A server that answers by a function, and a store on it."""
+    servers: list[Scripted] = []
+
+    def start(answer: Callable[[Asked], None]) -> tuple[Scripted, ObjectStore]:
+        server = Scripted(answer)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server, store_at(f"http://127.0.0.1:{server.server_port}")
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def store_at(endpoint: str, io_timeout_s: float = 20.0, **options: Any) -> ObjectStore:
+    keys = {"key": "k", "secret": "hidden", "endpoint_url": endpoint, **options}
+    config = StoreConfig(url="s3://bucket/x", storage_options=keys, io_timeout_s=io_timeout_s)
+    return open_store(config, "options")
+
+
+pytestmark = pytest.mark.s3  # sockets, all of it
+
+
+async def test_an_object_costs_one_request(serve: Serve) -> None:
+    """No HEAD first, and none after."""
+
+    def answer(asked: Asked) -> None:
+        asked.say(206, b"body", content_range="bytes 0-3/4", etag='"e"', **DATED)
+
+    server, store = serve(answer)
+    assert await store.get(KEY) == memoryview(b"body")
+    ((method, headers),) = server.asked
+    assert method == "GET"
+    assert headers["range"] == f"bytes=0-{PIECE_BYTES - 1}"
+
+
+DATED = {"last_modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
+
+
+async def test_a_large_object_comes_in_pieces(serve: Serve) -> None:
+    body = os.urandom(2 * PIECE_BYTES + 5)
+
+    def answer(asked: Asked) -> None:
+        start, _, stop = asked.headers["range"].removeprefix("bytes=").partition("-")
+        part = body[int(start) : int(stop) + 1]
+        span = f"bytes {start}-{int(start) + len(part) - 1}/{len(body)}"
+        asked.say(206, part, content_range=span, etag='"e"', **DATED)
+
+    server, store = serve(answer)
+    assert bytes(await store.get(KEY)) == body
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("changed", ["size", "version"])
+async def test_an_object_that_changes_between_its_pieces_is_refused(
+    serve: Serve, changed: str
+) -> None:
+    size = 2 * PIECE_BYTES
+
+    def answer(asked: Asked) -> None:
+        start, _, stop = asked.headers["range"].removeprefix("bytes=").partition("-")
+        late = start != "0"
+        total = size + 1 if late and changed == "size" else size
+        tag = '"new"' if late and changed == "version" else '"old"'
+        part = bytes(int(stop) + 1 - int(start))
+        asked.say(206, part, content_range=f"bytes {start}-{stop}/{total}", etag=tag, **DATED)
+
+    _, store = serve(answer)
+    with pytest.raises(StoreUnavailable, match="changed while it was read"):
+        await store.get(KEY)
+
+
+async def test_a_server_without_ranges_is_asked_without_them_from_then_on(serve: Serve) -> None:
+    server, store = serve(lambda asked: asked.say(200, b"body", etag='"e"', **DATED))
+    for _ in range(3):
+        assert await store.get(KEY) == memoryview(b"body")
+    assert ["range" in headers for _, headers in server.asked] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("refused", "kept"),
+    [
+        ({"x-amz-checksum-crc64nvme"}, {"if-none-match"}),
+        ({"if-none-match"}, set()),
+        ({"x-amz-checksum-crc64nvme", "if-none-match"}, set()),
+    ],
+)
+@pytest.mark.parametrize("status", [400, 501])
+async def test_a_server_gets_the_puts_it_understands(
+    serve: Serve, refused: set[str], kept: set[str], status: int
+) -> None:
+    def answer(asked: Asked) -> None:
+        if refused & {name.lower() for name in asked.headers}:
+            asked.say_error(status, "NotImplemented")
+        else:
+            asked.say(200, etag='"e"')
+
+    server, store = serve(answer)
+    assert await store.put(KEY, b"body")
+    del server.asked[:]
+    assert await store.put(OTHER, b"body")
+    ((method, headers),) = server.asked  # the lesson is remembered
+    assert method == "PUT"
+    assert kept <= set(headers)
+    assert not refused & set(headers)
+
+
+async def test_a_put_that_no_server_would_take_fails_and_teaches_nothing(serve: Serve) -> None:
+    statuses = [400, 400, 400, 200]
+
+    def answer(asked: Asked) -> None:
+        status = statuses.pop(0)
+        if status == 200:
+            asked.say(200, etag='"e"')
+        else:
+            asked.say_error(status, "InvalidRequest")
+
+    server, store = serve(answer)
+    with pytest.raises(StoreUnavailable, match="400 InvalidRequest: Words"):
+        await store.put(KEY, b"body")
+    assert await store.put(KEY, b"body")
+    assert "x-amz-checksum-crc64nvme" in server.asked[-1][1]
+
+
+async def test_a_body_is_sent_unsigned_to_this_host(serve: Serve) -> None:
+    server, store = serve(lambda asked: asked.say(200, etag='"e"'))
+    await store.put(KEY, b"body")
+    assert server.asked[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert server.asked[0][1]["if-none-match"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (404, "NoSuchKey", ObjectMissing),
+        (404, "NoSuchBucket", StoreUnavailable),
+        (403, "AccessDenied", StoreDenied),
+        (401, "Unauthorized", StoreDenied),
+        (403, "SignatureDoesNotMatch", StoreDenied),
+        (400, "ExpiredToken", StoreDenied),
+        (400, "InvalidBucketName", StoreUnavailable),
+        (301, "PermanentRedirect", StoreUnavailable),
+        (500, "InternalError", StoreUnavailable),
+        (503, "SlowDown", StoreUnavailable),
+        (507, "InsufficientStorage", StoreUnavailable),
+    ],
+)
+async def test_what_the_server_answers_is_mapped(
+    serve: Serve, status: int, code: str, error: type[Exception]
+) -> None:
+    _, store = serve(lambda asked: asked.say_error(status, code))
+    calls: list[Awaitable[object]] = [store.get(KEY)]
+    if error is not ObjectMissing:
+        calls += [store.put(KEY, b"x"), probe(store, write=False)]
+    for call in calls:
+        with pytest.raises(error) as caught:
+            await call
+        assert isinstance(caught.value, StoreDenied) is (error is StoreDenied)
+        assert "hidden" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+async def test_only_a_missing_object_is_a_miss(serve: Serve) -> None:
+    answers = {"status": 404}
+    _, store = serve(lambda asked: asked.say(answers["status"]))
+    assert await store.exists([KEY]) == [False]
+    for answers["status"] in (403, 500):
+        with pytest.raises(StoreUnavailable):
+            await store.exists([KEY])
+
+
+async def test_nobody_there_is_unavailable_and_soon() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store = store_at(f"http://127.0.0.1:{port}")
+    with pytest.raises(StoreUnavailable, match="error sending request"):
+        await store.get(KEY)
+
+
+async def test_a_server_that_hangs_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = store_at(f"http://127.0.0.1:{server.getsockname()[1]}", io_timeout_s=0.3)
+        with pytest.raises(StoreUnavailable):
+            await store.get(KEY)
+        with pytest.raises(StoreUnavailable):
+            await store.put(KEY, b"x")
+
+
+async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
+    good = open_store(seaweedfs.config(), "options")
+    await probe(good, write=True)
+    wrong_secret = open_store(seaweedfs.config(secret="wrong"), "options")
+    with pytest.raises(StoreDenied, match="SignatureDoesNotMatch"):
+        await probe(wrong_secret, write=False)
+    wrong_key = open_store(seaweedfs.config(key="wrong"), "options")
+    with pytest.raises(StoreDenied, match="InvalidAccessKeyId"):
+        await probe(wrong_key, write=False)
+    no_bucket = open_store(seaweedfs.config("s3://nobucket/x"), "options")
+    with pytest.raises(StoreUnavailable, match="bucket does not exist"):
+        await probe(no_bucket, write=True)
+    for store in (good, wrong_secret, wrong_key, no_bucket):
+        await store.close()
+
+
+async def test_credentials_of_the_environment_open_a_real_server(
+    seaweedfs: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = seaweedfs.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", given["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", given["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given["endpoint_url"])
+    config = StoreConfig(url=seaweedfs.config().url)
+    store = open_store(config, "options")
+    await probe(store, write=True)
+    await store.close()
+
+
+async def test_both_roads_meet_in_the_same_objects(seaweedfs: Bucket) -> None:
+    config = seaweedfs.config()
+    general = {**config.storage_options, "s3_additional_kwargs": {}}
+    fast = open_store(config, "options")
+    slow = open_store(StoreConfig(url=config.url, storage_options=general), "options")
+    await fast.put(KEY, b"by obstore")
+    await slow.put(OTHER, b"by s3fs")
+    assert await slow.get(KEY) == memoryview(b"by obstore")
+    assert await fast.get(OTHER) == memoryview(b"by s3fs")
+    assert await fast.exists([KEY, OTHER]) == await slow.exists([KEY, OTHER]) == [True, True]
+    await fast.close()
+    await slow.close()

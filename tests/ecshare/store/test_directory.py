@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import multiprocessing
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ecshare.store import directory
+from ecshare.store.directory import Directory
+from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import probe
+
+KEY = object_key(Kind.EC, "0" * 32, "an object")
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Directory]:
+    store = Directory.open(f"{tmp_path}/store", 30.0, "options.url")
+    yield store
+    await store.close()
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+async def test_an_object_is_one_plain_file_of_that_name(store: Directory, tmp_path: Path) -> None:
+    await store.put(KEY, b"body")
+    assert files(tmp_path / "store") == [KEY]
+    assert (tmp_path / "store" / KEY).read_bytes() == b"body"
+
+
+async def test_a_failed_write_leaves_nothing(
+    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        with pytest.raises(StoreUnavailable, match="No space left"):
+            await store.put(KEY, b"body")
+    assert files(tmp_path) == []
+    assert await store.put(KEY, b"body")
+
+
+async def test_short_writes_are_continued(
+    store: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel writes at most 2 GB at once, and less when it is interrupted."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, body: write(fd, body[:1000]))
+    body = os.urandom(10_500)
+    await store.put(KEY, body)
+    assert await store.get(KEY) == memoryview(body)
+
+
+async def test_short_reads_are_continued(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1000]], offset)
+    )
+    body = os.urandom(10_500)
+    await store.put(KEY, body)
+    assert await store.get(KEY) == memoryview(body)
+
+
+@pytest.mark.parametrize("size", [1000, 5 << 20])
+async def test_a_file_that_shrinks_while_it_is_read_gives_what_there_is(
+    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    await store.put(KEY, bytes(size))
+    fstat = os.fstat
+
+    def then_shrink(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        os.truncate(tmp_path / "store" / KEY, 700)
+        return status
+
+    monkeypatch.setattr(os, "fstat", then_shrink)
+    assert len(await store.get(KEY)) == 700
+
+
+async def test_leftovers_of_dead_writers_are_no_objects(store: Directory, tmp_path: Path) -> None:
+    await store.put(KEY, b"body")
+    (tmp_path / "store" / KEY).with_name(".0123.77.tmp").write_bytes(b"torn")
+    (tmp_path / "store" / "notes for people.txt").write_text("hello")
+    assert [info.key async for info in store.list("")] == [KEY]
+
+
+async def test_a_link_to_elsewhere_is_not_listed(store: Directory, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("x")
+    (tmp_path / "store" / "link").symlink_to(tmp_path / "elsewhere")
+    assert [info.key async for info in store.list("")] == []
+
+
+@pytest.mark.parametrize("no_links", sorted(directory._NO_LINKS))
+async def test_without_hard_links_objects_are_renamed_into_place(
+    store: Directory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    no_links: int,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(no_links, "no")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert await store.put(KEY, b"body")
+    assert await store.put(KEY + ".p", b"part")
+    assert files(tmp_path / "store") == [KEY, KEY + ".p"]
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+async def test_a_refusal_is_told_from_a_failure(
+    store: Directory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    await store.put(KEY, b"body")
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number), "/the/path")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreDenied, match=r"/the/path"):
+        await store.get(KEY)
+    with pytest.raises(StoreDenied):
+        await store.put(KEY + ".p", b"x")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE])
+async def test_a_failure_is_no_miss(
+    store: Directory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(StoreUnavailable, match=os.strerror(number)):
+        await store.get(KEY)
+    with pytest.raises(StoreUnavailable):
+        await store.exists([KEY])
+
+
+async def test_a_folder_in_place_of_an_object_is_no_object(
+    store: Directory, tmp_path: Path
+) -> None:
+    (tmp_path / "store" / KEY).mkdir(parents=True)
+    assert await store.exists([KEY]) == [False]
+    with pytest.raises(StoreUnavailable, match="not a file"):
+        await store.get(KEY)
+
+
+async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path: Path) -> None:
+    """It was a mount: what is written now would fill the disk below."""
+    (tmp_path / "store").rmdir()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        await store.put(KEY, b"x")
+    with pytest.raises(StoreUnavailable, match="gone"):
+        await probe(store, write=False)
+    assert not (tmp_path / "store").exists()
+    with pytest.raises(ObjectMissing):
+        await store.get(KEY)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"options\.url: .*/file is a file"):
+        Directory.open(f"{tmp_path}/file", 1.0, "options.url")
+    with pytest.raises(ConfigError, match=r"options\.url: the folder .*/file/x cannot be made"):
+        Directory.open(f"{tmp_path}/file/x", 1.0, "options.url")
+    with pytest.raises(ConfigError, match=r"options\.url: the folder .* cannot be made"):
+        Directory.open(f"{tmp_path}/a\0b", 1.0, "options.url")
+
+
+def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -> None:
+    import asyncio
+
+    async def go() -> int:
+        store = Directory.open(root, 60.0, "options.url")
+        won = 0
+        for n in range(30):
+            key = object_key(Kind.EC, "0" * 32, str(n))
+            ready.wait(60)
+            won += await store.put(key, bytes([n]) * 300_000)
+            assert bytes(await store.get(key)) == bytes([n]) * 300_000
+        await store.close()
+        return won
+
+    Path(f"{root}/.won{seed}").write_text(str(asyncio.run(go())))
+
+
+def test_writers_in_other_processes_get_one_winner_each_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(3)
+    writers = [context.Process(target=_write, args=(str(tmp_path), ready, n)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert sum(int(path.read_text()) for path in tmp_path.glob(".won*")) == 30
+    assert not [*tmp_path.rglob("*.tmp")]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.directory import Directory
+from ecshare.store.errors import ConfigError
+from ecshare.store.objects import open_store
+
+PATH = "ec_connector_extra_config"
+KEYS = {"key": "k", "secret": "hidden", "endpoint_url": "http://127.0.0.1:9"}
+
+
+def refusal(url: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_store(StoreConfig(url=url, storage_options=options), PATH)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}", "file://localhost{}", "{}/"])
+def test_a_folder_has_many_spellings(tmp_path: Path, form: str) -> None:
+    store = open_store(StoreConfig(url=form.format(tmp_path / "store")), PATH)
+    assert isinstance(store, Directory)
+    assert (tmp_path / "store").is_dir()
+
+
+@pytest.mark.parametrize(
+    "url", ["store", "./store", "file://store", "file:store", "~/store", "", "file://", "C:\\store"]
+)
+def test_a_folder_that_depends_on_the_working_directory_is_refused(url: str) -> None:
+    sentence = refusal(url)
+    assert sentence.startswith(f"{PATH}.url: {url!r} is not an absolute folder")
+    assert "'/folder'" in sentence
+
+
+def test_a_folder_takes_no_options(tmp_path: Path) -> None:
+    open_store(StoreConfig(url=str(tmp_path), storage_options={"auto_mkdir": True}), PATH)
+    assert refusal(str(tmp_path), key="x").startswith(f"{PATH}.storage_options.key: a folder")
+
+
+def test_an_unknown_protocol_gets_a_hint() -> None:
+    assert refusal("ss3://bucket") == f"{PATH}.url: unknown protocol 'ss3'; did you mean 's3'?"
+    assert "known: " in refusal("xyzzy://bucket")
+
+
+def test_chained_urls_are_refused() -> None:
+    assert refusal("simplecache::s3://bucket").startswith(f"{PATH}.url: chained urls")
+
+
+def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(protocol: str) -> None:
+        raise ImportError(f"Install something to access {protocol}")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    monkeypatch.setitem(sys.modules, "ecshare.store.cloud", None)
+    assert refusal("s3://bucket", **KEYS).endswith("pip install 'ecshare[s3]'")
+    assert refusal("gs://bucket").endswith("pip install gcsfs")
+    assert refusal("sftp://host/x").endswith("Install something to access sftp")
+
+
+def test_options_a_filesystem_does_not_take_are_refused() -> None:
+    assert refusal("github://x", org=3).startswith(f"{PATH}.storage_options: ")
+
+
+def test_the_road_is_logged_once_and_without_secrets(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="ecshare")
+    for url, options in (
+        (str(tmp_path), {}),
+        ("memory://x", {}),
+        ("s3://bucket/x", KEYS),
+        ("s3://bucket/x", {**KEYS, "s3_additional_kwargs": {}}),
+    ):
+        open_store(StoreConfig(url=url, storage_options=options), PATH)
+    assert caplog.messages == [
+        f"store {tmp_path} is reached by files",
+        "store memory://x is reached by fsspec",
+        "store s3://bucket/x is reached by obstore",
+        "store s3://bucket/x is reached by fsspec, because only s3fs knows the option "
+        "s3_additional_kwargs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("ecshare.store.objects", "torch vllm fsspec obstore s3fs botocore"),
+        ("ecshare.store.hostcache", "torch vllm fsspec obstore s3fs botocore"),
+        ("ecshare.store.directory", "torch vllm fsspec obstore s3fs botocore"),
+        ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
+        ("ecshare.store.remote", "torch vllm obstore s3fs botocore"),
+        ("ecshare.store.s3options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud", "torch vllm fsspec s3fs botocore"),
+    ],
+)
+def test_importing_one_part_is_light(module: str, absent: str) -> None:
+    script = f"import sys, {module}; print(*(set({absent!r}.split()) & set(sys.modules)))"
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == ""

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ecshare.store.errors import StoreUnavailable
+from ecshare.store.threads import Threads
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    threads = Threads("test", 3, 60.0)
+    yield threads
+    threads.close()
+
+
+async def test_a_call_runs_elsewhere(threads: Threads) -> None:
+    assert await threads.run(threading.get_ident) != threading.get_ident()
+
+
+async def test_the_loop_goes_on_while_a_call_blocks(threads: Threads) -> None:
+    released = threading.Event()
+    blocked = asyncio.ensure_future(threads.run(released.wait))
+    assert await threads.run(lambda: "meanwhile") == "meanwhile"
+    assert not blocked.done()
+    released.set()
+    assert await blocked
+
+
+async def test_its_error_comes_back(threads: Threads) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("num_items", [0, 1, 2, 3, 4, 10])
+async def test_each_keeps_the_order(threads: Threads, num_items: int) -> None:
+    items = range(num_items)
+    assert await threads.each(lambda item: item * 2, items) == [item * 2 for item in items]
+
+
+async def test_each_uses_all_threads(threads: Threads) -> None:
+    """They wait for one another: with fewer threads than three this would not end."""
+    together = threading.Barrier(3)
+    assert await threads.each(lambda _: together.wait(30) >= 0, range(6)) == [True] * 6
+
+
+async def test_a_call_that_hangs_fails_in_time_and_leaves_the_others_their_thread() -> None:
+    threads = Threads("test", 2, 0.05)
+    released = threading.Event()
+    with pytest.raises(StoreUnavailable, match=r"longer than 0\.05 s"):
+        await threads.run(released.wait)
+    assert await threads.run(lambda: 1) == 1
+    released.set()
+    threads.close()
+
+
+async def test_a_caller_that_is_cancelled_is_not_told_of_a_time_limit(threads: Threads) -> None:
+    released = threading.Event()
+    waiting = asyncio.ensure_future(threads.run(released.wait))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    released.set()
