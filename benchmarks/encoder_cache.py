@@ -7,6 +7,7 @@ embeddings. Both connectors are driven through their vLLM hooks, without an engi
 """
 
 import gc
+import logging
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
 
-from benchmarks import hooks, places
+from benchmarks import encoder_hooks, places
 from benchmarks.encoder_halves import DTYPE, WIDTH, Halves, Role, embedding, vlm_config
 from benchmarks.measure import Readings, touch
 from benchmarks.one_rank import one_rank
@@ -63,9 +64,10 @@ class Site:
 def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     options = arguments(__doc__ or "", MODULE).parse_args(words)
-    rounds = options.rounds or (2 if options.quick else 7)
-    sizes = SIZES_MB[:2] if options.quick else SIZES_MB
-    num_items = 24 if options.quick else 200
+    rounds = options.rounds or (1 if options.quick else 7)
+    sizes = SIZES_MB[:1] if options.quick else SIZES_MB
+    num_items = 16 if options.quick else 200
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says at the start is no news here
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings = {"rounds": rounds, "embedding width": WIDTH, "dtype": str(DTYPE), "copy threads": 1}
     report = Report("encoder_cache", command_line(MODULE, options), settings)
@@ -87,7 +89,7 @@ def main(words: Sequence[str]) -> None:
         report.add(_save_table(sites, sizes, readings))
         report.add(_load_table(sites, sizes, readings))
         report.add(_cold_table(sites, sizes, readings))
-        report.add(hooks.encoder_hooks(config, found, num_items))
+        report.add(encoder_hooks.encoder_hooks(config, found, num_items))
     print(f"\nwritten: {report.write(options.results).name}")
 
 

@@ -168,6 +168,7 @@ class RawS3fs(RawClient):
 
 def _in_lanes(work: Callable[[Sequence[str]], None], names: Sequence[str], lanes: int) -> None:
     """Do `work(part)` for the parts of `names`, each in a thread; one lane needs no thread."""
+    lanes = min(lanes, len(names))
     if lanes == 1:
         work(names)
         return

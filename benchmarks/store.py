@@ -123,9 +123,9 @@ def main(words: Sequence[str]) -> None:
         "--round-trip-ms", type=float, default=0.0, help="latency added before the S3 server"
     )
     options = parser.parse_args(words)
-    sizes = [name for name in SIZES if not options.quick or SIZES[name] <= 8 * MB]
+    sizes = [name for name in SIZES if not options.quick or SIZES[name] <= MB]
     rounds = options.rounds or (1 if options.quick else 5)
-    reading_bytes = (4 if options.quick else 32) * MB
+    reading_bytes = (1 if options.quick else 32) * MB
     settings = {"rounds": rounds, "MB a reading, about": reading_bytes // MB}
     report = Report("store", command_line(MODULE, options), settings)
     with ExitStack() as stack:

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing KV blocks costs an engine: saves, loads, and the hooks of the scheduler thread.
+
+KVShareConnector, vLLM's own ExampleConnector and plain copies in memory, in turns, for one prompt
+on synthetic cache tensors of an 8B-class model. Both connectors are driven through their vLLM
+hooks, without an engine. Medians.
+"""
+
+import gc
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+from benchmarks import kv_hooks, places
+from benchmarks.kv_halves import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    KVHalves,
+    LoadTimes,
+    empty_caches,
+    fill,
+    prompt_of,
+    text_config,
+)
+from benchmarks.measure import Readings
+from benchmarks.one_rank import one_rank
+from benchmarks.places import Place
+from benchmarks.raw import RawFiles, RawObstore
+from benchmarks.report import Cell, Report, Table, arguments, command_line
+from kvshare.connector import KVShareConnector
+
+MODULE = "benchmarks.kv_cache"
+ROUND_TRIPS_MS = (0.0, 20.0)
+MEMCPY, GATHER, SCATTER = "copy of as many bytes", "gather of the blocks", "scatter of the blocks"
+OURS, EXAMPLE = "KVShareConnector", "ExampleConnector"
+HOST_CACHE_BYTES = 2 << 30
+RAW_LANES = 8
+
+What = tuple[str, str, str]  # place; who; part
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place with all who compete there."""
+
+    place: Place
+    caches: Tensor  # what is saved
+    target: Tensor  # what is loaded into
+    first: KVHalves
+    second: KVHalves  # on another host: its host cache is another folder
+    example: KVHalves | None  # files only
+    example_reader: KVHalves | None
+    raw: RawFiles | RawObstore
+
+    @property
+    def raw_name(self) -> str:
+        """What the bare client of this place is called."""
+        return f"bare: {self.raw.name}"
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, print, write the result files."""
+    parser = arguments(__doc__ or "", MODULE)
+    parser.add_argument("--tokens", type=int, help="length of the prompt")
+    options = parser.parse_args(words)
+    rounds = options.rounds or (1 if options.quick else 5)
+    num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says at the start is no news here
+    torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
+    settings: dict[str, Cell] = {
+        "rounds": rounds,
+        "tokens": num_blocks * BLOCK_TOKENS,
+        "tokens a block": BLOCK_TOKENS,
+        "MB a block": BLOCK_BYTES / 1e6,
+        "MB in all": num_blocks * BLOCK_BYTES / 1e6,
+        "copy threads": 1,
+    }
+    report = Report("kv_cache", command_line(MODULE, options), settings)
+    readings: Readings[What] = Readings()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = text_config(folder)
+        stack.enter_context(one_rank(config, folder))
+        found = [
+            *stack.enter_context(places.folders(options.disk)),
+            *stack.enter_context(places.s3(ROUND_TRIPS_MS)),
+        ]
+        gc.collect()
+        gc.freeze()  # as vLLM's engine core does once it has started
+        names = [_measure_place(place, config, num_blocks, rounds, readings) for place in found]
+        report.add(_save_table(names, readings))
+        report.add(_load_table(names, readings))
+        report.add(kv_hooks.kv_hooks(config, found, 16 if options.quick else 100))
+    print(f"\nwritten: {report.write(options.results).name}")
+
+
+# --- measuring ---
+
+
+def _measure_place(
+    place: Place, config: VllmConfig, num_blocks: int, rounds: int, readings: Readings[What]
+) -> tuple[str, str]:
+    """Save and load a prompt of its own each round; the first one warms up.
+
+    Returns the name of the place and of its bare client.
+    """
+    block_ids = list(range(1, num_blocks + 1))  # vLLM's block 0 is nobody's
+    with _site(place, config, num_blocks + 1) as site:
+        for turn in range(rounds + 1):
+            kept = readings if turn else Readings()
+            fill(site.caches, turn)
+            _copy(site, block_ids, kept)
+            _raw(site, turn, len(block_ids), kept)
+            _ours(site, turn, block_ids, kept)
+            _example(site, turn, block_ids, kept)
+        return place.name, site.raw_name
+
+
+@contextmanager
+def _site(place: Place, config: VllmConfig, num_blocks: int) -> Iterator[Site]:
+    caches, target = empty_caches(num_blocks), empty_caches(num_blocks)
+    with ExitStack() as stack:
+
+        def ours(over: Tensor) -> KVHalves:
+            host = stack.enter_context(places.host_folder())
+            limits = {"host_cache_dir": str(host), "host_cache_bytes": HOST_CACHE_BYTES}
+            halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over)
+            return stack.enter_context(closing(halves))
+
+        def example(over: Tensor) -> KVHalves | None:
+            if place.folder is None:
+                return None
+            shared = {"shared_storage_path": str(place.folder / "example")}
+            return KVHalves(ExampleConnector, config, shared, over)
+
+        yield Site(
+            place,
+            caches,
+            target,
+            ours(caches),
+            ours(target),
+            example(caches),
+            example(target),
+            RawFiles(place, sync=True) if place.folder else RawObstore(place),
+        )
+
+
+def _copy(site: Site, block_ids: Sequence[int], readings: Readings[What]) -> None:
+    place = site.place.name
+    index = torch.tensor(block_ids)
+    blocks = site.caches.index_select(1, index)
+    ready = torch.zeros_like(blocks)
+    with readings.timed((place, MEMCPY, "total")):
+        ready.copy_(blocks)
+    with readings.timed((place, GATHER, "total")):
+        torch.index_select(site.caches, 1, index, out=ready)
+    with readings.timed((place, SCATTER, "total")):
+        site.target.index_copy_(1, index, ready)
+
+
+def _raw(site: Site, turn: int, num_blocks: int, readings: Readings[What]) -> None:
+    names = [f"{turn}-{number}" for number in range(num_blocks)]
+    body = site.caches.view(torch.uint8).view(-1)[:BLOCK_BYTES].numpy().data
+    with readings.timed((site.place.name, site.raw_name, "put")):
+        site.raw.put(names, body, RAW_LANES)
+    with readings.timed((site.place.name, site.raw_name, "get")):
+        site.raw.get(names, RAW_LANES)
+    site.raw.delete(names)
+
+
+def _ours(site: Site, turn: int, block_ids: Sequence[int], readings: Readings[What]) -> None:
+    place, num_tokens = site.place.name, len(block_ids) * BLOCK_TOKENS
+    start_s = perf_counter()
+    held_up_s = site.first.save(prompt_of(num_tokens + 1, turn), block_ids)
+    readings.add((place, OURS, "save held up"), held_up_s)
+    site.first.settle(len(block_ids))
+    readings.add((place, OURS, "save"), perf_counter() - start_s)
+    for source in ("store", "host"):
+        site.target.zero_()
+        request = prompt_of(num_tokens + 2, turn, name=source)
+        _note(readings, place, f"{OURS}, from {source}", site.second.load(request, block_ids))
+        _check(site, block_ids)
+
+
+def _example(site: Site, turn: int, block_ids: Sequence[int], readings: Readings[What]) -> None:
+    if site.example is None or site.example_reader is None:
+        return
+    place, num_tokens = site.place.name, len(block_ids) * BLOCK_TOKENS
+    held_up_s = site.example.save(prompt_of(num_tokens + 1, turn), block_ids)
+    readings.add((place, EXAMPLE, "save held up"), held_up_s)
+    site.target.zero_()
+    # Its folder's name leaves the last token out: it finds what a prompt of one token less saved.
+    times = site.example_reader.load(prompt_of(num_tokens + 2, turn, name="example"), block_ids)
+    _note(readings, place, EXAMPLE, times)
+    _check(site, block_ids)
+    assert site.place.folder is not None
+    shutil.rmtree(site.place.folder / "example")
+
+
+def _note(readings: Readings[What], place: str, who: str, times: LoadTimes) -> None:
+    readings.add((place, who, "look-up"), times.look_up_s)
+    readings.add((place, who, "load held up"), times.held_up_s)
+    readings.add((place, who, "load"), times.total_s)
+
+
+def _check(site: Site, block_ids: Sequence[int]) -> None:
+    for number in (block_ids[0], block_ids[-1]):
+        saved, loaded = (each[:, number].view(torch.int16) for each in (site.caches, site.target))
+        if not torch.equal(saved, loaded):
+            raise AssertionError("what was loaded is not what was saved")
+
+
+# --- telling ---
+
+
+def _save_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> Table:
+    table = Table(
+        "Saving one prompt",
+        ("store", "who", "step held up ms", "x gather", "until stored ms", "x bare"),
+        "`step held up`: from the end of the forward pass to where the next step may begin. `until "
+        f"stored`: all objects are durable. `bare`: as many bytes, {RAW_LANES} blocks at once. "
+        "ExampleConnector writes to the page cache within the step and does not sync.",
+    )
+    for place, raw in names:
+        gather_s, raw_s = (
+            readings.median((place, *of)) for of in ((GATHER, "total"), (raw, "put"))
+        )
+        for who in (MEMCPY, GATHER):
+            took_s = readings.median((place, who, "total"))
+            table.add(place, who, 1e3 * took_s, took_s / gather_s, None, None)
+        table.add(place, raw, None, None, 1e3 * raw_s, 1.0)
+        held_s, stored_s = (readings.median((place, OURS, of)) for of in ("save held up", "save"))
+        table.add(place, OURS, 1e3 * held_s, held_s / gather_s, 1e3 * stored_s, stored_s / raw_s)
+        if (place, EXAMPLE, "save held up") in readings:
+            held_s = readings.median((place, EXAMPLE, "save held up"))
+            table.add(place, EXAMPLE, 1e3 * held_s, held_s / gather_s, None, None)
+        else:
+            table.add(place, f"{EXAMPLE}: cannot use S3", None, None, None, None)
+    return table
+
+
+def _load_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> Table:
+    table = Table(
+        "Loading one prompt",
+        ("store", "who", "look-up ms", "in hooks ms", "total ms", "x scatter", "x bare"),
+        "`total`: from the first question how much is stored to the last byte in the cache; `in "
+        "hooks`: the part of it that other requests wait for. `from store`: another host saved it; "
+        "`from host`: it is in this host's cache. ExampleConnector reads this host's page cache.",
+    )
+    for place, raw in names:
+        base_s, raw_s = (readings.median((place, *of)) for of in ((SCATTER, "total"), (raw, "get")))
+        table.add(place, SCATTER, None, None, 1e3 * base_s, 1.0, None)
+        table.add(place, raw, None, None, 1e3 * raw_s, raw_s / base_s, 1.0)
+        for who in (f"{OURS}, from store", f"{OURS}, from host", EXAMPLE):
+            if (place, who, "load") not in readings:
+                table.add(place, f"{who}: cannot use S3", None, None, None, None, None)
+                continue
+            look_up_s, held_s, total_s = (
+                readings.median((place, who, of)) for of in ("look-up", "load held up", "load")
+            )
+            cells = (1e3 * look_up_s, 1e3 * held_s, 1e3 * total_s)
+            table.add(place, who, *cells, total_s / base_s, total_s / raw_s)
+    return table
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

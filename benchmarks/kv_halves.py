@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both halves of a KV connector, driven as vLLM's scheduler and model runner drive them.
+
+The configuration, requests and cache tensors are vLLM's own in kind and shape, those of an 8B-class
+model; there is no engine and no model. Everything goes through `KVConnectorBase_V1`.
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from benchmarks.measure import wait_until
+
+LAYERS, HEADS, HEAD_SIZE, DTYPE = 32, 8, 128, torch.bfloat16
+BLOCK_TOKENS = 16  # vLLM's default on GPUs
+BLOCK_BYTES = LAYERS * HEADS * BLOCK_TOKENS * 2 * HEAD_SIZE * DTYPE.itemsize
+LAYER_NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
+_GIVE_UP_S = 60.0
+
+
+class NotStored(Exception):
+    """A connector does not find what was saved before."""
+
+
+def text_config(folder: Path) -> VllmConfig:
+    """Return the configuration of an engine with an 8B-class model, of which there is no weight."""
+    (folder / "text-model").mkdir()
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 32,
+        "num_key_value_heads": HEADS,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "text-model" / "config.json").write_text(json.dumps(model))
+    config = EngineArgs(
+        model=str(folder / "text-model"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+    ).create_engine_config()
+    config.cache_config.block_size = BLOCK_TOKENS
+    init_none_hash(sha256)
+    return config
+
+
+def prompt_of(num_tokens: int, seed: int, *, name: str = "") -> Request:
+    """Return a request with a prompt of its own for each `seed`."""
+    return Request(
+        request_id=f"{seed}-{num_tokens}-{name}",
+        prompt_token_ids=[seed, *range(1, num_tokens)],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+    )
+
+
+def empty_caches(num_blocks: int) -> Tensor:
+    """Return the cache of all layers, one after the other: [layer, block, head, token, K + V]."""
+    return torch.zeros((LAYERS, num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE), dtype=DTYPE)
+
+
+def fill(caches: Tensor, seed: int) -> None:
+    """Write random bits, other ones for each `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    caches.view(torch.int16).random_(generator=generator)
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds of one load."""
+
+    look_up_s: float
+    """From the first question how much is stored to the answer."""
+    held_up_s: float
+    """In hooks of the worker: other requests wait as long."""
+    total_s: float
+    """From the first question to the last byte in the cache."""
+
+
+class KVHalves:
+    """The scheduler half and the worker half of one connector, in one process."""
+
+    def __init__(
+        self,
+        connector: type[KVConnectorBase_V1],
+        vllm_config: VllmConfig,
+        extra_config: Mapping[str, Any],
+        caches: Tensor,
+    ) -> None:
+        config = copy.copy(vllm_config)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=connector.__name__,
+            kv_role="kv_both",
+            kv_connector_extra_config=dict(extra_config),
+        )
+        shape = _shape(caches.shape[1])
+        self.caches = dict(zip(LAYER_NAMES, caches.unbind(), strict=True))
+        self.scheduler = connector(config, KVConnectorRole.SCHEDULER, shape)
+        self.worker = connector(config, KVConnectorRole.WORKER, shape)
+        self.worker.register_kv_caches(self.caches)
+        # What a connector reads of vLLM's ForwardContext.
+        self._forward: Any = SimpleNamespace(
+            attn_metadata=dict.fromkeys(LAYER_NAMES),
+            no_compile_layers={
+                name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()
+            },
+        )
+
+    def save(self, request: Request, block_ids: Sequence[int]) -> float:
+        """Compute `request`, whose KV lies in these blocks, and save it.
+
+        Returns the seconds that its step is held up.
+        """
+        num_tokens, _ = self._matched(request)
+        assert num_tokens == 0, "it is stored already"
+        self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), 0)
+        orders = self.scheduler.build_connector_meta(_first_step(request, block_ids))
+        self.worker.bind_connector_metadata(orders)
+        start_s = perf_counter()
+        self.worker.start_load_kv(self._forward)
+        for name, cache in self.caches.items():
+            self.worker.wait_for_layer_load(name)
+            self.worker.save_kv_layer(name, cache, self._forward.attn_metadata[name])
+        self.worker.wait_for_save()  # type: ignore[no-untyped-call]
+        held_up_s = perf_counter() - start_s
+        self.worker.get_transfer_results(set())
+        self.worker.clear_connector_metadata()
+        self.scheduler.request_finished(request, list(block_ids))
+        return held_up_s
+
+    def settle(self, num_blocks: int) -> None:
+        """Step on until the worker has counted `num_blocks` more as saved."""
+        left = num_blocks
+
+        def are_saved() -> bool:
+            nonlocal left
+            self.worker.get_transfer_results(set())
+            stats = self.worker.get_kv_connector_stats()
+            left -= int(stats.data.get("blocks/saved", 0)) if stats else 0
+            return left <= 0
+
+        wait_until(are_saved, _GIVE_UP_S)
+
+    def load(self, request: Request, block_ids: Sequence[int]) -> LoadTimes:
+        """Load what is stored of `request` into these blocks.
+
+        Raises:
+            NotStored: it is not all blocks.
+        """
+        start_s = perf_counter()
+        num_tokens, is_async = self._matched(request)
+        look_up_s = perf_counter() - start_s
+        if num_tokens != len(block_ids) * BLOCK_TOKENS:
+            raise NotStored(f"{num_tokens} tokens of {len(block_ids) * BLOCK_TOKENS}")
+        self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), num_tokens)
+        step = SchedulerOutput.make_empty() if is_async else _first_step(request, block_ids)
+        orders = self.scheduler.build_connector_meta(step)
+        held_up_s = self._load(orders, request.request_id if is_async else None)
+        total_s = perf_counter() - start_s
+        self.scheduler.request_finished(request, list(block_ids))
+        return LoadTimes(look_up_s, held_up_s, total_s)
+
+    def close(self) -> None:
+        """Stop both halves."""
+        for half in (self.worker, self.scheduler):
+            half.shutdown()  # type: ignore[no-untyped-call]
+
+    def _matched(self, request: Request) -> tuple[int, bool]:
+        answer: tuple[int | None, bool] = (None, False)
+
+        def is_known() -> bool:
+            nonlocal answer
+            answer = self.scheduler.get_num_new_matched_tokens(request, 0)
+            return answer[0] is not None
+
+        wait_until(is_known, _GIVE_UP_S)
+        assert answer[0] is not None
+        return answer[0], answer[1]
+
+    def _load(self, orders: Any, awaited: str | None) -> float:
+        """Start a load; step until `awaited` is reported. Returns the seconds inside of hooks."""
+        self.worker.bind_connector_metadata(orders)
+        start_s = perf_counter()
+        self.worker.start_load_kv(self._forward)
+        held_up_s = perf_counter() - start_s
+        self.worker.clear_connector_metadata()
+
+        def has_ended() -> bool:
+            nonlocal held_up_s
+            start_s = perf_counter()
+            results = self.worker.get_transfer_results(set())
+            held_up_s += perf_counter() - start_s
+            if results.failed_recving:
+                raise NotStored(f"the load failed: {results.failed_recving}")
+            ended = results.finished_recving or set()
+            self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=ended))
+            return awaited in ended
+
+        if awaited is not None:
+            wait_until(has_ended, _GIVE_UP_S)
+        return held_up_s
+
+
+def _shape(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=DTYPE
+    )
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=page * num_blocks * LAYERS,
+        layers=LAYER_NAMES,
+        layer_stride=page * num_blocks,
+        block_stride=page,
+    )
+    return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(LAYER_NAMES, spec)])
+
+
+def blocks_of(block_ids: Sequence[int]) -> KVCacheBlocks:
+    """Return these blocks as vLLM's cache manager hands them out."""
+    return KVCacheBlocks(([KVCacheBlock(number) for number in block_ids],))
+
+
+def _first_step(request: Request, block_ids: Sequence[int]) -> SchedulerOutput:
+    """Return the schedule of a step that computes all of `request`."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, (list(block_ids),))]
+    output.num_scheduled_tokens = {request.request_id: request.num_tokens}
+    return output

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each benchmark runs from start to end and has a number in every row. No figure is judged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+# Rows that say in words why they have no number.
+EXCUSE = "cannot use S3"
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "program",
+    [
+        "store",
+        # No engine is started, but to load and configure vLLM takes as long.
+        pytest.param("encoder_cache", marks=pytest.mark.engine),
+        pytest.param("kv_cache", marks=pytest.mark.engine),
+    ],
+)
+def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{program}", "--quick", "--results", str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    (shown,) = tmp_path.glob(f"*-{program.replace('_', '-')}.md")
+    (kept,) = tmp_path.glob(f"*-{program.replace('_', '-')}.json")
+    report = json.loads(kept.read_text())
+    assert report["command"] == f"python -m benchmarks.{program} --quick"
+    assert report["tables"]
+    for table in report["tables"]:
+        assert table["rows"]
+        assert table["title"] in shown.read_text()
+        for row in table["rows"]:
+            check(dict(zip(table["columns"], row, strict=True)))
+
+
+def check(row: dict[str, Any]) -> None:
+    # Times and rates are fractions; sizes and counts are whole, or name the row.
+    figures = [cell for name, cell in row.items() if isinstance(cell, float) and name != "MB"]
+    if not figures:
+        assert any(EXCUSE in str(cell) for cell in row.values()), row
+    assert all(figure > 0 for figure in figures), row
