@@ -139,7 +139,7 @@ class KVScheduler:
         # By the look-up's keys: requests with one prefix share one look-up.
         self._asking: dict[tuple[str, ...], list[_Search]] = {}
         self._loads: list[LoadOrder] = []
-        self._loading: dict[str, int] = {}
+        self._loading: dict[str, tuple[LoadOrder, int]] = {}
         # They need no saving. What was ordered to be saved counts, until a worker says otherwise.
         self._stored = _TrustedKeys(clock_s)
 
@@ -209,8 +209,9 @@ class KVScheduler:
             for chunk in search.found
             if tracked.start_tokens <= chunk.start_tokens < end_tokens
         )
-        self._loads.append(LoadOrder(request.request_id, pieces))
-        self._loading[request.request_id] = num_external_tokens
+        order = LoadOrder(request.request_id, pieces)
+        self._loads.append(order)
+        self._loading[request.request_id] = order, num_external_tokens
         self._stats.add("tokens/hit", num_external_tokens)
 
     def orders(self, output: SchedulerOutput) -> Orders:
@@ -229,12 +230,9 @@ class KVScheduler:
             if report.is_idle:
                 self._facts = replace(self._facts, saves=False, loads=False)
         for request_id in output.finished_recving or ():
-            num_tokens = self._loading.pop(request_id, 0)
-            if request_id not in output.failed_recving:
-                self._stats.add("tokens/loaded", num_tokens)
-            elif request_id in self._tracked:
-                # Not again: the request has waited long enough.
-                self._tracked[request_id].load_failed = True
+            if request_id in self._loading:
+                order, num_tokens = self._loading.pop(request_id)
+                self._loaded(order, num_tokens, failed=request_id in output.failed_recving)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget `request`; return what its reader is to be told."""
@@ -256,6 +254,17 @@ class KVScheduler:
         if tracked is None:
             tracked = self._tracked[request.request_id] = _Tracked(request)
         return tracked
+
+    def _loaded(self, order: LoadOrder, num_tokens: int, *, failed: bool) -> None:
+        if not failed:
+            self._stats.add("tokens/loaded", num_tokens)
+            return
+        # One piece was bad, and nobody waited to see whether others were: save all of them again.
+        for piece in order.pieces:
+            self._stored.discard(piece.key)
+        if order.request_id in self._tracked:
+            # Its next answer is to be zero: the request has waited long enough.
+            self._tracked[order.request_id].load_failed = True
 
     # --- what is stored ---
 

@@ -126,7 +126,8 @@ class KVWorker:
         for order in orders.loads:
             load = _Load(order.request_id, missing=len(order.pieces))
             if self._blocks is None:
-                self._fail(load, order.pieces)
+                self._stats.add("blocks/failed", len(order.pieces))
+                self._fail(load)
                 continue
             for piece in order.pieces:
                 self._want(self._object_key(orders.namespace, piece), load, piece)
@@ -179,35 +180,37 @@ class KVWorker:
         waiters = self._waiting.pop(done.job.key)  # type: ignore[union-attr]
         stored = done.value if isinstance(done.value, StoredObject) else None
         for load, piece in waiters:
-            if load.failed:
-                continue
-            if stored is None or not self._copy_in(stored, piece):
-                self._fail(load, (piece,))
-                continue
-            self._stats.add("blocks/loaded")
-            load.missing -= 1
-            if not load.missing:
-                self._finished.requests.add(load.request_id)
+            if stored is None or not self._fits(stored, piece):
+                self._lost.add(piece.key)
+                if not load.failed:
+                    self._stats.add("blocks/failed")
+                    self._fail(load)
+            elif not load.failed:
+                self._copy_in(stored, load, piece)
         if stored is not None:
             stored.release()
 
-    def _copy_in(self, stored: StoredObject, piece: Piece) -> bool:
-        """Write the object to the piece's block, if it is what the piece says."""
+    def _fits(self, stored: StoredObject, piece: Piece) -> bool:
+        """Whether the object is what the piece says: sound bytes may be those of something else."""
         assert self._blocks is not None
-        if stored.facts != self._blocks.facts(piece.num_tokens, piece.key.hex()):
-            # Sound bytes of something else. Out of the host cache with them: when the block has
-            # been computed and saved, that copy is to be found here.
-            logger.warning("%s does not hold what its key promises: %s", stored.key, stored.facts)
-            self._engine.host.discard(stored.key)
-            return False
-        self._blocks.write(piece.block_id, as_tensor(stored.payload, stored.facts))
-        return True
+        if stored.facts == self._blocks.facts(piece.num_tokens, piece.key.hex()):
+            return True
+        # Out of the host cache with it: what is computed and saved instead is to be found there.
+        logger.warning("%s does not hold what its key promises: %s", stored.key, stored.facts)
+        self._engine.host.discard(stored.key)
+        return False
 
-    def _fail(self, load: _Load, pieces: tuple[Piece, ...]) -> None:
-        """End `load` because of `pieces`: vLLM computes the request's tokens instead."""
+    def _copy_in(self, stored: StoredObject, load: _Load, piece: Piece) -> None:
+        assert self._blocks is not None
+        self._blocks.write(piece.block_id, as_tensor(stored.payload, stored.facts))
+        self._stats.add("blocks/loaded")
+        load.missing -= 1
+        if not load.missing:
+            self._finished.requests.add(load.request_id)
+
+    def _fail(self, load: _Load) -> None:
+        """End `load` at its first bad piece: vLLM computes the request's tokens instead."""
         load.failed = True
-        self._stats.add("blocks/failed", len(pieces))
-        self._lost.update(piece.key for piece in pieces)
         self._finished.requests.add(load.request_id)
         self._finished.failed.add(load.request_id)
 

@@ -226,6 +226,7 @@ def test_a_failed_load_is_not_tried_again(bench: StartBench) -> None:
     here.half.allocated(request, [1, 2, 3, 4], here.ask(request))
     here.half.reported(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
     assert here.half.num_loadable_tokens(request, 0) == 0
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == NUM_CHUNKS
 
 
 # --- announcements: they come from the client ---

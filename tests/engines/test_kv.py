@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV blocks between real engines: what one has computed, another receives; the tokens are equal."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from tests.engines.chat import Answer, ask, counts, picture, text
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
+PICTURES = [picture(1, "one"), picture(2, "two"), text("what is to be seen here, and where?")]
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    first: EngineProcess
+    second: EngineProcess
+    """Knows nothing but what `first` has left in the store."""
+    small: EngineProcess
+    """Has so few blocks that requests are preempted."""
+    root: Path
+
+    def objects(self) -> set[Path]:
+        return set((self.root / "store" / "kv").rglob("*.t0of1"))
+
+    def plain_tokens(self, content: list[dict[str, Any]], **fields: Any) -> list[int]:
+        return ask(self.plain, self.plain.model, content, **fields).tokens
+
+
+@pytest.fixture(scope="module")
+def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+
+    def sharing(name: str, *more: str) -> EngineProcess:
+        # A host cache of its own: what it has comes from the store.
+        kv = kv_argument("both", f"file://{root}/store", host_cache_dir=f"{root}/{name}-host")
+        arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", kv, *more)
+        return EngineProcess(name, vlm, root, arguments)
+
+    fleet = Fleet(
+        EngineProcess("plain", vlm, root),
+        sharing("first"),
+        sharing("second"),
+        sharing("small", "--num-gpu-blocks-override=14", "--max-model-len=384"),
+        root,
+    )
+    with ExitStack() as running:
+        for engine in fleet[:4]:
+            running.callback(engine.stop)
+            engine.start()
+        for engine in fleet[:4]:
+            engine.wait_ready()
+        yield fleet
+
+
+def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) -> Answer:
+    answer = ask(engine, engine.model, content)
+    assert answer.tokens == fleet.plain_tokens(content)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "content", [[text(STORY)], [text(STORY[: 6 * BLOCK])], [text("the sea")], PICTURES]
+)
+def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[str, Any]]) -> None:
+    cold = check(fleet, fleet.first, content)
+    assert cold.body["kv_transfer_params"] == {
+        "kvshare": {"num_tokens": cold.num_prompt_tokens - 1}
+    }
+    warm = check(fleet, fleet.second, content)
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+
+
+def test_prompts_with_one_beginning_share_it(fleet: Fleet) -> None:
+    check(fleet, fleet.first, [text(f"alpha {STORY} one")])
+    warm = check(fleet, fleet.second, [text(f"alpha {STORY} two and three")])
+    assert warm.num_prompt_tokens - 2 * BLOCK < warm.num_cached_tokens < warm.num_prompt_tokens - 1
+
+
+def test_other_pictures_are_other_prompts(fleet: Fleet) -> None:
+    check(fleet, fleet.first, PICTURES)
+    warm = check(fleet, fleet.second, [PICTURES[1], PICTURES[0], PICTURES[2]])
+    assert warm.num_cached_tokens < BLOCK
+
+
+def test_a_cache_salt_keeps_prompts_apart(fleet: Fleet) -> None:
+    content = [text(f"salted {STORY}")]
+    ask(fleet.first, fleet.first.model, content, cache_salt="a")
+    other = ask(fleet.second, fleet.second.model, content, cache_salt="b")
+    assert other.num_cached_tokens == 0
+    same = ask(fleet.second, fleet.second.model, content, cache_salt="a")
+    assert same.num_cached_tokens == same.num_prompt_tokens - 1
+
+
+@pytest.mark.parametrize("loses", ["some", "all"])
+def test_lost_objects_are_computed_again(fleet: Fleet, loses: str) -> None:
+    content = [text(f"lost {loses} {STORY}")]
+    known = fleet.objects()
+    check(fleet, fleet.first, content)
+    new = sorted(fleet.objects() - known)
+    assert len(new) > 4
+    for path in new[:2] if loses == "some" else new:
+        path.unlink()
+    answer = check(fleet, fleet.second, content)
+    assert answer.num_cached_tokens < answer.num_prompt_tokens - 1
+    assert fleet.objects() >= set(new), "and saved again"
+
+
+def test_spoiled_objects_are_computed_again(fleet: Fleet) -> None:
+    """The look-up says they are there; that they are not what they should be shows afterwards."""
+    content = [text(f"spoiled {STORY}")]
+    known = fleet.objects()
+    check(fleet, fleet.first, content)
+    new = sorted(fleet.objects() - known)
+    shutil.copyfile(new[1], new[0])
+    body = bytearray(new[2].read_bytes())
+    body[-1] ^= 1
+    new[2].write_bytes(body)
+    before = counts(fleet.second).get("kvshare_blocks/failed", 0)
+    check(fleet, fleet.second, content)
+    assert counts(fleet.second)["kvshare_blocks/failed"] > before
+    check(fleet, fleet.second, content)  # whatever was noticed late is saved with this one
+    again = check(fleet, fleet.second, content)
+    assert again.num_cached_tokens == again.num_prompt_tokens - 1
+
+
+def test_hostile_transfer_params_change_nothing(fleet: Fleet) -> None:
+    content = [text(f"hostile {STORY}")]
+    expected = fleet.plain_tokens(content)
+    for params in ({"kvshare": {"num_tokens": -1}}, {"kvshare": "../../x"}, {"kvshare": [1]}):
+        answer = ask(fleet.second, fleet.second.model, content, kv_transfer_params=params)
+        assert answer.tokens == expected
+
+
+def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
+    contents = [[text(f"{number} {STORY[:200]}")] for number in range(6)]
+    expected = [fleet.plain_tokens(content, max_tokens=100) for content in contents]
+    with ThreadPoolExecutor(len(contents)) as clients:
+        answers = clients.map(
+            lambda content: ask(fleet.small, fleet.small.model, content, max_tokens=100), contents
+        )
+        assert [answer.tokens for answer in answers] == expected
+    assert preemptions(fleet.small) > 0
+
+
+def preemptions(engine: EngineProcess) -> float:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if "num_preemptions_total{" in line)
