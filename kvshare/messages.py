@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the scheduler half and the worker half."""
+"""What passes between the two halves of a connector, and between the connectors of two engines."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -9,6 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvshare.prefix import ChunkKey
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,21 @@ class Report(KVConnectorWorkerMetadata):
         if not isinstance(other, Report):
             raise TypeError(f"cannot add a {type(other).__name__} to a Report")
         return Report(self.lost | other.lost, self.is_idle or other.is_idle)
+
+
+def announcement(num_tokens: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored."""
+    return {"kvshare": {"num_tokens": num_tokens}}
+
+
+def announced_tokens(request: "Request") -> int:
+    """Return how many tokens of `request` somebody says are being stored; 0: nobody, or nonsense.
+
+    The number comes from the client. All it can do is make this one request wait, for `wait_s`.
+    """
+    params: Any = request.kv_transfer_params
+    ours = params.get("kvshare") if isinstance(params, dict) else None
+    num_tokens = ours.get("num_tokens") if isinstance(ours, dict) else None
+    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
+        return 0
+    return num_tokens if 0 < num_tokens < request.num_tokens else 0

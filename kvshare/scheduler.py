@@ -22,7 +22,7 @@ from ecshare.transfer.engine import Done, Lookup, Outcome, TransferEngine
 from ecshare.transfer.stats import Stats
 from kvshare.blocks import refusal
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.messages import LoadOrder, Orders, Piece, Report
+from kvshare.messages import LoadOrder, Orders, Piece, Report, announced_tokens, announcement
 from kvshare.prefix import (
     Chunk,
     ChunkKey,
@@ -239,7 +239,7 @@ class KVScheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or not tracked.prompt_is_saved:
             return None
-        return {"kvshare": {"num_tokens": request.num_prompt_tokens - 1}}
+        return announcement(request.num_prompt_tokens - 1)
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
@@ -387,16 +387,3 @@ class KVScheduler:
         if chunk.key not in self._stored:
             self._stored.add(chunk.key)
             yield Piece(chunk.key, chunk.num_tokens, tracked.block_ids[chunk.index])
-
-
-def announced_tokens(request: Request) -> int:
-    """Return how many tokens of `request` somebody says are being stored; 0: nobody, or nonsense.
-
-    The number comes from the client. All it can do is make this one request wait, for `wait_s`.
-    """
-    params: Any = request.kv_transfer_params
-    ours = params.get("kvshare") if isinstance(params, dict) else None
-    num_tokens = ours.get("num_tokens") if isinstance(ours, dict) else None
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
-        return 0
-    return num_tokens if 0 < num_tokens < request.num_tokens else 0

@@ -19,9 +19,9 @@ from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import Outcome, Put, TransferEngine
 from ecshare.transfer.staging import Staging
 from kvshare.config import KVConfig
-from kvshare.messages import Orders, Report
+from kvshare.messages import Orders, Report, announced_tokens
 from kvshare.prefix import Chunk, loadable_chunks
-from kvshare.scheduler import KVFacts, KVScheduler, announced_tokens
+from kvshare.scheduler import KVFacts, KVScheduler
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, make_request
 

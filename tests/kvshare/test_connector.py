@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell: options, roles, and what vLLM is told of it."""
+
+from pathlib import Path
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+from ecshare.plugin.metrics import CounterStats
+from ecshare.store.errors import ConfigError
+from kvshare.connector import KVShareConnector
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.toy import cache_config, objects, options, serve, vllm_config
+
+PROMPT = list(range(23))
+
+
+def start_scheduler_half(config: VllmConfig) -> KVShareConnector:
+    return KVShareConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"urll": "x"}, r"kv_connector_extra_config\.urll: unknown option"),
+        ({"wait_s": "soon"}, r"kv_connector_extra_config\.wait_s: "),
+        ({"url": "nosuch://x"}, r"kv_connector_extra_config\.url: "),
+    ],
+)
+def test_wrong_options_are_named(
+    text_model: Path, tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    config = vllm_config(text_model, options(tmp_path, **change))
+    with pytest.raises(ConfigError, match=says):
+        start_scheduler_half(config)
+
+
+def test_each_process_has_its_half_alone(start: StartEngine) -> None:
+    connector = start().connector
+    assert not hasattr(connector, "worker")
+    with pytest.raises(AttributeError, match="worker"):
+        connector.register_kv_caches({})
+
+
+def test_losing_a_save_is_no_failure(start: StartEngine) -> None:
+    """vLLM would hold requests and blocks back for a connector that must deliver."""
+    engine = start("kv_producer")
+    assert not engine.scheduler.requires_kv_delivery
+    assert engine.scheduler.recompute_kv_load_failures
+
+
+def test_an_engine_that_cannot_share_runs_on_and_says_why(
+    text_model: Path, start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(prefix_caching_hash_algo="xxhash")
+    assert serve(engine, PROMPT).kv_transfer_params is None
+    assert "kvshare saves and loads nothing: prefix_caching_hash_algo is xxhash" in caplog.text
+    assert objects(tmp_path) == []
+    assert "tokens/queried" not in engine.counts
+
+
+def test_counts_travel_as_vllms_statistics() -> None:
+    stats = KVShareConnector.build_kv_connector_stats({"blocks/saved": 2})
+    assert isinstance(stats, CounterStats)
+    total = stats.aggregate(CounterStats(data={"blocks/saved": 3, "blocks/loaded": 1}))
+    assert total.reduce() == {"blocks/loaded": 1, "blocks/saved": 5}
