@@ -17,7 +17,7 @@ setup:
 	@$(PYTHON) scripts/setup.py
 
 demo: setup
-	@$(BIN)/python -m ecshare.testing.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
+	@$(BIN)/python examples/one_box/demo.py --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
 test: lint unit engines
 

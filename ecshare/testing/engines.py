@@ -25,6 +25,10 @@ SMALL_ENGINE = (
 )
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    # One thread an engine, on any core. By default each pins one to every core: engines beside
+    # each other then wait a second at a time for a thread that is not scheduled.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",  # a log that ends where the engine ended

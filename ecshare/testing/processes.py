@@ -19,6 +19,7 @@ GUARD = Path(__file__).parent / "guard.py"
 LOOPBACK = "127.0.0.1"
 QUOTED_LINES = 15
 STOP_MARGIN_S = 15.0
+POLL_S = 0.1
 
 
 class ServerFailed(RuntimeError):
@@ -60,6 +61,7 @@ class Server:
         self.log_path = Path(log_dir) / f"{name}.log"
         self.port = Port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
 
     def command(self) -> Sequence[str]:
         """The program and its arguments."""
@@ -81,6 +83,7 @@ class Server:
 
     def start(self) -> None:
         """Start it and return at once. Its output is appended to `log_path`."""
+        self._started_s = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -93,16 +96,21 @@ class Server:
                 start_new_session=True,
             )
 
+    def is_ready(self) -> bool:
+        """Whether it serves. Raises ServerFailed if it ended, or is late and was stopped."""
+        if self._answers():
+            return True
+        if not self.is_running():
+            raise self.failure("ended while starting")
+        if time.monotonic() > self._started_s + self.ready_within_s:
+            self.stop()
+            raise self.failure(f"was not ready within {self.ready_within_s:.0f} s")
+        return False
+
     def wait_ready(self) -> Self:
         """Block until it serves. Raises ServerFailed, and stops it, if it does not come up."""
-        deadline_s = time.monotonic() + self.ready_within_s
-        while not self._answers():
-            if not self.is_running():
-                raise self.failure("ended while starting")
-            if time.monotonic() > deadline_s:
-                self.stop()
-                raise self.failure(f"was not ready within {self.ready_within_s:.0f} s")
-            time.sleep(0.1)
+        while not self.is_ready():
+            time.sleep(POLL_S)
         return self
 
     def _answers(self) -> bool:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a server of OpenAI's chat API and get tokens back, not only text; and read its counters."""
+
+import base64
+import io
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+TIMEOUT_S = 300.0
+# One line of Prometheus text: name, labels if any, value.
+SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class RequestFailed(RuntimeError):
+    """The server answered with an error; the message quotes it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one question."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    path: tuple[str, ...] = ()
+    """The stages it went through, where a router answered."""
+    stage_ms: dict[str, float] = field(default_factory=dict)
+    """Milliseconds by stage, from the router's Server-Timing."""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+def picture(seed: int, size: int = 448) -> str:
+    """A PNG of `size` x `size` pixels as a data url; every seed is another picture."""
+    image = Image.new("RGB", (size, size), _colour(seed))
+    draw = ImageDraw.Draw(image)
+    for shape in range(4):
+        left, top = (seed * 37 + shape * 101) % (size // 2), (seed * 59 + shape * 67) % (size // 2)
+        box = (left, top, left + size // 3, top + size // 4)
+        (draw.ellipse if (seed + shape) % 2 else draw.rectangle)(
+            box, fill=_colour(seed + shape + 1)
+        )
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def _colour(seed: int) -> tuple[int, int, int]:
+    return (seed * 83 + 40) % 256, (seed * 151 + 90) % 256, (seed * 199 + 170) % 256
+
+
+def question(text: str, pictures: Sequence[str] = (), max_tokens: int = 16) -> dict[str, Any]:
+    """The body of a greedy chat request: the pictures' urls, then the text."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}} for url in pictures
+    ]
+    return {
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+
+
+def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
+    """Send `body` and return the whole answer. Raises RequestFailed."""
+    with _post(f"{base_url}/v1/chat/completions", {**body, "stream": stream}) as reply:
+        replies = list(_events(reply)) if stream else [json.load(reply)]
+        path, timing = (reply.headers.get(h) for h in ("x-ecshare-path", "Server-Timing"))
+    token_ids: list[int] = []
+    text = ""
+    for part in replies:
+        if "error" in part:
+            raise RequestFailed(f"{base_url} broke off: {part['error']}")
+        for choice in part["choices"]:
+            token_ids += choice.get("token_ids") or ()
+            text += choice["delta" if stream else "message"].get("content") or ""
+    stage_ms = dict(re.findall(r"(\w+);dur=([\d.]+)", timing or ""))
+    return Answer(
+        tuple(token_ids),
+        text,
+        tuple(path.split(",")) if path else (),
+        {stage: float(ms) for stage, ms in stage_ms.items()},
+        replies[-1].get("usage") or {},
+    )
+
+
+def _post(url: str, body: dict[str, Any]) -> HTTPResponse:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        reply: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:500]
+        raise RequestFailed(f"{url} answered HTTP {error.code}: {said}") from None
+    except OSError as error:
+        raise RequestFailed(f"{url} did not answer: {error}") from error
+    return reply
+
+
+def _events(reply: HTTPResponse) -> Iterator[dict[str, Any]]:
+    for line in reply:
+        event = line.decode().strip().removeprefix("data: ")
+        if event and event != "[DONE]":
+            yield json.loads(event)
+
+
+def counters(base_url: str) -> dict[tuple[str, str], float]:
+    """The samples of a server's /metrics: (name, label) -> value, summed over everything else.
+
+    The label is the value of `event` or `source`, whichever the sample has, or "".
+    """
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=TIMEOUT_S) as reply:
+        page = reply.read().decode()
+    totals: dict[tuple[str, str], float] = {}
+    for name, labels, value in SAMPLE.findall(page):
+        label = dict(LABEL.findall(labels))
+        key = (name, label.get("event") or label.get("source") or "")
+        totals[key] = totals.get(key, 0.0) + float(value)
+    return totals

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the split and compare it with one plain engine: what `make demo` runs.
+
+    python examples/one_box/demo.py [--store folder|s3] [--model NAME_OR_FOLDER]
+
+Starts encode, prefill and decode engines and the router with `engine.sh`, and one plain engine
+beside them. Asks all the same questions, restarts the three on the same store, and asks again,
+and then something new about a picture of before.
+
+Ends with status 1 if one token differs from the plain engine's, or a picture was encoded after
+the restart, or the prefill or the decode engine computed more than one prompt token of a question
+that was asked before (the last one, which is always computed), or the picture of the new question
+was not loaded from the store.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.keys import Kind, is_object_key
+from ecshare.store.objects import open_store
+from ecshare.testing import asking, ready_made
+from ecshare.testing.asking import Answer
+from ecshare.testing.processes import POLL_S, Server, ServerFailed
+from ecshare.testing.s3 import SeaweedFS
+
+HERE = Path(__file__).resolve().parent
+WORK = HERE.parents[1] / ".cache" / "demo"
+LOGS = WORK / "logs"
+STORE = WORK / "store"
+HOST_CACHE = WORK / "host-cache"
+ENGINES = ("encode", "prefill", "decode")
+SIGN_OF_LIFE_S = 10.0
+
+QUESTIONS = {
+    "one picture": asking.question("Describe this picture.", [asking.picture(1)]),
+    "the same again": asking.question("How many people are there?", [asking.picture(1)]),
+    "two pictures": asking.question("Compare them.", [asking.picture(1), asking.picture(2)]),
+    "text only": asking.question("Tell me a story about the sea, the wind and the stars. " * 20),
+}
+NEW_QUESTIONS = {
+    "a new question": asking.question("What comes next?", [asking.picture(2)]),
+}
+ENCODED = ("ecshare_items_total", "encoded")
+LOADED = ("ecshare_items_total", "loaded")
+COMPUTED = ("vllm:prompt_tokens_by_source_total", "local_compute")
+RECEIVED = ("vllm:prompt_tokens_by_source_total", "external_kv_transfer")
+
+
+class Stage(Server):
+    """One stage, started by engine.sh as a user would."""
+
+    grace_s = 15.0
+    ready_within_s = 600.0  # a real model takes its time
+
+    def __init__(self, name: str, settings: dict[str, str]) -> None:
+        super().__init__(name, LOGS)
+        self._settings = settings
+        settings[f"{name.upper()}_PORT"] = str(self.port.number)
+
+    def command(self) -> list[str]:
+        """The script of the example."""
+        return ["bash", str(HERE / "engine.sh"), self.name]
+
+    def environment(self) -> Mapping[str, str]:
+        """The script's settings; `python` is this one."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {"PATH": path, "VLLM_NO_USAGE_STATS": "1", **self._settings}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One question in one round, with how far the counters of each engine moved meanwhile."""
+
+    question: str
+    round: str
+    """"cold", "warm" (asked before the restart as well) or "new" (after it only)."""
+    answer: Answer
+    streamed: Answer
+    moved: dict[str, dict[tuple[str, str], float]]
+
+    def count(self, what: tuple[str, str], *engines: str) -> int:
+        """How much `what` grew on `engines` while the question was answered, not streamed."""
+        return int(sum(self.moved[engine].get(what, 0) for engine in engines))
+
+    def faults(self, reference: Answer) -> Iterator[str]:
+        """What is wrong with it, in words."""
+        for how, answer in (("", self.answer), ("streamed, ", self.streamed)):
+            if answer.token_ids != reference.token_ids:
+                yield f"{how}tokens {answer.token_ids}, plain engine {reference.token_ids}"
+        if self.answer.path[-2:] != ("prefill", "decode"):
+            yield f"it went through {', '.join(self.answer.path)} only"
+        if self.round != "cold" and (encoded := self.count(ENCODED, *ENGINES)):
+            yield f"{encoded} pictures were encoded again"
+        if self.round == "new" and not self.count(LOADED, "prefill"):
+            yield "its picture was not loaded from the store"
+        for engine in ("prefill", "decode") if self.round == "warm" else ():
+            if (computed := self.count(COMPUTED, engine)) > 1:
+                yield f"{engine} computed {computed} prompt tokens again, not only the last"
+
+
+def bring_up(servers: Iterable[Server]) -> None:
+    """Start all beside each other, wait for all, and show that time passes."""
+    waiting = list(servers)
+    for server in waiting:
+        server.start()
+    print(f"Starting {', '.join(server.name for server in waiting)} ...", flush=True)
+    began_s = told_s = time.monotonic()
+    while waiting:
+        time.sleep(POLL_S)
+        now_s = time.monotonic()
+        for server in [each for each in waiting if each.is_ready()]:
+            waiting.remove(server)
+            print(f"  {server.name} is ready after {now_s - began_s:.0f} s", flush=True)
+            told_s = now_s
+        if waiting and now_s - told_s > SIGN_OF_LIFE_S:
+            print(f"  {now_s - began_s:.0f} s", flush=True)
+            told_s = now_s
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Have `servers` up inside the block, and gone after it."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+        bring_up(servers)
+        yield
+
+
+def ask_all(
+    cluster: dict[str, Stage], questions: dict[str, dict[str, Any]], name_of_round: str
+) -> list[Result]:
+    """Ask each question twice, not streamed and streamed, and watch the engines' counters."""
+    results = []
+    for name, body in questions.items():
+        before = {engine: asking.counters(cluster[engine].base_url) for engine in ENGINES}
+        answer = asking.ask(cluster["router"].base_url, body)
+        moved = {}
+        for engine in ENGINES:
+            after = asking.counters(cluster[engine].base_url)
+            moved[engine] = {key: n - before[engine].get(key, 0) for key, n in after.items()}
+        streamed = asking.ask(cluster["router"].base_url, body, stream=True)
+        results.append(Result(name, name_of_round, answer, streamed, moved))
+        print(f"  {name_of_round}: {name}", flush=True)
+    return results
+
+
+COLUMNS = (
+    *("request", "round", "tokens", "streamed", "encode", "prefill", "decode"),
+    *("E encoded", "P loaded", "P computed", "D received", "D computed"),
+)
+
+
+def show(results: list[Result], reference: dict[str, Answer]) -> None:
+    """Print the table, a question's cold and warm line under each other."""
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for question in reference:
+        rows += [row(each, reference[question]) for each in results if each.question == question]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for line in rows:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
+    print(
+        "\nE, P and D are the encode, prefill and decode engines. Encoded and loaded are pictures;"
+        "\ncomputed and received are prompt tokens. Times are the router's, for the answer not"
+        "\nstreamed. Tokens are compared with the plain engine's."
+    )
+
+
+def row(result: Result, reference: Answer) -> tuple[str, ...]:
+    """One line of the table."""
+    times = (result.answer.stage_ms.get(stage) for stage in ENGINES)
+    return (
+        *(result.question, result.round),
+        *(
+            "equal" if answer.token_ids == reference.token_ids else "DIFFER"
+            for answer in (result.answer, result.streamed)
+        ),
+        *("-" if ms is None else f"{ms:.0f} ms" for ms in times),
+        str(result.count(ENCODED, "encode")),
+        str(result.count(LOADED, "prefill")),
+        str(result.count(COMPUTED, "prefill")),
+        str(result.count(RECEIVED, "decode")),
+        str(result.count(COMPUTED, "decode")),
+    )
+
+
+async def stored(options: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Objects and bytes in the store, by kind."""
+    store = open_store(StoreConfig(**options), "demo")
+    try:
+        found = {}
+        for kind in Kind:
+            listing = store.list(f"{kind}/")
+            sizes = [each.num_bytes async for each in listing if is_object_key(each.key)]
+            found[kind.name] = len(sizes), sum(sizes)
+        return found
+    finally:
+        await store.close()
+
+
+def run(model: str, options: dict[str, Any]) -> int:
+    """The whole demo over one store; the exit status."""
+    # A host cache of our own, emptied with each restart: warm answers come from the store.
+    settings = {
+        "MODEL": model,
+        "OPTIONS": json.dumps({**options, "host_cache_dir": str(HOST_CACHE)}),
+    }
+    cluster = {name: Stage(name, settings) for name in (*ENGINES, "router")}
+    plain = Stage("plain", settings)
+    with running(plain, *cluster.values()):
+        print("Asking the plain engine ...", flush=True)
+        reference = {
+            name: asking.ask(plain.base_url, body)
+            for name, body in {**QUESTIONS, **NEW_QUESTIONS}.items()
+        }
+        plain.stop()
+        print("Asking through the router, with an empty store ...", flush=True)
+        results = ask_all(cluster, QUESTIONS, "cold")
+    shutil.rmtree(HOST_CACHE)
+    print("Stopped all engines. The store stays as it is.", flush=True)
+    with running(*cluster.values()):
+        print("Asking again ...", flush=True)
+        results += ask_all(cluster, QUESTIONS, "warm")
+        results += ask_all(cluster, NEW_QUESTIONS, "new")
+    show(results, reference)
+    print("\nIn the store:")
+    for kind, (num_objects, num_bytes) in asyncio.run(stored(options)).items():
+        print(f"  {kind}: {num_objects} objects, {num_bytes / 1e6:.2f} MB")
+    faults = [
+        f"{result.question}, {result.round}: {fault}"
+        for result in results
+        for fault in result.faults(reference[result.question])
+    ]
+    print("", *(f"WRONG: {fault}" for fault in faults), sep="\n")
+    print(f"Logs are in {LOGS}" if faults else "All as it should be.")
+    return 1 if faults else 0
+
+
+def main() -> int:
+    """Read the command line and run; every failure is one message that names the log."""
+    parser = argparse.ArgumentParser(prog="demo.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--store", choices=("folder", "s3"), default="folder")
+    parser.add_argument("--model", help="a folder or a name (default: a small one, made now)")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    shutil.rmtree(WORK, ignore_errors=True)
+    HOST_CACHE.mkdir(parents=True, mode=0o700)
+    model = arguments.model or str(ready_made.model(WORK.parent / "models"))
+    try:
+        with ExitStack() as stack:
+            if arguments.store == "folder":
+                options: dict[str, Any] = {"url": str(STORE)}
+            else:
+                server = stack.enter_context(SeaweedFS(LOGS))
+                print(f"SeaweedFS serves S3 at {server.base_url}", flush=True)
+                options = {"url": server.url, "storage_options": server.storage_options}
+            return run(model, options)
+    except (ServerFailed, asking.RequestFailed) as failure:
+        print(f"\n{failure}\nAll logs are in {LOGS}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
