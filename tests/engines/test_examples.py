@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples that the demo does not run, run as their README says."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_shared_cache(vlm: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ended = subprocess.run(
+        [
+            *(sys.executable, str(EXAMPLES / "shared_cache" / "two_engines.py")),
+            *(f"--model={vlm}", f"--url={store}"),
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = ended.stdout
+    assert ended.returncode == 0, said
+    rows = [line.split()[-4:] for line in said.splitlines() if line.startswith(("first", "second"))]
+    (encoded, _, computed, reused), again, new = ([int(cell) for cell in row] for row in rows)
+    assert (encoded, reused) == (1, 0)
+    assert again == [0, 0, 1, computed - 1]
+    assert new[:2] == [0, 1]
+    assert "same answer: yes" in said
+    assert len([path for path in store.rglob("ec/*/*/*/*") if path.is_file()]) == 1
+    assert not list(tmp_path.glob("ecshare-*")), "it leaves its scratch folder behind"
+
+
+def test_s3(vlm: Path) -> None:
+    said = []
+    with subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "s3" / "run.py")],
+        env={**os.environ, "MODEL": str(vlm)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        try:
+            for line in program.stdout:
+                said.append(line)
+                if line.startswith("Serving"):
+                    break
+            program.send_signal(signal.SIGINT)
+            said += program.stdout
+            assert program.wait() == 0, "".join(said)
+        finally:
+            program.kill()
+    answers = [line for line in said if line.startswith("answered")]
+    assert len(answers) == 2
+    assert all("by way of encode, prefill, decode:" in answer for answer in answers), answers
+    assert any(line.startswith("s3://") and "/ec: 1 objects" in line for line in said), said
+    assert said[-1] == "Stopped.\n"
