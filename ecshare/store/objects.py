@@ -47,7 +47,8 @@ class ObjectStore(Protocol):
     async def put(self, key: str, body: Buffer) -> bool:
         """Write `body` under `key`. False: the store knows that it was there already.
 
-        `body` is read until this returns, and must not change before.
+        `body` is read until this returns, and must not change before. When this raises, a call
+        that ran out of time may be reading it still: do not fill that memory again.
         """
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:

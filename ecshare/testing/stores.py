@@ -179,19 +179,17 @@ class StoreContract:
         """And no error."""
         assert await self._listed(store, "") == {}
 
-    @pytest.mark.parametrize("key", OUTSIDE)
-    async def test_a_key_that_could_leave_the_store_is_refused(
-        self, store: ObjectStore, key: str
-    ) -> None:
+    async def test_a_key_that_could_leave_the_store_is_refused(self, store: ObjectStore) -> None:
         """By every method, before anything is touched."""
-        with pytest.raises(ValueError, match="not a key"):
-            await store.get(key)
-        with pytest.raises(ValueError, match="not a key"):
-            await store.put(key, b"evil")
-        with pytest.raises(ValueError, match="not a key"):
-            await store.exists([KEY, key])
-        with pytest.raises(ValueError, match="not a key"):
-            await store.delete([KEY, key])
+        for key in OUTSIDE:
+            with pytest.raises(ValueError, match="not a key"):
+                await store.get(key)
+            with pytest.raises(ValueError, match="not a key"):
+                await store.put(key, b"evil")
+            with pytest.raises(ValueError, match="not a key"):
+                await store.exists([KEY, key])
+            with pytest.raises(ValueError, match="not a key"):
+                await store.delete([KEY, key])
 
     async def test_a_probe_of_a_working_store_passes(self, store: ObjectStore) -> None:
         """Again and again, and only a writer's leaves something behind."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is obstore's own; what every store must do is in the contract."""
 
-import http.server
+import contextlib
 import inspect
 import os
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, open_store, probe
 from tests.ecshare.store.conftest import Bucket
+from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 OTHER = object_key(Kind.EC, "0" * 32, "another")
@@ -29,62 +29,19 @@ def test_every_exception_of_obstore_has_a_meaning() -> None:
     assert known - {foreign.BaseError} <= set(MEANING)
 
 
-class Scripted(http.server.ThreadingHTTPServer):
-    """Answers as a test says, and keeps what it was asked."""
-
-    daemon_threads = True
-
-    def __init__(self, answer: Callable[["Asked"], None]) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
-        self.answer = answer
-        self.asked: list[tuple[str, dict[str, str]]] = []
-
-
-class Asked(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Scripted
-
-    def do_any(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.server.asked.append((self.command, {k.lower(): v for k, v in self.headers.items()}))
-        self.server.answer(self)
-
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any  # noqa: N815
-
-    def say(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def say_error(self, status: int, code: str) -> None:
-        self.say(status, f"<Error><Code>{code}</Code><Message>Words.</Message></Error>".encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 Serve = Callable[[Callable[[Asked], None]], tuple[Scripted, ObjectStore]]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """A server that answers by a function, and a store on it."""
-    servers: list[Scripted] = []
+    with contextlib.ExitStack() as servers:
 
-    def start(answer: Callable[[Asked], None]) -> tuple[Scripted, ObjectStore]:
-        server = Scripted(answer)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return server, store_at(f"http://127.0.0.1:{server.server_port}")
+        def start(answer: Callable[[Asked], None]) -> tuple[Scripted, ObjectStore]:
+            server = servers.enter_context(serving(answer))
+            return server, store_at(server.endpoint)
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def store_at(endpoint: str, io_timeout_s: float = 20.0, **options: Any) -> ObjectStore:
@@ -107,9 +64,6 @@ async def test_an_object_costs_one_request(serve: Serve) -> None:
     ((method, headers),) = server.asked
     assert method == "GET"
     assert headers["range"] == f"bytes=0-{PIECE_BYTES - 1}"
-
-
-DATED = {"last_modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
 
 
 async def test_a_large_object_comes_in_pieces(serve: Serve) -> None:
@@ -260,6 +214,12 @@ async def test_a_server_that_hangs_is_unavailable() -> None:
             await store.get(KEY)
         with pytest.raises(StoreUnavailable):
             await store.put(KEY, b"x")
+        # No thread is left behind either: the client hangs up.
+        connection, _ = server.accept()
+        connection.settimeout(10)
+        with connection:
+            while connection.recv(1 << 16):
+                pass
 
 
 async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:

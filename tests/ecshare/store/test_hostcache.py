@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,6 +314,54 @@ def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
         assert cache.publish(KEYS[1], b"x") is None
         open_entry(cache, 0).close()
     put(cache, 1)
+
+
+def before_lock(
+    monkeypatch: pytest.MonkeyPatch, operation: int, happens: Callable[[], object]
+) -> None:
+    """Let something happen just before the next lock of that kind on an entry is taken."""
+    flock = fcntl.flock
+    waiting = [happens]
+
+    def patched(fd: int, asked: int) -> None:
+        if asked == operation | fcntl.LOCK_NB and os.fstat(fd).st_size >= KIB and waiting:
+            waiting.pop()()
+        flock(fd, asked)
+
+    monkeypatch.setattr(fcntl, "flock", patched)
+
+
+def test_an_entry_evicted_while_it_is_opened_is_a_miss(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(cache, 0)
+    before_lock(monkeypatch, fcntl.LOCK_SH, path_of(cache, 0).unlink)
+    assert cache.open(KEYS[0]) is None
+
+
+def test_an_entry_used_since_the_scan_is_not_evicted(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(10):
+        put(cache, n)
+    before_lock(monkeypatch, fcntl.LOCK_EX, lambda: used_at(cache, 0, 100))
+    put(cache, 10)
+    assert held(cache) == {0, *range(2, 11)}
+
+
+def test_an_entry_replaced_since_the_scan_is_not_evicted(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(10):
+        put(cache, n)
+
+    def replace() -> None:
+        path_of(cache, 0).rename(cache.root / "gone")
+        path_of(cache, 0).write_bytes(b"new")
+
+    before_lock(monkeypatch, fcntl.LOCK_EX, replace)
+    put(cache, 10)
+    assert path_of(cache, 0).read_bytes() == b"new"
 
 
 def test_the_folder_is_private(cache: HostCache) -> None:

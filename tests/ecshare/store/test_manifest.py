@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import uuid
 from collections.abc import AsyncIterator
 
@@ -39,7 +40,17 @@ async def test_facts_of_another_namespace_are_not_written(store: ObjectStore) ->
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"a":NaN}', b" " * (MAX_BYTES + 1)]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"a":NaN}',
+        json.dumps(FACTS).encode() + b" " * MAX_BYTES,
+    ],
 )
 async def test_odd_manifests_are_refused(store: ObjectStore, body: bytes) -> None:
     await store.put(manifest_key(Kind.EC, NAMESPACE), body)

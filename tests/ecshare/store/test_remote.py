@@ -12,9 +12,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import open_store, probe
-from ecshare.store.remote import RemoteObjects, _modified_s, mapped_errors
+from ecshare.store.objects import ObjectStore, open_store, probe
+from ecshare.store.remote import RemoteObjects, _modified_s, mapped_errors, open_remote
 from tests.ecshare.store.conftest import Bucket
+from tests.ecshare.store.scripted import DATED, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 
@@ -142,13 +143,39 @@ async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
 
 @pytest.mark.s3
 def test_a_store_opened_elsewhere_runs_on_the_loop_that_uses_it(seaweedfs: Bucket) -> None:
-    """As the transfer engine does: opened in the main thread, used in its own."""
-    store = open_store(seaweedfs.config(s3_additional_kwargs={}), "options")
+    """As the transfer engine does: opened in the main thread, used in its own, and again later."""
+    config = seaweedfs.config(s3_additional_kwargs={})
 
-    async def use() -> bytes:
+    async def use(store: ObjectStore) -> bytes:
         await store.put(KEY, b"body")
         found = bytes(await store.get(KEY))
         await store.close()
         return found
 
-    assert asyncio.run(use()) == b"body"
+    for _ in range(2):
+        assert asyncio.run(use(open_store(config, "options"))) == b"body"
+
+
+@pytest.mark.s3
+async def test_what_others_store_is_seen_at_once(seaweedfs: Bucket) -> None:
+    """No listing is remembered."""
+    config = seaweedfs.config(s3_additional_kwargs={})
+    one, two = open_store(config, "options"), open_store(config, "options")
+    assert [info async for info in one.list("")] == []
+    await two.put(KEY, b"body")
+    assert [info.key async for info in one.list("")] == [KEY]
+    await two.delete([KEY])
+    assert await one.exists([KEY]) == [False]
+    assert [info async for info in one.list("")] == []
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.s3
+async def test_an_object_costs_s3fs_one_request() -> None:
+    with serving(lambda asked: asked.say(200, b"body", etag='"e"', **DATED)) as server:
+        options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
+        store = open_remote(StoreConfig(url="s3://bucket/x", storage_options=options), "options")
+        assert await store.get(KEY) == memoryview(b"body")
+        await store.close()
+        assert [method for method, _ in server.asked] == ["GET"]

@@ -22,7 +22,7 @@ async def test_a_call_runs_elsewhere(threads: Threads) -> None:
 
 async def test_the_loop_goes_on_while_a_call_blocks(threads: Threads) -> None:
     released = threading.Event()
-    blocked = asyncio.ensure_future(threads.run(released.wait))
+    blocked = asyncio.ensure_future(threads.run(released.wait, 20))
     assert await threads.run(lambda: "meanwhile") == "meanwhile"
     assert not blocked.done()
     released.set()
@@ -50,7 +50,7 @@ async def test_a_call_that_hangs_fails_in_time_and_leaves_the_others_their_threa
     threads = Threads("test", 2, 0.05)
     released = threading.Event()
     with pytest.raises(StoreUnavailable, match=r"longer than 0\.05 s"):
-        await threads.run(released.wait)
+        await threads.run(released.wait, 20)
     assert await threads.run(lambda: 1) == 1
     released.set()
     threads.close()
@@ -58,7 +58,7 @@ async def test_a_call_that_hangs_fails_in_time_and_leaves_the_others_their_threa
 
 async def test_a_caller_that_is_cancelled_is_not_told_of_a_time_limit(threads: Threads) -> None:
     released = threading.Event()
-    waiting = asyncio.ensure_future(threads.run(released.wait))
+    waiting = asyncio.ensure_future(threads.run(released.wait, 20))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
