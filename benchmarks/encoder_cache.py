@@ -7,7 +7,7 @@ embeddings. Both connectors are driven through their vLLM hooks, without an engi
 """
 
 import gc
-import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> None:
     rounds = options.rounds or (1 if options.quick else 7)
     sizes = SIZES_MB[:1] if options.quick else SIZES_MB
     num_items = 16 if options.quick else 200
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says at the start is no news here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings = {"rounds": rounds, "embedding width": WIDTH, "dtype": str(DTYPE), "copy threads": 1}
     report = Report("encoder_cache", command_line(MODULE, options), settings)

@@ -7,7 +7,7 @@ hooks, without an engine. Medians.
 """
 
 import gc
-import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words)
     rounds = options.rounds or (1 if options.quick else 5)
     num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says at the start is no news here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
     torch.set_num_threads(1)  # a copy is then one memcpy, as in the store's threads
     settings: dict[str, Cell] = {
         "rounds": rounds,

@@ -124,7 +124,7 @@ def main(words: Sequence[str]) -> None:
     )
     options = parser.parse_args(words)
     sizes = [name for name in SIZES if not options.quick or SIZES[name] <= MB]
-    rounds = options.rounds or (1 if options.quick else 5)
+    rounds = options.rounds or (1 if options.quick else 3)
     reading_bytes = (1 if options.quick else 32) * MB
     settings = {"rounds": rounds, "MB a reading, about": reading_bytes // MB}
     report = Report("store", command_line(MODULE, options), settings)
