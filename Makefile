@@ -6,11 +6,12 @@ MODEL ?=
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit engines clean
+.PHONY: help setup demo test lint unit engines docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
 	@echo "make lint | unit | engines                one part of the above"
+	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make setup | clean                        make or remove .venv and .cache"
 
 setup:
@@ -31,6 +32,9 @@ unit: setup
 
 engines: setup
 	$(BIN)/python -m pytest -v -m engine
+
+docs: setup
+	$(BIN)/python scripts/write_config_docs.py
 
 clean:
 	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
