@@ -58,7 +58,7 @@ class Engine:
 def row(*cells: str | int) -> str:
     """Return a line of the table."""
     engine, question, *counts = cells
-    return f"{engine:8}{question:32}" + "".join(f"{count:>10}" for count in counts)
+    return f"{engine:8}{question:32}{''.join(f'{count:>10}' for count in counts)}".rstrip()
 
 
 def main() -> int:
