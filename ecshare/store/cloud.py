@@ -9,7 +9,6 @@ and come in as obstore received them; only what takes several requests is copied
 import asyncio
 import contextlib
 import logging
-import mmap
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ import obstore
 from obstore import exceptions as foreign
 from obstore.store import S3Store
 
+from ecshare.store.buffers import fresh_buffer
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo
@@ -125,8 +125,7 @@ class CloudObjects:
         first = await self._threads.run(self._first, check_key(key))
         if len(first.body) == first.size:
             return first.body
-        # Fresh pages, each touched first by the copy into it.
-        body = memoryview(mmap.mmap(-1, first.size))
+        body = fresh_buffer(first.size)
         lanes = asyncio.Semaphore(_PIECES)
 
         async def fetch(start: int) -> None:

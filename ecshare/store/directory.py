@@ -9,12 +9,12 @@ file or none and the first writer wins. Names that begin with a dot are ours and
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import secrets
 import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from ecshare.store.buffers import fresh_buffer
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo
@@ -59,8 +59,7 @@ class Directory:
         file = await self._threads.run(self._open, key)
         if file.size == 0:
             return memoryview(b"")
-        # Fresh pages are touched by the thread that reads into them.
-        body = memoryview(mmap.mmap(-1, file.size))
+        body = fresh_buffer(file.size)
         half = file.size // 2 if file.size >= _SPLIT_BYTES else file.size
         spans = [(0, half), (half, file.size)] if half < file.size else [(0, half)]
         sizes = await self._threads.each(
