@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose options cannot work does not start, and its log says why in one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing.engines import ec_argument, kv_argument
+from ecshare.testing.processes import ServerFailed
+from tests.conftest import StartEngine
+
+pytestmark = pytest.mark.engine
+
+
+def test_an_engine_with_options_that_cannot_work_refuses_to_start(
+    engine: StartEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    host = str(tmp_path / "host")
+    dead_s3 = {"key": "k", "secret": "not-for-the-log", "endpoint_url": "http://127.0.0.1:9"}
+    mistyped = engine("mistyped", ec_argument("consumer", str(tmp_path / "store"), wait=3))
+    unreachable = engine(
+        "unreachable",
+        kv_argument(
+            "both", "s3://bucket", storage_options=dead_s3, host_cache_dir=host, io_timeout_s=2
+        ),
+    )
+    unwritable = engine(
+        "unwritable", ec_argument("producer", f"{tmp_path}/file/store", host_cache_dir=host)
+    )
+    for refused, option in (
+        (mistyped, "ec_connector_extra_config.wait"),
+        (unreachable, "kv_connector_extra_config.url"),
+        (unwritable, "ec_connector_extra_config.url"),
+    ):
+        with pytest.raises(ServerFailed, match="ended while starting"):
+            refused.wait_ready()
+        lines = refused.log_path.read_text().splitlines()
+        said = [line for line in lines if f"ConfigError: {option}" in line]
+        assert said
+        # vLLM itself logs all its arguments; what we say must not add to that.
+        assert not any("not-for-the-log" in line for line in said)
