@@ -44,6 +44,10 @@ class Port:
         """Let others have the port. Safe to call twice."""
         self._socket.close()
 
+    def __del__(self) -> None:
+        # Whoever holds a stopped server may start it again, so nobody else knows when it is over.
+        self._socket.close()
+
 
 class Server:
     """One program that answers HTTP, run under `guard.py`.
