@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages name is there: links, commands, options. They name no machine of ours."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from ecshare.config import EncoderConfig
+from ecshare.router.config import make_parser
+from ecshare.store.config import parse
+from kvshare.config import KVConfig
+from tests.docs.pages import PAGES, ROOT, commands, json_objects
+
+# Programs that the pages tell people to run, and what runs each in CI.
+RUN_BY_TESTS = {
+    "examples/shared_cache/two_engines.py": "tests/engines/test_examples.py",
+    "examples/s3/run.py": "tests/engines/test_examples.py",
+    "examples/one_box/run.sh": "examples/s3/run.py",
+    "examples/one_box/engine.sh": "examples/one_box/run.sh",
+}
+# Checked elsewhere: their own options by vLLM, their JSON below.
+ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
+VLLM_OPTIONS = {
+    "--ec-transfer-config",
+    "--kv-transfer-config",
+    "--model",
+    "--tensor-parallel-size",
+}
+CONNECTORS: dict[str, type[Any]] = {"ec": EncoderConfig, "kv": KVConfig}
+HOSTS = {
+    "127.0.0.1",
+    "huggingface.co",
+    "github.com",
+    "s3.example.com",
+    "arxiv.org",
+}
+
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
+)
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            goal = page.parent / path if path else page
+            assert goal.exists(), target
+            assert not anchor or anchor in anchors(goal), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that a Markdown viewer gives to the headings of `page`."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}
+
+
+@every_page
+def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
+    for words in commands(page):
+        while "=" in words[0]:  # settings before a command
+            words = words[1:]
+        match words:
+            case ["make", target, *_]:
+                assert target in make_targets(), words
+            case [python, "-m", module, *_] if Path(python).name == "python":
+                assert module in ENGINES or module in modules_with_help(), words
+            case [python, program, *_] if Path(python).name in ("python", "bash"):
+                assert program in RUN_BY_TESTS, words
+            case [program, *_]:
+                known = program in ("git", "cd", "curl", "pip", "export", "vllm")
+                assert known or program in RUN_BY_TESTS, words
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def modules_with_help() -> set[str]:
+    """Modules of ours that the pages call by `python -m`. tests/benchmarks runs the benchmarks."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    return set(re.findall(r"-m (ecshare(?:\.\w+)*)", text))
+
+
+@pytest.mark.parametrize("module", sorted(modules_with_help()))
+def test_modules_have_help(module: str) -> None:
+    command = [sys.executable, "-m", module, "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "usage:" in ended.stdout
+
+
+@pytest.mark.parametrize(("program", "test"), RUN_BY_TESTS.items())
+def test_programs_are_run_by_the_tests_that_claim_it(program: str, test: str) -> None:
+    assert (ROOT / program).exists()
+    *_, folder, name = program.split("/")
+    assert name in (ROOT / test).read_text()
+    assert folder in (ROOT / test).read_text()
+
+
+@every_page
+def test_options_of_connectors_exist(page: Path) -> None:
+    for said in configurations(page.read_text()):
+        for kind, config in CONNECTORS.items():
+            extra = said.get(f"{kind}_connector_extra_config")
+            if extra is not None:
+                parse(config, extra, "page")
+                name = {"ec": "ECShareConnector", "kv": "KVShareConnector"}[kind]
+                assert said[f"{kind}_connector"] == name
+                roles = {f"{kind}_{role}" for role in ("producer", "consumer", "both")}
+                assert said[f"{kind}_role"] in roles
+        if "url" in said:
+            parse(EncoderConfig, said, "page")
+
+
+def configurations(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of `text` that configure a connector."""
+    for said in json_objects(text):
+        if {"url", "ec_connector", "kv_connector"} & set(said):
+            yield said
+
+
+@every_page
+def test_options_named_in_the_text_exist(page: Path) -> None:
+    fields = {f.name for c in CONNECTORS.values() for f in msgspec.structs.fields(c)}
+    inline = re.findall(r"`([^`\n]+)`", page.read_text())
+    for name in inline:
+        if re.fullmatch(r"[a-z]+(?:_[a-z]+)*_(?:s|bytes|dir|options)", name):
+            assert name in fields, name
+    flags = {flag for name in inline for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", name)}
+    assert flags <= known_flags(), flags - known_flags()
+
+
+def known_flags() -> set[str]:
+    """Return the arguments of vLLM that the pages may name, of the router and of our programs."""
+    ours = {name for action in make_parser("")._actions for name in action.option_strings}
+    programs = [*(ROOT / name for name in RUN_BY_TESTS), *(ROOT / "benchmarks").glob("*.py")]
+    for program in programs:
+        ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))
+    return ours | VLLM_OPTIONS
+
+
+@every_page
+def test_nothing_of_the_machine_it_was_written_on(page: Path) -> None:
+    text = page.read_text()
+    assert not re.findall(r"(?:/root|/home|/work|/tmp|/mnt)/\w+", text)
+    hosts = {urlsplit(url).hostname for url in re.findall(r"https?://[^\s)\"'`]+", text)}
+    assert hosts <= HOSTS, hosts - HOSTS
