@@ -113,12 +113,16 @@ def _events(reply: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def counters(base_url: str) -> dict[tuple[str, str], float]:
-    """The samples of a server's /metrics: (name, label) -> value, summed over everything else.
+    """The samples of a server's /metrics, as `read_counters` gives them."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=TIMEOUT_S) as reply:
+        return read_counters(reply.read().decode())
+
+
+def read_counters(page: str) -> dict[tuple[str, str], float]:
+    """The samples of Prometheus text: (name, label) -> value, summed over all other labels.
 
     The label is the value of `event` or `source`, whichever the sample has, or "".
     """
-    with urllib.request.urlopen(f"{base_url}/metrics", timeout=TIMEOUT_S) as reply:
-        page = reply.read().decode()
     totals: dict[tuple[str, str], float] = {}
     for name, labels, value in SAMPLE.findall(page):
         label = dict(LABEL.findall(labels))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters are read and pictures drawn as the demo and the tests need them."""
+
+import base64
+import io
+
+import pytest
+from PIL import Image
+
+from ecshare.testing.asking import picture, question, read_counters
+
+PAGE = """\
+# HELP ecshare_items_total Media items, by what became of their embedding.
+# TYPE ecshare_items_total counter
+ecshare_items_total{engine="0",event="encoded",model_name="a \\"b\\", {c}"} 2.0
+ecshare_items_total{engine="1",event="encoded",model_name="m"} 3.0
+ecshare_items_total{engine="0",event="loaded",model_name="m"} 1.0
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 1.2e+01
+process_open_fds 21.0
+"""
+
+
+def test_counters_are_summed_over_engines_and_kept_apart_by_event() -> None:
+    assert read_counters(PAGE) == {
+        ("ecshare_items_total", "encoded"): 5,
+        ("ecshare_items_total", "loaded"): 1,
+        ("vllm:prompt_tokens_by_source_total", "local_compute"): 12,
+        ("process_open_fds", ""): 21,
+    }
+
+
+def test_every_seed_is_another_picture_and_always_the_same() -> None:
+    assert len({picture(seed) for seed in range(20)}) == 20
+    assert picture(3) == picture(3)
+
+
+@pytest.mark.parametrize("size", [56, 448])
+def test_a_picture_has_the_size_asked_for(size: int) -> None:
+    png = base64.b64decode(picture(1, size).partition(",")[2])
+    assert Image.open(io.BytesIO(png)).size == (size, size)
+
+
+def test_a_question_asks_for_tokens_greedily() -> None:
+    body = question("What?", ["data:a", "data:b"], max_tokens=3)
+    assert [part["type"] for part in body["messages"][0]["content"]] == [
+        *("image_url", "image_url", "text")
+    ]
+    assert (body["temperature"], body["return_token_ids"], body["max_tokens"]) == (0, True, 3)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small model is good for comparing tokens: they depend on everything, and on nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing import ready_made
+from ecshare.testing.asking import ask, picture, question
+from tests.conftest import StartEngine
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_same_seed_makes_the_same_files(vlm: Path, tmp_path: Path) -> None:
+    again = ready_made.model(tmp_path)
+    names = {path.name for path in vlm.iterdir()}
+    assert names == {path.name for path in again.iterdir()}
+    assert all((vlm / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+def test_tokens_depend_on_picture_question_and_weights(
+    engine: StartEngine, vlm: Path, other_vlm: Path
+) -> None:
+    one, other = engine("one", model=vlm), engine("other", model=other_vlm)
+    url, other_url = (each.wait_ready().base_url for each in (one, other))
+    asked = question("Describe this picture.", [picture(1)])
+    first = ask(url, asked)
+    assert len(first.token_ids) == asked["max_tokens"]
+    assert ask(url, asked).token_ids == first.token_ids
+    assert ask(url, asked, stream=True).token_ids == first.token_ids
+    answers = {
+        first.token_ids,
+        ask(url, question("Describe this picture.", [picture(2)])).token_ids,
+        ask(url, question("Describe this picture.", [picture(1), picture(2)])).token_ids,
+        ask(url, question("Describe this picture.", [picture(2), picture(1)])).token_ids,
+        ask(url, question("Why is the sky blue?", [picture(1)])).token_ids,
+        ask(url, question("Describe this picture.")).token_ids,
+        ask(other_url, asked).token_ids,
+    }
+    assert len(answers) == 7
