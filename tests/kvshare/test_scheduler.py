@@ -220,6 +220,41 @@ def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> 
     assert here.half.orders(SchedulerOutput.make_empty()).loads == (), "once"
 
 
+def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None:
+    """Others may be reading them: the local hit grew after the look-up."""
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    here.ask(request, 0)
+    here.half.allocated(request, [50, 51, 52, 53], here.ask(request, 2 * BLOCK))
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_id for piece in order.pieces] == [52, 53]
+
+
+def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    here.half.allocated(request, [50, 51], 2 * BLOCK)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_id for piece in order.pieces] == [50, 51]
+
+
+def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    one, two = make_request("one", PROMPT), make_request("two", PROMPT)
+    GatedFileSystem.close_gate("exists")
+    here.forget_host_cache()
+    assert here.half.num_loadable_tokens(one, 0) is None
+    assert here.half.num_loadable_tokens(two, 0) is None
+    assert here.engine.in_flight == 1
+    GatedFileSystem.open_gates()
+    assert here.ask(one) == here.ask(two) == len(PROMPT) - 1
+
+
 def test_a_failed_load_is_not_tried_again(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))

@@ -130,6 +130,21 @@ def test_what_arrives_after_a_failure_was_reported_is_not_written(
     assert target.worker.report() is None
 
 
+def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
+    host: Callable[[], Host],
+) -> None:
+    target = host()
+    GatedFileSystem.close_gate(f"get {name_of(A)}")
+    target.load("r", Piece(A, TOKENS, 0), Piece(B, TOKENS, 1))
+    assert target.settle(until=lambda total: bool(total.requests)) == Finished({"r"}, {"r"})
+    GatedFileSystem.open_gates()
+    assert target.settle() == Finished()
+    report = target.worker.report()
+    assert report is not None
+    assert report.lost == {A, B}
+    assert target.counts() == {"blocks/failed": 1}
+
+
 def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
