@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # One request for more costs twice the CPU a byte: fresh pages for the whole of it, every time.
-PIECE_BYTES = 8 << 20
+# A bit over 8 MB, so that a tensor of 8 MB with its prologue takes one round trip, not two.
+PIECE_BYTES = (8 << 20) + (64 << 10)
 _COPY_BYTES = 512 << 10  # a copy holds the interpreter's lock: let others have it in between
 _REQUESTS = 32  # at once: what small objects need at 20 ms of round trip
 _PIECES = 4  # of one object at once
