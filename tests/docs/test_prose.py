@@ -135,7 +135,8 @@ def test_options_named_in_the_text_exist(page: Path) -> None:
     for name in inline:
         if re.fullmatch(r"[a-z]+(?:_[a-z]+)*_(?:s|bytes|dir|options)", name):
             assert name in fields, name
-    flags = {flag for name in inline for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", name)}
+    said = [*inline, *(word for words in commands(page) for word in words)]
+    flags = {flag for text in said for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert flags <= known_flags(), flags - known_flags()
 
 
