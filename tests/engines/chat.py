@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine tests ask of an engine, and how they read its answers."""
 
-import base64
-import io
 import json
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
+from ecshare.testing import asking
 from ecshare.testing.processes import Server
 
 
@@ -62,31 +59,20 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
 
 def counts(server: Server) -> dict[str, float]:
     """Return our own counters from an engine's /metrics, by `family/event`."""
-    with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    found = {}
-    for line in lines:
-        name, _, rest = line.partition("{")
-        if name.startswith(("ecshare_", "kvshare_")) and name.endswith("_total"):
-            event = rest.split('event="')[1].split('"')[0]
-            found[f"{name.removesuffix('_total')}/{event}"] = float(line.split()[-1])
-    return found
+    return {
+        f"{name.removesuffix('_total')}/{event}": value
+        for (name, event), value in asking.counters(server.base_url).items()
+        if name.startswith(("ecshare_", "kvshare_")) and name.endswith("_total")
+    }
 
 
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def picture(colour: int, uuid: str | None = None) -> dict[str, Any]:
-    """Return a picture item; each `colour` gives another picture."""
-    image = Image.new(
-        "RGB", (224, 224), (colour * 53 % 256, colour * 101 % 256, colour * 197 % 256)
-    )
-    for x in range(0, 224, 8):
-        image.paste((x, colour % 256, 255 - x), (x, x % 97, x + 4, x % 97 + 60))
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+def picture(seed: int, uuid: str | None = None) -> dict[str, Any]:
+    """Return a picture item; each `seed` gives another picture."""
+    url = asking.picture(seed, size=224)
     item: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
     return item if uuid is None else item | {"uuid": uuid}
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ecshare.testing.asking import counters
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, ask, counts, picture, text
 
@@ -153,8 +154,4 @@ def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
 
 
 def preemptions(engine: EngineProcess) -> float:
-    import urllib.request
-
-    with urllib.request.urlopen(f"{engine.base_url}/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if "num_preemptions_total{" in line)
+    return counters(engine.base_url)["vllm:num_preemptions_total", ""]
