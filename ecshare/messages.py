@@ -45,14 +45,17 @@ class Orders(ECConnectorMetadata):
 
 @dataclass(frozen=True)
 class Report(ECConnectorWorkerMetadata):
-    """Workers -> scheduler half, after a step; counts only, for no decision rests on it.
+    """Workers -> scheduler half, after a step.
 
-    V1 producers never deliver it, so nothing may depend on its arrival.
+    V1 producers never deliver it, so nothing may depend on its arrival: without it, counts are
+    missing and pins are held longer, no more.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
+    loaded: frozenset[str] = frozenset()
+    """Keys whose load orders were carried out."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
-        """Return the sum of two workers' reports."""
+        """Return both workers' reports as one."""
         assert isinstance(other, Report)
-        return Report(merged(self.counts, other.counts))
+        return Report(merged(self.counts, other.counts), self.loaded | other.loaded)

@@ -14,9 +14,10 @@ What becomes of an item (one per identifier that live requests need):
     ABSENT   encode it (and store it, on a producer); without pixels, fail the request
 """
 
+import heapq
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A request may end while a step that loads its item is still on its way to a worker, so pins
-# outlive the request by far more than any step lasts.
-_UNPIN_AFTER_S = 60.0
-# Placeholder metadata of so many recent items is kept, a few hundred bytes each.
+# A request may end while a step that loads its item is still on its way to a worker, so a pin
+# outlives the request by far more than any step lasts. Once a worker has reported the load, only
+# the other ranks may still be at it, in the same step.
+_UNPIN_UNREPORTED_S = 60.0
+_UNPIN_LOADED_S = 5.0
+# Of so many recent items the placeholder metadata is kept, and that a load was ordered.
 _REMEMBERED_ITEMS = 10_000
 
 
@@ -107,8 +110,11 @@ class EncoderScheduler:
         self._asked: dict[str, str] = {}  # key -> identifier, for each job in flight
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         self._loads: dict[str, LoadOrder] = {}
+        self._loading: OrderedDict[str, None] = OrderedDict()  # keys ordered, not reported yet
         self._lost: set[str] = set()
-        self._unpinning: deque[tuple[float, StoredObject]] = deque()
+        # A heap by the time to unpin; the number keeps equal times from comparing objects.
+        self._unpinning: list[tuple[float, int, StoredObject]] = []
+        self._num_let_go = 0
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._stats = Stats()
 
@@ -121,16 +127,14 @@ class EncoderScheduler:
         is lost and cannot be encoded marks the request for `take_unavailable`.
         """
         features = request.mm_features
-        if not features or _end(features[-1]) <= num_computed_tokens:
+        needed = [feature for feature in features if _end(feature) > num_computed_tokens]
+        if len(needed) < len(features) and request.request_id in self._wanted:
+            self._release(request.request_id, {feature.identifier for feature in needed})
+        if not needed:
             return True
         self._poll()
-        return all(
-            [  # a list: every item is asked for at once, not one after the other
-                self._is_settled(request.request_id, feature)
-                for feature in features
-                if _end(feature) > num_computed_tokens
-            ]
-        )
+        # A list: every item is asked for at once, not one after the other.
+        return all([self._is_settled(request.request_id, feature) for feature in needed])
 
     def has(self, identifier: str) -> bool:
         """Whether the item is loaded or stored rather than encoded. No I/O."""
@@ -142,6 +146,9 @@ class EncoderScheduler:
         item = self._items.get(request.mm_features[index].identifier)
         if item is not None and item.phase is _Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
+            self._loading[item.key] = None
+            if len(self._loading) > _REMEMBERED_ITEMS:
+                self._loading.popitem(last=False)
             self._stats.add("items/loaded")
         elif item is not None and item.phase is _Phase.STORED:
             self._stats.add("items/stored")
@@ -152,22 +159,17 @@ class EncoderScheduler:
         """Return what the workers shall do in a step that runs the requests of `scheduled`."""
         loads, self._loads = tuple(self._loads.values()), {}
         saves = self._save_orders(scheduled) if self._is_producer else ()
-        self._unpin(time.monotonic() - _UNPIN_AFTER_S)
+        self._unpin(time.monotonic())
         return Orders(loads, saves)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
-        """Let go of the items of `request`; return the announcement of a producer, else None.
+        """Let go of what `request` still holds; return the announcement of a producer, else None.
 
         The announcement is vLLM's `ec_transfer_params`: per identifier the placeholder metadata
         with which a consumer can do without the pixels.
         """
         self._lost.discard(request.request_id)
-        for identifier in self._wanted.pop(request.request_id, ()):
-            item = self._items[identifier]
-            item.waiters.discard(request.request_id)
-            if not item.waiters:
-                del self._items[identifier]
-                self._let_go(item.stored)
+        self._release(request.request_id, set())
         if not self._is_producer or not request.mm_features:
             return None
         return self._announcement(request)
@@ -180,10 +182,13 @@ class EncoderScheduler:
         return lost
 
     def reported(self, report: Any) -> None:
-        """Add a worker's counts to this half's; what is no report is ignored."""
-        if isinstance(report, Report):
-            for name, count in report.counts.items():
-                self._stats.add(name, count)
+        """Take the workers' counts and note what they loaded; what is no report is ignored."""
+        if not isinstance(report, Report):
+            return
+        for name, count in report.counts.items():
+            self._stats.add(name, count)
+        for key in report.loaded:
+            self._loading.pop(key, None)
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
@@ -191,8 +196,8 @@ class EncoderScheduler:
 
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""
-        for item in self._items.values():
-            self._let_go(item.stored)
+        for request_id in list(self._wanted):
+            self._release(request_id, set())
         self._unpin(float("inf"))
         self._engine.close()
 
@@ -249,16 +254,16 @@ class EncoderScheduler:
         item = self._items.get(self._asked.pop(key))
         stored = done.value if isinstance(done.value, StoredObject) else None
         if item is None or item.key != key:
-            self._let_go(stored)  # nobody waits any more
+            item = None  # nobody waits any more
         elif stored is not None and stored.entry is not None and self._fits(stored.facts, item):
             item.phase, item.stored = _Phase.READY, stored
+            return
         elif done.value == (True,):
             item.phase = _Phase.STORED
         elif item.phase is _Phase.ASKED:
-            self._let_go(stored)
             self._miss(item, "unfit" if stored else done.outcome.value)
-        else:
-            self._let_go(stored)
+        if stored is not None:
+            stored.release()  # no worker was told of it
 
     def _fits(self, facts: TensorFacts, item: _Item) -> bool:
         """Whether a stored tensor is what the model expects for `item`; stores are not trusted."""
@@ -281,14 +286,31 @@ class EncoderScheduler:
             if name not in known
         )
 
-    def _let_go(self, stored: StoredObject | None) -> None:
-        if stored is not None:
-            self._unpinning.append((time.monotonic(), stored))
+    def _release(self, request_id: str, needed: set[str]) -> None:
+        """Let go of all items of a request but those `needed`; the last to let go unpins, later.
 
-    def _unpin(self, before_s: float) -> None:
-        """Unpin what was let go before `before_s`."""
-        while self._unpinning and self._unpinning[0][0] < before_s:
-            self._unpinning.popleft()[1].release()
+        An item that is needed again, after a preemption say, is asked for again.
+        """
+        wanted = self._wanted.pop(request_id, set())
+        if kept := wanted & needed:
+            self._wanted[request_id] = kept
+        for identifier in wanted - needed:
+            item = self._items[identifier]
+            item.waiters.discard(request_id)
+            if item.waiters:
+                continue
+            del self._items[identifier]
+            if item.stored is not None:
+                is_unreported = item.key in self._loading
+                pinned_s = _UNPIN_UNREPORTED_S if is_unreported else _UNPIN_LOADED_S
+                self._num_let_go += 1
+                entry = (time.monotonic() + pinned_s, self._num_let_go, item.stored)
+                heapq.heappush(self._unpinning, entry)
+
+    def _unpin(self, now_s: float) -> None:
+        """Unpin what is due."""
+        while self._unpinning and self._unpinning[0][0] <= now_s:
+            heapq.heappop(self._unpinning)[2].release()
 
     # --- producer ---
 

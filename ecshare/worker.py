@@ -61,6 +61,7 @@ class EncoderWorker:
         self._engine = TransferEngine(config, OPTIONS_PATH)
         self._engine.probe(write=self._is_writer)
         self._orders: OrderedDict[str, SaveOrder] = OrderedDict()
+        self._loaded: set[str] = set()
         self._stats = Stats()
 
     def load(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
@@ -78,6 +79,7 @@ class EncoderWorker:
                 self._device, copy=True
             )
             stored.release()
+            self._loaded.add(order.key)
 
     def begin_saves(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
         """Take save orders; save at once what the encoder cache holds from an earlier step."""
@@ -113,9 +115,10 @@ class EncoderWorker:
             self._count(self._engine.drain(self._timeout_s))
 
     def report(self) -> Report | None:
-        """Return what was counted since the last report; None if nothing was."""
+        """Return what was counted and loaded since the last report; None if nothing was."""
         counts = self._stats.take()
-        return Report(counts) if counts else None
+        loaded, self._loaded = frozenset(self._loaded), set()
+        return Report(counts, loaded) if counts or loaded else None
 
     def close(self) -> None:
         """Let uploads end, briefly, and stop the I/O thread."""

@@ -184,6 +184,57 @@ def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
     assert list(scheduler._items) == ["b"]
 
 
+def test_an_item_is_let_go_when_the_prefill_has_passed_it(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    asked = request(feature(offset=2), feature("later", offset=50))
+    assert until_ready(scheduler, asked)
+    assert scheduler.ready(asked, 17)
+    assert scheduler.has("picture")
+    assert scheduler.ready(asked, 18)
+    assert not scheduler.has("picture")
+    assert list(scheduler._items) == ["later"]
+    # Preempted: it begins again, and asks again.
+    assert not scheduler.ready(asked, 0)
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+
+
+def test_the_same_picture_further_on_keeps_the_item(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    asked = request(feature(offset=2), feature(offset=50))
+    assert until_ready(scheduler, asked)
+    assert scheduler.ready(asked, 30)
+    assert scheduler.has("picture")
+
+
+def test_a_pin_outlives_the_request_until_the_load_cannot_be_on_its_way(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    for is_reported in (False, True):
+        asked = request(feature())
+        assert until_ready(scheduler, asked)
+        scheduler.allocated(asked, 0)
+        (load,) = scheduler.orders({"request": 20}).loads
+        if is_reported:
+            scheduler.reported(Report(loaded=frozenset({load.key})))
+        scheduler.finished(asked)
+    now_s = time.monotonic()
+    scheduler._unpin(now_s + 1)
+    assert len(scheduler._unpinning) == 2
+    scheduler._unpin(now_s + 6)
+    assert len(scheduler._unpinning) == 1
+    scheduler._unpin(now_s + 61)
+    assert not scheduler._unpinning
+
+
 def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) -> None:
     scheduler = start("ec_consumer")
     assert until_ready(scheduler, request(feature(), name="first"))

@@ -71,6 +71,7 @@ def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -
     reader.load(Orders(loads=(LOAD,)), cache)
     assert cache["picture"].dtype is dtype
     assert torch.equal(cache["picture"], tensor)
+    assert reader.report() == Report({}, frozenset({KEY}))
     cache["picture"].zero_()
     again: dict[str, torch.Tensor] = {}
     reader.load(Orders(loads=(LOAD,)), again)
@@ -163,5 +164,6 @@ def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start) -> No
 
 
 def test_reports_of_ranks_add_up() -> None:
-    total = Report({"items/saved": 1}).aggregate(Report({"items/saved": 2, "items/failed": 1}))
-    assert total == Report({"items/saved": 3, "items/failed": 1})
+    first = Report({"items/saved": 1}, frozenset("a"))
+    total = first.aggregate(Report({"items/saved": 2, "items/failed": 1}, frozenset("b")))
+    assert total == Report({"items/saved": 3, "items/failed": 1}, frozenset("ab"))
