@@ -2,6 +2,8 @@
 """The options both connectors take, and the one parser from a user's dict to a frozen type."""
 
 import difflib
+import hashlib
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
@@ -44,7 +46,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Seconds after which one operation on the store counts as failed."""
 
     buffer_bytes: Annotated[int, Meta(gt=0)] = GIB
-    """Host memory for objects in flight; beyond it saves are dropped and loads wait."""
+    """Host memory for saves in flight; beyond it a save is dropped, or waits where it must be
+    durable. One object larger than this may go alone."""
 
     host_cache_dir: str | None = None
     """Folder of verified objects that all engines of this user on this host share. Left out:
@@ -52,6 +55,22 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """What that folder may hold; the least recently used objects leave first."""
+
+    def store_id(self) -> str:
+        """16 hex digits that tell this store from others: url and endpoint, no credentials.
+
+        Two ways to write one store may give two ids: what is kept by it is then kept twice.
+        """
+        client: Any = self.storage_options.get("client_kwargs")
+        endpoint = self.storage_options.get("endpoint_url") or (
+            client.get("endpoint_url") if isinstance(client, Mapping) else None
+        )
+        if endpoint is None:
+            # Where S3 clients look for it when no option says it.
+            names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+            endpoint = next((os.environ[name] for name in names if name in os.environ), "")
+        place = self.url.removeprefix("file://").rstrip("/")
+        return hashlib.sha256(f"{endpoint}\n{place}".encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.for_log().items())

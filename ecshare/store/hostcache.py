@@ -102,9 +102,14 @@ class HostCache:
     """See the module. Safe from several threads and processes; holds no state between calls but
     what has been logged."""
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
-        """Make `root` if need be. ConfigError names `host_cache_dir`: it is not ours alone."""
+    def __init__(self, root: Path, limit_bytes: int, store_id: str = "") -> None:
+        """Make `root` if need be. ConfigError names `host_cache_dir`: it is not ours alone.
+
+        `store_id` ([0-9a-f]*) keeps apart what came from different stores: an object that is here
+        must not pass for one that the other store holds as well. They share the limit.
+        """
         self.root = root
+        self._prefix = f"{store_id}+" if store_id else ""
         self.limit_bytes = limit_bytes
         self._said: set[str] = set()
         _make_private(root)
@@ -303,7 +308,7 @@ class HostCache:
 
     def _path(self, key: str) -> str:
         # No key holds a '+', so that two keys never meet in one name.
-        return f"{self.root}/{check_key(key).replace('/', '+')}"
+        return f"{self.root}/{self._prefix}{check_key(key).replace('/', '+')}"
 
     def _fit_to_disk(self) -> None:
         """A container's /dev/shm is often 64 MB: better a small cache than one that runs full."""

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 from typing import Any
 
 import pytest
@@ -95,3 +96,23 @@ def test_masking_copies() -> None:
     options = {"secret": "x"}
     assert masked(options) == {"secret": "***"}
     assert options == {"secret": "x"}
+
+
+def test_a_stores_id_is_its_place_not_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+    def store_id(url: str, **options: object) -> str:
+        return StoreConfig(url=url, storage_options=options).store_id()
+
+    plain = store_id("s3://b/p")
+    assert re.fullmatch(r"[0-9a-f]{16}", plain)
+    assert store_id("s3://b/p/", key="k", secret="s") == plain
+    assert store_id("s3://b/q") != plain
+    at_home = store_id("s3://b/p", endpoint_url="http://one")
+    assert at_home != plain
+    assert store_id("s3://b/p", client_kwargs={"endpoint_url": "http://one"}) == at_home
+    assert store_id("s3://b/p", endpoint_url="http://two") != at_home
+    assert store_id("file:///folder") == store_id("/folder")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one")
+    assert store_id("s3://b/p") == at_home

@@ -104,6 +104,21 @@ def test_the_same_host_reads_its_cache_not_the_store(
     value(finish(engine, Fetch(key("a"), 5))).release()
 
 
+def test_another_stores_objects_in_the_same_host_cache_do_not_count(
+    engine: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    moved = StoreConfig(url=f"{tmp_path}/new-store", host_cache_dir=str(tmp_path / "host"))
+    newcomer = TransferEngine(moved, "options")
+    assert finish(newcomer, Fetch(key("a"), 5)).outcome is Outcome.MISSING
+    newcomer.close()
+    same = StoreConfig(url=f"{tmp_path}/store/", host_cache_dir=str(tmp_path / "host"))
+    (tmp_path / "store" / key("a")).unlink()
+    neighbour = TransferEngine(same, "options")
+    value(finish(neighbour, Fetch(key("a"), 5))).release()
+    neighbour.close()
+
+
 def test_what_was_fetched_is_there_for_other_processes_of_the_host(
     engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
 ) -> None:
