@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and hooks that moved between vLLM releases; the only place that asks."""
 
+import platform
 from typing import Any
+
+
+def cpu_attention_kernel(
+    dtype: Any, block_tokens: int, head_elements: int, cache_dtype: Any
+) -> str:
+    """Return the name of the kernel that lays out the inside of a KV block on this CPU.
+
+    vLLM has no public way to ask. Where its private one is missing, the name is the machine's
+    architecture and vLLM's version: engines that would lay out blocks alike may then not share.
+    """
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        from vllm import __version__
+
+        return f"{platform.machine()}-{__version__}"
+    return str(_get_attn_isa(dtype, block_tokens, head_elements, cache_dtype))
 
 
 def register_once(factory: Any, name: str, module_path: str) -> None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ecshare.plugin.compat import cpu_attention_kernel
 from ecshare.plugin.weights import fingerprint
 from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
 
@@ -83,11 +84,11 @@ def _page_format(vllm_config: Any) -> str:
 
     if not current_platform.is_cpu():
         return str(current_platform.device_name)
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    return f"cpu-{isa}"
+    kernel = cpu_attention_kernel(
+        model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+    )
+    return f"cpu-{kernel}"
 
 
 def encoder_width(vllm_config: Any) -> int:

@@ -37,7 +37,7 @@ class CounterStats(KVConnectorStats):
         """Forget all counts."""
         self.data = {}
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: KVConnectorStats) -> "CounterStats":
         """Add the counts of `other`, from another rank or interval."""
         self.data = merged(self.data, other.data)
         return self

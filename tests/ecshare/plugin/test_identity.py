@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which facts separate two engines, on vLLM's own configuration objects."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from ecshare.plugin.identity import encoder_namespace, encoder_width, kv_namespace
+
+
+def configure(model: Path, **changes: Any) -> VllmConfig:
+    arguments: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, **changes}
+    return EngineArgs(model=str(model), **arguments).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def base(vlm: Path) -> VllmConfig:
+    return configure(vlm)
+
+
+def encoder(config: VllmConfig, epoch: str = "") -> str:
+    return encoder_namespace(config, epoch).digest
+
+
+def kv(config: VllmConfig, epoch: str = "") -> str:
+    return kv_namespace(config, None, epoch).digest
+
+
+both = pytest.mark.parametrize("namespace", [encoder, kv])
+Digest = Callable[..., str]
+
+
+@both
+def test_equal_engines_share(vlm: Path, base: VllmConfig, namespace: Digest) -> None:
+    assert namespace(configure(vlm)) == namespace(base)
+
+
+def test_embeddings_and_kv_never_share(base: VllmConfig) -> None:
+    assert encoder(base) != kv(base)
+
+
+@both
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"mm_processor_kwargs": {"max_pixels": 50_000}},
+        {"media_io_kwargs": {"video": {"num_frames": 3}}},
+        {"hf_overrides": {"rope_theta": 5.0}},
+    ],
+)
+def test_what_changes_bytes_separates(
+    vlm: Path, base: VllmConfig, namespace: Digest, changes: dict[str, Any]
+) -> None:
+    assert namespace(configure(vlm, **changes)) != namespace(base)
+
+
+@both
+def test_the_epoch_separates(base: VllmConfig, namespace: Digest) -> None:
+    assert namespace(base, "after-the-update") != namespace(base)
+
+
+def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
+    other = configure(vlm, block_size=32)
+    assert kv(other) != kv(base)
+    assert encoder(other) == encoder(base)
+
+
+@both
+def test_other_weights_under_the_same_name_separate(
+    vlm: Path, other_vlm: Path, tmp_path: Path, namespace: Digest
+) -> None:
+    digests = set()
+    for number, weights in enumerate((vlm, other_vlm)):
+        # The same text for --model on two hosts with other files; here, one after the other.
+        path = tmp_path / "model"
+        path.symlink_to(weights)
+        config = configure(path)
+        config.load_config.download_dir = str(number)  # past the fingerprint that is remembered
+        digests.add(namespace(config))
+        path.unlink()
+    assert len(digests) == 2
+
+
+def test_files_that_cannot_be_found_leave_the_name_and_say_so(
+    vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(vlm, tmp_path / "model")
+    config = configure(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        digest = encoder(config)
+    assert "epoch" in caplog.text
+    assert encoder(config, "other") != digest
+
+
+def test_a_deepstack_encoder_is_wider(vlm: Path) -> None:
+    config = configure(vlm)
+    width = config.model_config.get_hidden_size()
+    assert encoder_width(config) == width
+    config.model_config.hf_config.vision_config.deepstack_visual_indexes = [8, 16, 24]
+    assert encoder_width(config) == 4 * width
