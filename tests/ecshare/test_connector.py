@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from ecshare.connector import ECShareConnector
 from ecshare.plugin.register import register
 from ecshare.store.errors import ConfigError
+from tests.ecshare.test_scheduler import NUM_EMBEDS, feature, request, until_ready
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,22 @@ def test_the_other_half_does_not_exist(vllm_config: VllmConfig, tmp_path: Path) 
     )
     with pytest.raises(AttributeError, match="worker"):
         connector.get_finished(set())
+    connector.shutdown()
+
+
+def test_the_older_interface_asks_for_all_items_and_answers_for_each(
+    vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
+    connector = connect(vllm_config, options)
+    asked = request(feature("stored"), feature("absent", offset=40))
+    key = connector.scheduler._namespace.key(f"{NUM_EMBEDS}:stored")
+    path = tmp_path / "store" / key
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"a producer asks whether it is there, not whether it is good")
+    assert connector.has_caches(asked) == [False, False]
+    assert until_ready(connector.scheduler, asked)
+    assert connector.has_caches(asked) == [True, False]
     connector.shutdown()
 
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings between two engines through a real S3 server, as if each were on a host of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing.engines import ec_argument
+from ecshare.testing.s3 import SeaweedFS
+from tests.conftest import StartEngine
+from tests.engines.chat import announced, ask, counts, picture, text
+
+pytestmark = [pytest.mark.engine, pytest.mark.s3]
+
+
+def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
+    engine: StartEngine, vlm: Path, seaweed: SeaweedFS, tmp_path: Path
+) -> None:
+    def option(role: str) -> str:
+        return ec_argument(
+            role,
+            f"{seaweed.url}/two-engines",
+            storage_options=seaweed.storage_options,
+            host_cache_dir=str(tmp_path / role),
+        )
+
+    plain = engine("plain")
+    encoder = engine("encoder", option("producer"))
+    consumer = engine("consumer", option("consumer"))
+    for started in (plain, encoder, consumer):
+        started.wait_ready()
+    question = text("what is to be seen here?")
+    encoded = ask(encoder, str(vlm), [picture(1, "one"), picture(2, "two")])
+    content = [announced(encoded, "one"), announced(encoded, "two"), question]
+    expected = ask(plain, str(vlm), [picture(1), picture(2), question])
+    assert ask(consumer, str(vlm), content).tokens == expected.tokens
+    assert counts(consumer)["ecshare_items/loaded"] == 2
+    assert ask(plain, str(vlm), [picture(2), picture(1), question]).tokens != expected.tokens
