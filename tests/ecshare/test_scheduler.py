@@ -160,6 +160,14 @@ def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> N
     assert scheduler.ready(request(name="other"), 0)
 
 
+def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature())
+    asked.mm_features[0].data = None
+    assert not until_ready(scheduler, asked)
+    assert scheduler.take_unavailable() == {"request"}
+
+
 @pytest.mark.parametrize("wrong", [(NUM_EMBEDS, 7), (NUM_EMBEDS - 1, 64)])
 def test_a_stored_tensor_of_another_shape_is_a_miss(
     start: Start, tmp_path: Path, wrong: tuple[int, int]
@@ -282,6 +290,20 @@ def test_a_producer_does_not_encode_what_is_stored(
     scheduler.allocated(asked, 0)
     orders = scheduler.orders({"request": 20})
     assert (orders.loads, orders.saves) == ((), ())
+
+
+def test_a_producer_encodes_again_what_only_its_own_host_still_has(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    consumer = start("ec_consumer")
+    store(consumer, tmp_path, shape)
+    assert until_ready(consumer, request(feature()))
+    assert consumer.has("picture")  # so it is in the host cache now
+    (path,) = (path for path in (tmp_path / "store" / "ec").rglob("*") if len(path.name) == 64)
+    path.unlink()
+    producer = start("ec_producer")
+    assert until_ready(producer, request(feature()))
+    assert not producer.has("picture")
 
 
 def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> None:
