@@ -254,7 +254,7 @@ class EncoderScheduler:
         item = self._items.get(self._asked.pop(key))
         stored = done.value if isinstance(done.value, StoredObject) else None
         if item is None or item.key != key:
-            item = None  # nobody waits any more
+            pass  # nobody waits any more
         elif stored is not None and stored.entry is not None and self._fits(stored.facts, item):
             item.phase, item.stored = _Phase.READY, stored
             return

@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ecshare.store.config import StoreConfig
+from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
@@ -220,7 +220,7 @@ class TransferEngine:
         else:
             return
         raise ConfigError(
-            f"{self._path}.url: {self._config.url!r} cannot be used: {reason}. "
+            f"{self._path}.url: {masked_url(self._config.url)!r} cannot be used: {reason}. "
             f"Check the url, {self._path}.storage_options and that the store is up."
         )
 

@@ -255,6 +255,16 @@ def unlucky(tmp_path: Path, failing: Failing) -> Iterator[TransferEngine]:
     engine.close()
 
 
+def test_a_refusal_names_the_url_without_its_login(tmp_path: Path, failing: Failing) -> None:
+    failing.error = StoreUnavailable("gone")
+    options = StoreConfig(url="ftp://me:hidden@host/x", host_cache_dir=str(tmp_path / "host"))
+    engine = TransferEngine(options, "options", store=failing)
+    with pytest.raises(ConfigError, match=r"options\.url: .*host/x") as caught:
+        engine.probe(write=True)
+    assert "hidden" not in str(caught.value)
+    engine.close()
+
+
 def test_store_errors_and_bugs_become_outcomes(
     unlucky: TransferEngine, failing: Failing, staging: Staging
 ) -> None:
