@@ -19,7 +19,7 @@ from benchmarks.raw import RawClient, RawFiles, RawObstore, RawS3fs
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.objects import Memory, ObjectStore, open_store
 from ecshare.store.remote import open_remote
 
 MODULE = "benchmarks.store"
@@ -53,7 +53,7 @@ class OurStore(RawClient):
 
     def get(self, names: Sequence[str], lanes: int) -> None:
         """See RawClient."""
-        self._each(names, lanes, self._store.get)
+        self._each(names, lanes, lambda key: self._store.get(key, Memory(1 << 30)))
 
     def delete(self, names: Sequence[str]) -> None:
         """See RawClient."""

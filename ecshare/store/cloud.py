@@ -18,10 +18,9 @@ import obstore
 from obstore import exceptions as foreign
 from obstore.store import S3Store
 
-from ecshare.store.buffers import fresh_buffer
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo
+from ecshare.store.objects import Buffer, ObjectInfo, Sink
 from ecshare.store.s3options import S3Plan
 from ecshare.store.threads import Threads
 
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 # One request for more costs twice the CPU a byte: fresh pages for the whole of it, every time.
 # A bit over 8 MB, so that a tensor of 8 MB with its prologue takes one round trip, not two.
 PIECE_BYTES = (8 << 20) + (64 << 10)
-_COPY_BYTES = 512 << 10  # a copy holds the interpreter's lock: let others have it in between
 _REQUESTS = 32  # at once: what small objects need at 20 ms of round trip
 _PIECES = 4  # of one object at once
 _RETRIES = 2
@@ -42,6 +40,7 @@ _BACKOFF: "BackoffConfig" = {
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
+_CHUNK_BYTES = 1 << 20
 _LISTED = 1000  # a page of S3
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -121,26 +120,20 @@ class CloudObjects:
         self._ranges = True
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
 
-    async def get(self, key: str) -> memoryview:
+    async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
-        first = await self._threads.run(self._first, check_key(key))
-        if len(first.body) == first.size:
-            return first.body
-        body = fresh_buffer(first.size)
+        first = await self._threads.run(self._first, check_key(key), sink)
         lanes = asyncio.Semaphore(_PIECES)
 
         async def fetch(start: int) -> None:
             async with lanes:
-                await self._threads.run(self._piece, key, start, first, body)
+                await self._threads.run(self._piece, key, start, first, sink)
 
-        await asyncio.gather(
-            self._threads.run(_copy, first.body, body),
-            *(fetch(n) for n in range(PIECE_BYTES, first.size, PIECE_BYTES)),
-        )
-        return body.toreadonly()
+        await asyncio.gather(*(fetch(n) for n in range(first.stop, first.size, PIECE_BYTES)))
 
-    async def put(self, key: str, body: Buffer) -> bool:
+    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
+        del file
         return await self._threads.run(self._put, check_key(key), body)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -167,8 +160,16 @@ class CloudObjects:
 
     # What follows runs in the store's threads.
 
-    def _first(self, key: str) -> "_Piece":
+    def _first(self, key: str, sink: Sink) -> "_Piece":
         """The beginning of an object, and its size: no HEAD is needed to learn it."""
+        first = self._ask_first(key)
+        sink.begin(first.size)
+        if not (first.start == 0 <= first.stop <= first.size):
+            raise StoreUnavailable(f"{key}: the server answered with another range")
+        first.pour(key, sink)
+        return first
+
+    def _ask_first(self, key: str) -> "_Piece":
         with mapped_errors(key):
             if self._ranges:
                 try:
@@ -183,17 +184,18 @@ class CloudObjects:
                         raise
             return _Piece(obstore.get(self._plain, key))
 
-    def _piece(self, key: str, start: int, first: "_Piece", body: memoryview) -> None:
+    def _piece(self, key: str, start: int, first: "_Piece", sink: Sink) -> None:
         stop = min(start + PIECE_BYTES, first.size)
         with mapped_errors(key):
             piece = _Piece(obstore.get(self._plain, key, options={"range": (start, stop)}))
-        if (piece.size, piece.version, len(piece.body)) != (
+        if (piece.size, piece.version, piece.start, piece.stop) != (
             first.size,
             first.version,
-            stop - start,
+            start,
+            stop,
         ):
             raise StoreUnavailable(f"{key} changed while it was read")
-        _copy(piece.body, body[start:stop])
+        piece.pour(key, sink)
 
     def _put(self, key: str, body: Buffer) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
@@ -234,12 +236,30 @@ class CloudObjects:
 
 
 class _Piece:
-    """The answer to one GET."""
+    """The answer to one GET: its headers are here, its body is on the way."""
 
     def __init__(self, answer: "obstore.GetResult") -> None:
+        self._answer = answer
         self.size = answer.meta["size"]
         self.version = answer.meta["e_tag"]
-        self.body = memoryview(answer.bytes())
+        self.start, self.stop = answer.range
+
+    def pour(self, key: str, sink: Sink) -> None:
+        """Give the body to `sink` as it comes in."""
+        at = self.start
+        chunks = self._answer.stream(min_chunk_size=_CHUNK_BYTES)
+        while True:
+            with mapped_errors(key):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            part = memoryview(chunk)
+            if at + len(part) > self.stop:
+                raise StoreUnavailable(f"{key}: the server sent more than it announced")
+            sink.write(at, part)
+            at += len(part)
+        if at != self.stop:
+            raise StoreUnavailable(f"{key}: the server sent less than it announced")
 
 
 class _Misunderstood(StoreUnavailable):
@@ -290,9 +310,3 @@ def _status(exc: Exception) -> int | None:
 def _next_page(pages: Any) -> Sequence[Any]:
     with mapped_errors("a listing"):
         return next(pages, [])
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    for start in range(0, len(source), _COPY_BYTES):
-        stop = min(start + _COPY_BYTES, len(source))
-        target[start:stop] = source[start:stop]

@@ -56,6 +56,11 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """What that folder may hold; the least recently used objects leave first."""
 
+    integrity_key: str = ""
+    """A secret that all engines share: each object then carries a MAC made with it, and objects
+    without the right one count as missing. The key itself, `env:NAME` or `file:/path`; best 32
+    random bytes as hex."""
+
     def store_id(self) -> str:
         """16 hex digits that tell this store from others: url and endpoint, no credentials.
 
@@ -90,7 +95,7 @@ def masked(options: Mapping[str, Any]) -> dict[str, Any]:
             return masked(value)
         if isinstance(value, list | tuple):
             return [shown(name, inner) for inner in value]
-        if value is None or isinstance(value, bool):
+        if value is None or value == "" or isinstance(value, bool):
             return value
         return "***" if _SECRET.search(name) else value
 

@@ -14,10 +14,10 @@ import secrets
 import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from ecshare.store.buffers import fresh_buffer
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo
+from ecshare.store.links import link_open_file
+from ecshare.store.objects import Buffer, ObjectInfo, Sink
 from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ _Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
 
 # One big file is read faster by two threads than by one; below this it does not pay.
 _SPLIT_BYTES = 4 << 20
+_READ_BYTES = 1 << 20  # what stays in a core's cache between the read and the write
 # Filesystems without hard links (vfat, some SMB, some FUSE) say so in one of these ways.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
@@ -54,23 +55,18 @@ class Directory:
             ) from exc
         return cls(root, io_timeout_s)
 
-    async def get(self, key: str) -> memoryview:
-        """See ObjectStore. The bytes are a copy: nobody can change or shorten them later."""
-        file = await self._threads.run(self._open, key)
-        if file.size == 0:
-            return memoryview(b"")
-        body = fresh_buffer(file.size)
+    async def get(self, key: str, sink: Sink) -> None:
+        """See ObjectStore. A file is linked where the sink can, else copied."""
+        file = await self._threads.run(self._open, key, sink)
+        if file is None or file.size == 0:
+            return
         half = file.size // 2 if file.size >= _SPLIT_BYTES else file.size
         spans = [(0, half), (half, file.size)] if half < file.size else [(0, half)]
-        sizes = await self._threads.each(
-            lambda span: file.read_into(body[span[0] : span[1]], span[0], key), spans
-        )
-        # Somebody may have shortened the file meanwhile: hand over what there was.
-        return body[: sum(sizes)].toreadonly()
+        await self._threads.each(lambda span: file.copy(sink, *span, key), spans)
 
-    async def put(self, key: str, body: Buffer) -> bool:
+    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore."""
-        return await self._threads.run(self._put, key, body)
+        return await self._threads.run(self._put, key, body, file)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """See ObjectStore."""
@@ -98,12 +94,17 @@ class Directory:
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    def _open(self, key: str) -> "_File":
+    def _open(self, key: str, sink: Sink) -> "_File | None":
+        """Tell the sink what comes. None: it has linked the file."""
+        path = self._path(key)
         with mapped_errors(key):
-            file = _File(self._path(key))
+            file = _File(path)
             if not stat.S_ISREG(file.status.st_mode):
                 raise StoreUnavailable(f"{key} is not a file in {self._root}")
-            return file
+        if file.size and sink.link(path):
+            return None
+        sink.begin(file.size)
+        return file
 
     def _exists(self, key: str) -> bool:
         try:
@@ -116,25 +117,54 @@ class Directory:
         with contextlib.suppress(ObjectMissing), mapped_errors(key):
             os.unlink(self._path(key))
 
-    def _put(self, key: str, body: Buffer) -> bool:
+    def _put(self, key: str, body: Buffer, file: str | None) -> bool:
         path = self._path(key)
         if self._exists(key):  # saves writing the body; `link` decides races
             return False
-        folder = os.path.dirname(path)
-        # Unique on every host that shares the folder; a crash leaves it, a sweep removes it.
-        temporary = f"{folder}/.{secrets.token_hex(8)}.{os.getpid()}.tmp"
         with mapped_errors(key):
-            try:
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            except FileNotFoundError:
+            if not os.path.isdir(os.path.dirname(path)):
                 self._make_folders(key)
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                _write(fd, body)
-                return self._publish(temporary, path)
-            finally:
-                with contextlib.suppress(FileNotFoundError):  # renamed, not linked
-                    os.unlink(temporary)
+            linked = self._put_link(file, path, memoryview(body).nbytes) if file else None
+            return self._put_copy(body, path) if linked is None else linked
+
+    def _put_link(self, file: str, path: str, num_bytes: int) -> bool | None:
+        """Publish `file` itself under `path`. None: it cannot be, or should not."""
+        if not self._links:
+            return None
+        try:
+            source = _File(file)
+            if not self._may_link(source.status, os.path.dirname(path), num_bytes):
+                return None
+            source.sync()
+            source.link(path)
+        except FileExistsError:
+            return False
+        except OSError:
+            return None  # gone, or on another disk: writing the bytes tells what is really wrong
+        _sync_folder(os.path.dirname(path))
+        return True
+
+    def _may_link(self, status: os.stat_result, folder: str, num_bytes: int) -> bool:
+        where = os.stat(folder)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+            return False
+        # A file made here would belong to the folder's group; this one keeps its own, and whoever
+        # reads by the group could not.
+        foreign_group = where.st_mode & stat.S_ISGID and where.st_gid != status.st_gid
+        return status.st_dev == where.st_dev and (not foreign_group or bool(status.st_mode & 0o004))
+
+    def _put_copy(self, body: Buffer, path: str) -> bool:
+        # Unique on every host that shares the folder; a crash leaves it, a sweep removes it.
+        folder = os.path.dirname(path)
+        temporary = f"{folder}/.{secrets.token_hex(8)}.{os.getpid()}.tmp"
+        # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        try:
+            _write(fd, body)
+            return self._publish(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # renamed, not linked
+                os.unlink(temporary)
 
     def _make_folders(self, key: str) -> None:
         """Make the levels of `key` below the root, and never the root itself.
@@ -217,7 +247,8 @@ class _File:
     """
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY)
+        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self.status = os.fstat(self._fd)
         self.size = self.status.st_size
 
@@ -225,16 +256,24 @@ class _File:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
-    def read_into(self, target: memoryview, offset: int, key: str) -> int:
-        """Fill `target` from byte `offset`; return how much there was."""
-        done = 0
-        with mapped_errors(key):
-            while done < len(target):
-                n = os.preadv(self._fd, [target[done:]], offset + done)
-                if n == 0:
-                    break
-                done += n
-        return done
+    def copy(self, sink: Sink, start: int, stop: int, key: str) -> None:
+        """Give the bytes from `start` to `stop` to `sink`."""
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+        while start < stop:
+            with mapped_errors(key):
+                n = os.preadv(self._fd, [buffer[: stop - start]], start)
+            if n == 0:
+                raise StoreUnavailable(f"{key} became shorter while it was read")
+            sink.write(start, buffer[:n])
+            start += n
+
+    def sync(self) -> None:
+        """Have the bytes on the disk."""
+        os.fsync(self._fd)
+
+    def link(self, path: str) -> None:
+        """Give this very file, whatever became of its name, the name `path` too."""
+        link_open_file(self._fd, path)
 
 
 def _write(fd: int, body: Buffer) -> None:

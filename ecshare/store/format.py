@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.integrity import Integrity
 from ecshare.store.keys import FORMAT_VERSION, JSON, canonical_json
 
 PROLOGUE_BYTES: Final = 4096
@@ -73,11 +74,13 @@ class Sealed(Struct, frozen=True):
     """Read only; it keeps the object's buffer alive."""
 
 
-class _Metadata(Struct, forbid_unknown_fields=False):
+class _Metadata(Struct, forbid_unknown_fields=False, omit_defaults=True):
     format: str = msgspec.field(name="ecshare.format")
+    key: str = msgspec.field(name="ecshare.key")
     checksum: str = msgspec.field(name="ecshare.checksum")
     attributes: str = msgspec.field(name="ecshare.attributes")
     producer: str = msgspec.field(name="ecshare.producer")
+    mac: str = msgspec.field(name="ecshare.mac", default="")
 
 
 class _Tensor(Struct, forbid_unknown_fields=True):
@@ -96,11 +99,13 @@ _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
 _ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
-def seal(slab: memoryview, facts: TensorFacts) -> None:
+def seal(
+    slab: memoryview, facts: TensorFacts, key: str, integrity: Integrity | None = None
+) -> None:
     """Write the prologue of `slab`, whose payload already lies at byte 4,096, in place.
 
-    Raises ValueError: the slab is not 4,096 bytes plus the payload that `facts` describes, or the
-    facts do not fit into the prologue.
+    `key`: where the object will lie; `integrity`: adds a MAC. Raises ValueError: the slab is not
+    4,096 bytes plus the payload that `facts` describes, or the facts do not fit into the prologue.
     """
     raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
     problem = _oddity(facts)
@@ -111,35 +116,47 @@ def seal(slab: memoryview, facts: TensorFacts) -> None:
             f"cannot seal: the slab has {len(raw)} bytes, "
             f"the facts ask for {PROLOGUE_BYTES + facts.num_bytes}"
         )
-    attributes = canonical_json(facts.attributes).decode("ascii")
     metadata = _Metadata(
         format=str(FORMAT_VERSION),
-        checksum=_checksum(facts, attributes, __version__, raw[PROLOGUE_BYTES:]),
-        attributes=attributes,
+        key=key,
+        checksum="",
+        attributes=canonical_json(facts.attributes).decode("ascii"),
         producer=__version__,
     )
+    believed, payload = _believed(facts, metadata), raw[PROLOGUE_BYTES:]
+    metadata.checksum = _checksum(believed, payload)
+    if integrity is not None:
+        metadata.mac = integrity.mac(believed, payload)
     tensor = _Tensor(dtype=facts.dtype, shape=facts.shape, data_offsets=(0, facts.num_bytes))
     header = msgspec.json.encode(_Header(metadata=metadata, tensor=tensor))
     if len(header) > _HEADER_BYTES:
         raise ValueError(
-            f"cannot seal: the attributes need {len(attributes)} bytes; "
+            f"cannot seal: the attributes need {len(metadata.attributes)} bytes; "
             f"the prologue is {len(header) - _HEADER_BYTES} bytes too small for them"
         )
     raw[:PROLOGUE_BYTES] = _LENGTH.pack(_HEADER_BYTES) + header.ljust(_HEADER_BYTES)
 
 
-def unseal(body: memoryview, *, verify: bool = True) -> Sealed:
-    """Take an object apart. The payload is a view into `body`.
+def unseal(
+    body: memoryview, key: str, *, verify: bool = True, integrity: Integrity | None = None
+) -> Sealed:
+    """Take the object under `key` apart. The payload is a view into `body`.
 
-    `verify=False` skips the checksum, and only that: for bytes that were verified before and lay
-    where nobody else can write. Raises ObjectCorrupt for anything odd.
+    With `integrity`, nothing is taken without the right MAC. `verify=False` skips the checksum and
+    the MAC, and only these: for bytes that were verified before and lay where nobody else can
+    write. Raises ObjectCorrupt for anything odd, a sound object of another key too.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
     header = _header(raw)
+    metadata = header.metadata
+    if metadata.key != key:
+        raise ObjectCorrupt(
+            f"corrupt object: it was stored as {metadata.key[:200]!r}, not as {key}"
+        )
     facts = TensorFacts(
         dtype=header.tensor.dtype,
         shape=header.tensor.shape,
-        attributes=_attributes(header.metadata.attributes),
+        attributes=_attributes(metadata.attributes),
     )
     problem = _oddity(facts)
     if problem:
@@ -152,11 +169,19 @@ def unseal(body: memoryview, *, verify: bool = True) -> Sealed:
     if header.tensor.data_offsets[0] != 0:
         raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
     if verify:
-        metadata = header.metadata
-        actual = _checksum(facts, metadata.attributes, metadata.producer, payload)
-        if actual != metadata.checksum:
-            raise ObjectCorrupt("corrupt object: the checksum differs")
+        _verify(facts, metadata, payload, integrity)
     return Sealed(facts=facts, payload=payload)
+
+
+def _verify(
+    facts: TensorFacts, metadata: _Metadata, payload: memoryview, integrity: Integrity | None
+) -> None:
+    believed = _believed(facts, metadata)
+    if _checksum(believed, payload) != metadata.checksum:
+        raise ObjectCorrupt("corrupt object: the checksum differs")
+    if integrity is not None and not integrity.accepts(metadata.mac, believed, payload):
+        wrong = "the MAC is not made with our integrity_key" if metadata.mac else "it has no MAC"
+        raise ObjectCorrupt(f"corrupt object: {wrong}")
 
 
 def _header(raw: memoryview) -> _Header:
@@ -192,9 +217,21 @@ def _oddity(facts: TensorFacts) -> str | None:
     return None
 
 
-def _checksum(facts: TensorFacts, attributes: str, producer: str, payload: memoryview) -> str:
-    """Over all that a reader believes, the header too: a flipped bit in it is caught."""
-    believed = [FORMAT_VERSION, facts.dtype, list(facts.shape), attributes, producer]
-    digest = xxhash.xxh3_128(canonical_json(believed))
+def _believed(facts: TensorFacts, metadata: _Metadata) -> bytes:
+    """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
+    return canonical_json(
+        [
+            FORMAT_VERSION,
+            metadata.key,
+            facts.dtype,
+            list(facts.shape),
+            metadata.attributes,
+            metadata.producer,
+        ]
+    )
+
+
+def _checksum(believed: bytes, payload: memoryview) -> str:
+    digest = xxhash.xxh3_128(believed)
     digest.update(payload)
     return _CHECKSUM_PREFIX + digest.hexdigest()

@@ -8,9 +8,9 @@ Pins. Who uses an entry holds a shared `flock` on its file: the lock is the kern
 the process, however that ends. Who evicts must get the exclusive lock first. A file is never
 shortened, and an unlinked one lives on while it is mapped: no reader loses bytes under its hands.
 
-Budget. `.used` holds the bytes in the folder, as all processes together believe; it is read and
-written under its own lock, for microseconds. Only when it says "full" is the folder scanned, which
-corrects it, and emptied to LOW_WATER of the limit: a full cache does not scan for every entry.
+Writing. A file gets its final size, its disk blocks and a lock under a temporary name, and a link
+under its key when it is whole. Files are read-only: a store on the same disk may give them a second
+name, and they may be a store's.
 """
 
 import contextlib
@@ -19,65 +19,61 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
 import stat
-import struct
-import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
-from ecshare.store.errors import ConfigError
+from ecshare.store.claims import Claim
+from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.hostfolder import default_root, fitting, make_private
+from ecshare.store.hostroom import Room
 from ecshare.store.keys import check_key
-from ecshare.store.objects import Buffer
+from ecshare.store.links import link_open_file, open_linkable
+from ecshare.store.objects import Buffer, Memory, check_size
+
+__all__ = ["Entry", "HostCache", "Incoming", "default_root"]
 
 logger = logging.getLogger(__name__)
 
-LOW_WATER = 0.9
-
-_TALLY = struct.Struct("<q")
-_TALLY_NAME = ".used"
-_TALLY_WAIT_S = (
-    1.0  # somebody who holds it longer was stopped by a debugger, or is dead in the kernel
-)
+_CLAIMS_NAME = ".claims"
 _TRIES = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_NEVER_EVICT = 1 << 62  # later than any time of last use
-_STALE_S = 60.0  # an unlocked temporary file of that age belongs to nobody
-
-
-def default_root() -> Path:
-    """Return /dev/shm/ecshare-<uid>, or a temporary folder where there is no /dev/shm."""
-    name = f"ecshare-{os.geteuid()}"
-    shm = Path("/dev/shm")  # noqa: S108
-    if os.access(shm, os.W_OK | os.X_OK):
-        return shm / name
-    root = Path(tempfile.gettempdir()) / name
-    logger.warning("no writable /dev/shm here: the host cache goes to %s", root)
-    return root
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class Entry:
     """An object in the cache, pinned and mapped until `close`. One owner, any thread."""
 
-    def __init__(self, key: str, fd: int, num_bytes: int) -> None:
+    def __init__(self, key: str, path: str, fd: int, num_bytes: int) -> None:
         self.key = key
+        self.path = path
+        """Its file, which never changes; it may be evicted once the entry is closed."""
         self._fd = fd
         self._map = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ)
         self.body = memoryview(self._map)
         """Read only. Take no view of it that outlives the entry, unless the bytes may go any time
         after the view does."""
 
+    def copy_on_write(self) -> memoryview:
+        """Return the whole object as memory of our own, to read and to write.
+
+        Its pages are the cache's until they are written to; what is written nobody else sees. It
+        stays valid after `close` and eviction.
+        """
+        own = mmap.mmap(self._fd, len(self.body), access=mmap.ACCESS_COPY)
+        with contextlib.suppress(OSError):  # saves a page fault for every 4 KiB that is read
+            own.madvise(_MADV_POPULATE_READ)
+        return memoryview(own)
+
     def close(self) -> None:
         """Unpin. Views that still exist stay readable; the memory goes with the last of them."""
         if self._fd < 0:
             return
-        # Not by closing alone: the map holds a duplicate of the descriptor, and so may a fork.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        _unlock_and_close(fd)
         with contextlib.suppress(BufferError):
             self.body.release()
             self._map.close()
@@ -98,6 +94,130 @@ class Entry:
             self.close()
 
 
+class Incoming:
+    """A Sink: an object on its way into the cache. One fetch's own, written by any thread.
+
+    Where the cache has no room, the bytes lie in private memory instead.
+    """
+
+    def __init__(self, cache: "HostCache", key: str, limit_bytes: int) -> None:
+        self._cache = cache
+        self._key = key
+        self._limit_bytes = limit_bytes
+        self._target: _Draft | Memory | None = None
+        self._lock = threading.Lock()  # guards the count, for one subtraction
+        self._missing_bytes = 0
+        self._is_over = False
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink. ObjectCorrupt: more than `limit_bytes`."""
+        check_size(num_bytes, self._limit_bytes)
+        self._target = self._cache.draft(num_bytes)
+        if self._target is None:
+            self._target = Memory(num_bytes)
+            self._target.begin(num_bytes)
+        self._missing_bytes = num_bytes
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink. Raises BrokenPipeError after `discard`: whoever sends may stop."""
+        target = self._target  # keeps its file open until the bytes are in
+        if target is None or self._is_over:
+            raise BrokenPipeError(errno.EPIPE, "nobody wants this object any more")
+        target.write(offset, piece)
+        with self._lock:
+            self._missing_bytes -= memoryview(piece).nbytes
+
+    def link(self, path: str) -> bool:
+        """See Sink."""
+        self._target = self._cache.linked_draft(path, self._limit_bytes)
+        return self._target is not None
+
+    @property
+    def body(self) -> memoryview:
+        """All bytes, read-only. ObjectCorrupt: they did not all come."""
+        return self._whole().body
+
+    def publish(self) -> Entry | None:
+        """Make it an entry, pinned; the caller has verified `body`, which stays valid.
+
+        None: the cache had no room, and the bytes are this process's alone.
+        """
+        target = self._whole()
+        self._target, self._is_over = None, True
+        return self._cache.admit(self._key, target) if isinstance(target, _Draft) else None
+
+    def discard(self) -> None:
+        """Drop it. Nothing happens after `publish`."""
+        target, self._target, self._is_over = self._target, None, True
+        if isinstance(target, _Draft):
+            self._cache.drop(target)
+
+    def _whole(self) -> "_Draft | Memory":
+        if self._target is None or self._missing_bytes:
+            raise ObjectCorrupt(f"corrupt object: {self._missing_bytes} bytes of it did not come")
+        return self._target
+
+    def __del__(self) -> None:
+        self.discard()
+
+
+class _Draft:
+    """A file of the cache that has no key yet, with its lock. The last who holds it closes it.
+
+    That may be a thread that outlived the fetch: closed earlier, its writes would go to whatever
+    file gets the number next.
+    """
+
+    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
+        self.path: str | None = path  # None: published or dropped
+        self.num_bytes = num_bytes
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def make(cls, path: str, num_bytes: int) -> "_Draft":
+        """Make the file, with its final size and a lock. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        draft = cls(path, os.open(path, flags, 0o444), num_bytes)
+        try:
+            fcntl.flock(draft.fd, fcntl.LOCK_SH)
+            os.ftruncate(draft.fd, num_bytes)
+        except OSError:
+            os.unlink(path)
+            raise
+        return draft
+
+    @property
+    def body(self) -> memoryview:
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_READ)
+        return memoryview(self._map)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        rest = memoryview(piece).cast("B")
+        if offset + len(rest) > self.num_bytes:
+            raise ObjectCorrupt(f"corrupt object: more than the {self.num_bytes} bytes announced")
+        while rest:
+            done = os.pwrite(self.fd, rest, offset)
+            rest, offset = rest[done:], offset + done
+
+    def hand_over(self) -> int:
+        """Give the file, with its lock, to the entry that it has become."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            _unlock_and_close(self.fd)
+
+
+def _unlock_and_close(fd: int) -> None:
+    """Unpin. Not by closing alone: a map holds a duplicate of the descriptor, and so may a fork."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 class HostCache:
     """See the module. Safe from several threads and processes; holds no state between calls but
     what has been logged."""
@@ -110,17 +230,17 @@ class HostCache:
         """
         self.root = root
         self._prefix = f"{store_id}+" if store_id else ""
-        self.limit_bytes = limit_bytes
         self._said: set[str] = set()
-        _make_private(root)
-        self._fit_to_disk()
-        with self._tally() as tally:
-            tally.write(sum(found.num_bytes for found in self._scan()))
+        make_private(root)
+        self._device = os.stat(root).st_dev
+        self.limit_bytes = fitting(root, limit_bytes)
+        self._room = Room(root, self.limit_bytes)
 
     def open(self, key: str) -> Entry | None:
         """Return the entry, pinned, or None."""
+        path = self._path(key)
         try:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as exc:
@@ -130,9 +250,10 @@ class HostCache:
             # Who holds it exclusively is about to unlink it.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(fd)
-            if status.st_nlink and status.st_size:
-                os.utime(fd)  # now the most recently used
-                return Entry(key, fd, status.st_size)
+            if status.st_nlink and status.st_size and _is_sound(status):
+                # Now the most recently used. See hostroom: the other time is the store's.
+                os.utime(fd, ns=(time.time_ns(), status.st_mtime_ns))
+                return Entry(key, path, fd, status.st_size)
         except OSError as exc:
             if exc.errno != errno.EWOULDBLOCK:
                 self._say_once("open", "the host cache cannot be read: %s", exc)
@@ -144,185 +265,144 @@ class HostCache:
 
         Where the key is there already, that entry is returned and `body` is not looked at.
         """
-        view = memoryview(body).cast("B")
-        if not 0 < len(view) <= self.limit_bytes:
-            self._say_once("size", "an object of %d bytes does not go into the cache", len(view))
+        there = self.open(key)
+        if there is not None:
+            return there
+        draft = self.draft(memoryview(body).nbytes)
+        if draft is None:
             return None
+        try:
+            draft.write(0, body)
+        except OSError as exc:
+            self._say_once("write", "the host cache cannot be written: %s", exc)
+            self.drop(draft)
+            return None
+        return self.admit(key, draft)
+
+    def receive(self, key: str, limit_bytes: int) -> Incoming:
+        """Return a sink for the object `key`, which may have `limit_bytes` at most."""
+        check_key(key)
+        return Incoming(self, key, limit_bytes)
+
+    def claim(self, key: str) -> Claim | None:
+        """Return the exclusive right to fetch `key` to this host. None: somebody has it.
+
+        Where locks fail, everybody gets it: fetching twice is better than not at all.
+        """
+        name = os.path.basename(self._path(key))
+        try:
+            return Claim.take(f"{self.root}/{_CLAIMS_NAME}", name)
+        except OSError as exc:
+            self._say_once("claim", "fetches are not shared between processes: %s", exc)
+            return Claim(-1, 0)
+
+    def discard(self, key: str) -> None:
+        """Remove the entry, pinned or not. Who has it open keeps its bytes."""
+        self._room.remove(self._path(key))
+
+    # What follows is for Incoming.
+
+    def draft(self, num_bytes: int) -> _Draft | None:
+        """Return a new file of that size, whose disk space is ours. None: no room."""
+        if not 0 < num_bytes <= self.limit_bytes:
+            self._say_once("size", "an object of %d bytes does not go into the cache", num_bytes)
+            return None
+
         failure: OSError | None = None
         free_bytes = 0
         for _ in range(_TRIES):
-            there = self.open(key)
-            if there is not None:
-                return there
             try:
-                return self._publish(key, view, free_bytes)
-            except FileExistsError:
-                continue  # another process was first; its entry will do, if it is not gone already
+                draft = self._room.admit(
+                    num_bytes, free_bytes, lambda path: _Draft.make(path, num_bytes)
+                )
+                if draft is not None:
+                    self._reserve(draft)
             except FileNotFoundError as exc:
                 failure = exc
                 with contextlib.suppress(ConfigError):
-                    _make_private(self.root)  # session clean-up takes folders out of /dev/shm
+                    make_private(self.root)  # session clean-up takes folders out of /dev/shm
             except OSError as exc:
                 failure = exc
                 if exc.errno not in _FULL:
                     break
-                free_bytes = len(view)  # a disk smaller than the limit
-        if failure is not None:
-            self._say_once("write", "the host cache cannot be written: %s", failure)
+                free_bytes = num_bytes  # a disk smaller than the limit
+            else:
+                if draft is None:
+                    self._say_once("room", "host cache %s: everything in it is in use", self.root)
+                return draft
+        self._say_once("write", "the host cache cannot be written: %s", failure)
         return None
 
-    def discard(self, key: str) -> None:
-        """Remove the entry, pinned or not. Who has it open keeps its bytes."""
-        path = self._path(key)
-        with contextlib.suppress(OSError), self._tally() as tally:
-            size = os.stat(path).st_size
-            os.unlink(path)
-            tally.add(-size)
+    def linked_draft(self, path: str, limit_bytes: int) -> _Draft | None:
+        """Return a new name of the file at `path`. None: it must be copied.
 
-    def _publish(self, key: str, view: memoryview, free_bytes: int) -> Entry | None:
-        """Raises FileExistsError: the key is there. OSError: the disk is full, or worse."""
-        temporary = f"{self.root}/.{secrets.token_hex(8)}.tmp"
-        fd = self._admit(temporary, len(view), free_bytes)
+        Raises ObjectCorrupt: it has more than `limit_bytes`.
+        """
+        fd = open_linkable(path, self._device)
         if fd is None:
             return None
-        entry = None
+        draft = _Draft(path, fd, os.fstat(fd).st_size)
+        draft.path = None
+        check_size(draft.num_bytes, limit_bytes)
+        if not 0 < draft.num_bytes <= self.limit_bytes:
+            return None
+
+        def make(temporary: str) -> _Draft:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            link_open_file(fd, temporary)
+            draft.path = temporary
+            return draft
+
+        with contextlib.suppress(OSError):
+            return self._room.admit(draft.num_bytes, 0, make)
+        return None
+
+    def admit(self, key: str, draft: _Draft) -> Entry | None:
+        """Give `draft`, which is whole, its key. The entry may be one that was there before."""
+        path = self._path(key)
         try:
-            done = 0
-            while done < len(view):
-                done += os.write(fd, view[done:])
-            os.link(temporary, self._path(key))
-            # The shared lock that kept the temporary file alive is now the entry's pin.
-            entry = Entry(key, fd, len(view))
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            if entry is None:
-                os.close(fd)
-                with contextlib.suppress(OSError), self._tally() as tally:
-                    tally.add(-len(view))
-        return entry
-
-    def _admit(self, temporary: str, num_bytes: int, free_bytes: int) -> int | None:
-        """Account for a file of `num_bytes` and make it, empty, with its final size and our lock.
-
-        All under the tally's lock: a scan by another process sees the file or not its bytes.
-        `free_bytes` asks for that much to be evicted first, whatever the tally says.
-        """
-        with self._tally() as tally:
-            used = tally.read()
-            if used is None or free_bytes or used + num_bytes > self.limit_bytes:
-                used = self._evict(num_bytes, free_bytes)
-                tally.write(used)
-                if used + num_bytes > self.limit_bytes:
-                    self._say_once("room", "host cache %s: everything in it is in use", self.root)
-                    return None
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-                os.ftruncate(fd, num_bytes)
-                tally.add(num_bytes)
-            except OSError:
-                os.close(fd)
-                raise
-            return fd
-
-    def _evict(self, num_bytes: int, free_bytes: int) -> int:
-        """Scan; unlink the least recently used until there is room; return what is left, in bytes.
-
-        Down to LOW_WATER if anything has to go. Pinned entries stay.
-        """
-        entries = self._scan()
-        used = sum(entry.num_bytes for entry in entries)
-        goal = self.limit_bytes - num_bytes
-        if free_bytes:
-            goal = min(goal, used - free_bytes)
-        if used <= goal:
-            return used
-        goal = min(goal, int(self.limit_bytes * LOW_WATER))
-        for entry in sorted(entries):
-            if used <= goal:
-                break
-            if self._unlink_unpinned(entry):
-                used -= entry.num_bytes
-        return used
-
-    def _unlink_unpinned(self, found: "_Found") -> bool:
-        path = f"{self.root}/{found.name}"
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Used since the scan, or replaced by another file of the same name: not the oldest.
-            status = os.fstat(fd)
-            if status.st_mtime_ns != found.used_ns or os.stat(path).st_ino != status.st_ino:
-                return False
-            os.unlink(path)
-        except FileNotFoundError:
-            return True
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
-
-    def _scan(self) -> "list[_Found]":
-        """Everything in the folder that takes room. Removes what dead writers left behind."""
-        found = []
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                if entry.name == _TALLY_NAME:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    each = _Found(status.st_mtime_ns, status.st_size, entry.name)
-                    stale = time.time() - status.st_mtime > _STALE_S
-                    if entry.name.startswith(".") and not (stale and self._unlink_unpinned(each)):
-                        # Being written: it takes room, and its writer's lock protects it.
-                        each = each._replace(used_ns=_NEVER_EVICT)
-                    elif entry.name.startswith("."):
-                        continue
-                    found.append(each)
-        return found
-
-    @contextlib.contextmanager
-    def _tally(self) -> "Iterator[_Tally]":
-        """Hold the tally's lock. OSError (ETIMEDOUT): somebody does not let go of it."""
-        fd = os.open(f"{self.root}/{_TALLY_NAME}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            deadline_s = time.monotonic() + _TALLY_WAIT_S
-            while True:
+            for _ in range(_TRIES):
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline_s:
-                        raise TimeoutError(errno.ETIMEDOUT, "the cache's tally is locked") from None
-                    time.sleep(0.0005)
-            yield _Tally(fd)
+                    os.link(draft.path or "", path)
+                    os.unlink(draft.path or "")
+                    draft.path = None
+                    # The lock that kept the temporary file alive is the entry's pin from now on.
+                    return Entry(key, path, draft.hand_over(), draft.num_bytes)
+                except FileExistsError:
+                    there = self.open(key)
+                    if there is not None:
+                        return there
+                    self._remove_odd(path)
+        except OSError as exc:
+            self._say_once("write", "the host cache cannot be written: %s", exc)
         finally:
-            os.close(fd)
+            self.drop(draft)
+        return None
+
+    def _reserve(self, draft: _Draft) -> None:
+        """Have the disk blocks: a hole that the disk cannot fill kills whoever reads it mapped."""
+        try:
+            os.posix_fallocate(draft.fd, 0, draft.num_bytes)
+        except OSError:
+            self.drop(draft)
+            raise
+
+    def drop(self, draft: _Draft) -> None:
+        """Remove `draft`, unless it has become an entry."""
+        path, draft.path = draft.path, None
+        if path is not None:
+            self._room.remove(path)
+
+    def _remove_odd(self, path: str) -> None:
+        """Remove what bears an entry's name and can be none: nobody would ever replace it."""
+        with contextlib.suppress(OSError):
+            status = os.stat(path, follow_symlinks=False)
+            if not status.st_size or not _is_sound(status):
+                os.unlink(path)
 
     def _path(self, key: str) -> str:
         # No key holds a '+', so that two keys never meet in one name.
         return f"{self.root}/{self._prefix}{check_key(key).replace('/', '+')}"
-
-    def _fit_to_disk(self) -> None:
-        """A container's /dev/shm is often 64 MB: better a small cache than one that runs full."""
-        disk = os.statvfs(self.root)
-        fits = int(disk.f_blocks * disk.f_frsize * 0.9)
-        if 0 < fits < self.limit_bytes:
-            logger.warning(
-                "host_cache_bytes is %d, but %s has room for %d: using that "
-                "(in a container, give it a larger --shm-size)",
-                self.limit_bytes,
-                self.root,
-                fits,
-            )
-            self.limit_bytes = fits
 
     def _say_once(self, topic: str, message: str, *args: object) -> None:
         if topic not in self._said:
@@ -330,57 +410,9 @@ class HostCache:
             logger.warning(message, *args)
 
 
-class _Found(NamedTuple):
-    """A file of the cache, as a scan saw it. Sorts by last use."""
-
-    used_ns: int
-    num_bytes: int
-    name: str
-
-
-class _Tally:
-    """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def read(self) -> int | None:
-        """None: nobody knows; scan."""
-        raw = os.pread(self._fd, _TALLY.size, 0)
-        return _TALLY.unpack(raw)[0] if len(raw) == _TALLY.size else None
-
-    def write(self, used_bytes: int) -> None:
-        """Replace what is believed by what was counted."""
-        os.pwrite(self._fd, _TALLY.pack(used_bytes), 0)
-
-    def add(self, num_bytes: int) -> None:
-        """Account for a change, if a number is there to be changed."""
-        used = self.read()
-        if used is not None:
-            self.write(max(0, used + num_bytes))
-
-
-def _make_private(root: Path) -> None:
-    """Make `root` for us alone, or check that it is. ConfigError: it is not."""
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
-        status = root.lstat()
-    except OSError as exc:
-        raise ConfigError(
-            f"host_cache_dir: {root} cannot be made ({exc.strerror}); "
-            "name a folder this user may write"
-        ) from exc
-    if not stat.S_ISDIR(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
-        raise ConfigError(f"host_cache_dir: {root} is {kind}; name a real folder")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"host_cache_dir: {root} belongs to another user; name a folder of your own"
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"host_cache_dir: others may enter {root}, and engines trust what lies there; "
-            f"run: chmod 700 {root}"
-        )
+def _is_sound(status: os.stat_result) -> bool:
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o022
+    )

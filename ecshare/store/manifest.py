@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.keys import JSON, Kind, manifest_key, namespace_digest
-from ecshare.store.objects import ObjectStore
+from ecshare.store.objects import ObjectStore, read
 
 MAX_BYTES = 1 << 20
 
@@ -28,14 +28,12 @@ async def write_manifest(
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:
     """Return the facts behind `namespace`, or None where nobody has written them.
 
-    Raises ObjectCorrupt: what lies there is not JSON, or has another digest.
+    Raises ObjectCorrupt: what lies there is too large, is not JSON, or has another digest.
     """
     try:
-        body = await store.get(manifest_key(kind, namespace))
+        body = await read(store, manifest_key(kind, namespace), MAX_BYTES)
     except ObjectMissing:
         return None
-    if len(body) > MAX_BYTES:
-        raise ObjectCorrupt(f"the manifest of {namespace} has {len(body)} bytes")
     try:
         facts = json.loads(bytes(body))
         if isinstance(facts, dict) and namespace_digest(facts) == namespace:

@@ -15,13 +15,17 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from ecshare.store.buffers import fresh_buffer
 from ecshare.store.config import StoreConfig, masked_url
-from ecshare.store.errors import ConfigError, ObjectMissing
+from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing
 from ecshare.store.keys import PROBE_KEY
 
 logger = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
+
+_COPY_BYTES = 512 << 10
+_PROBE_LIMIT_BYTES = 1 << 16
 
 
 class ObjectInfo(Struct, frozen=True):
@@ -33,6 +37,64 @@ class ObjectInfo(Struct, frozen=True):
     """Seconds since the epoch, by the store's clock."""
 
 
+class Sink(Protocol):
+    """Where `get` puts an object's bytes: one object, from any threads."""
+
+    def begin(self, num_bytes: int) -> None:
+        """Hear the object's size, before its first byte.
+
+        Raises ObjectCorrupt: it is refused, more than any object here may have. OSError: no room.
+        """
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """Take a part of it: disjoint ones, in any order, several at once."""
+
+    def link(self, path: str) -> bool:
+        """Take the file at `path` itself instead of a copy. False: cannot; begin and write follow.
+
+        Raises ObjectCorrupt as `begin` does.
+        """
+
+
+class Memory:
+    """A Sink in private memory, for objects of at most `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._buffer = memoryview(b"")
+
+    @property
+    def body(self) -> memoryview:
+        """What was written. Read only."""
+        return self._buffer.toreadonly()
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        check_size(num_bytes, self._limit_bytes)
+        self._buffer = fresh_buffer(num_bytes)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        view = memoryview(piece)
+        # A copy holds the interpreter's lock: let others have it in between.
+        for start in range(0, len(view), _COPY_BYTES):
+            part = view[start : start + _COPY_BYTES]
+            self._buffer[offset + start : offset + start + len(part)] = part
+
+    def link(self, path: str) -> bool:
+        """See Sink. Memory cannot."""
+        del path
+        return False
+
+
+def check_size(num_bytes: int, limit_bytes: int) -> None:
+    """ObjectCorrupt: no object here is so large."""
+    if not 0 <= num_bytes <= limit_bytes:
+        raise ObjectCorrupt(
+            f"corrupt object: it has {num_bytes} bytes, at most {limit_bytes} were expected"
+        )
+
+
 class ObjectStore(Protocol):
     """Immutable objects under string keys (see keys.py; others raise ValueError).
 
@@ -41,12 +103,18 @@ class ObjectStore(Protocol):
     one event loop, and raise StoreUnavailable or StoreDenied when the store fails.
     """
 
-    async def get(self, key: str) -> memoryview:
-        """Return all bytes under `key`. Raises ObjectMissing."""
+    async def get(self, key: str, sink: Sink) -> None:
+        """Give all bytes under `key` to `sink`, after their number, which it may refuse.
 
-    async def put(self, key: str, body: Buffer) -> bool:
+        Raises ObjectMissing, and what the sink raises. When this raises, a call that ran out of
+        time may still write to the sink.
+        """
+
+    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """Write `body` under `key`. False: the store knows that it was there already.
 
+        `file`: a file of this host with the same bytes, which will never change; a store on the
+        same disk may link it instead of writing them again.
         `body` is read until this returns, and must not change before. When this raises, a call
         that ran out of time may be reading it still: do not fill that memory again.
         """
@@ -62,6 +130,16 @@ class ObjectStore(Protocol):
 
     async def close(self) -> None:
         """Let go of connections and threads. Calls in flight may fail."""
+
+
+async def read(store: ObjectStore, key: str, limit_bytes: int) -> memoryview:
+    """Return all bytes under `key`, for small things. ObjectCorrupt: more than `limit_bytes`."""
+    sink = Memory(limit_bytes)
+    try:
+        await store.get(key, sink)
+    except ObjectCorrupt as exc:
+        raise ObjectCorrupt(f"{key}: {exc}") from exc
+    return sink.body
 
 
 def open_store(config: StoreConfig, path: str) -> ObjectStore:
@@ -95,8 +173,8 @@ async def probe(store: ObjectStore, *, write: bool) -> None:
             break
     if write:
         await store.put(PROBE_KEY, b"ecshare")
-    with suppress(ObjectMissing):
-        await store.get(PROBE_KEY)
+    with suppress(ObjectMissing, ObjectCorrupt):
+        await read(store, PROBE_KEY, _PROBE_LIMIT_BYTES)
 
 
 def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:

@@ -19,7 +19,7 @@ import fsspec
 from ecshare.store.config import StoreConfig, suggestion
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo
+from ecshare.store.objects import Buffer, ObjectInfo, Sink
 from ecshare.store.threads import Threads, bounded
 
 # What to install for the protocols people use most. Others get the words of fsspec.
@@ -35,6 +35,7 @@ _PIP = {
 # Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
 # final name, so objects are written beside it and moved.
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
+_PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 _DENIED = {
@@ -104,20 +105,64 @@ class RemoteObjects:
         self._root = root.rstrip("/")
         self._atomic_writes = atomic_writes
         self._s3 = "s3" in filesystem.protocol
+        # s3fs learns the size from the answer it streams; elsewhere it is asked for first.
+        self._streams = self._s3 and hasattr(filesystem, "open_async")
         self._io_timeout_s = io_timeout_s
         self._threads = Threads("remote", 8, io_timeout_s)
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
         parameters = inspect.signature(pipe).parameters
         self._create_only = {"mode": "create"} if "mode" in parameters else {}
 
-    async def get(self, key: str) -> memoryview:
+    async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
         path = self._path(key)
+        if self._streams:
+            await self._stream(key, path, sink)
+            return
         with mapped_errors(key):
-            return memoryview(await self._call("cat_file", path)).toreadonly()
+            size = (await self._call("info", path)).get("size")
+        if not isinstance(size, int):
+            raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
+        sink.begin(size)
+        for start in range(0, size, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, size)
+            with mapped_errors(key):
+                piece = await self._call("cat_file", path, start=start, end=stop)
+            await self._write_piece(key, sink, start, piece, stop)
 
-    async def put(self, key: str, body: Buffer) -> bool:
+    async def _stream(self, key: str, path: str, sink: Sink) -> None:
+        """One request: its headers tell the size."""
+        with mapped_errors(key):
+            file = await self._fs.open_async(path, "rb")
+        try:
+            with mapped_errors(key):
+                async with bounded(self._io_timeout_s):
+                    await file.read(0)
+                size = int(file.size)
+            sink.begin(size)
+            start = 0
+            while start < size:
+                with mapped_errors(key):
+                    async with bounded(self._io_timeout_s):
+                        piece = await file.read(min(_PIECE_BYTES, size - start))
+                if not piece:
+                    break
+                await self._write_piece(key, sink, start, piece, start + len(piece))
+                start += len(piece)
+        finally:
+            if file.r is not None:
+                file.r.close()  # refused or broken off: the rest must not keep the connection
+        if start != size:
+            raise StoreUnavailable(f"{key}: the server sent less than it announced")
+
+    async def _write_piece(self, key: str, sink: Sink, start: int, piece: bytes, stop: int) -> None:
+        if len(piece) != stop - start:
+            raise StoreUnavailable(f"{key} has another size than the filesystem said")
+        await self._threads.run(sink.write, start, piece)
+
+    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore."""
+        del file
         path = self._path(key)
         # Most filesystems take nothing but bytes: this is the one copy of the general road.
         value = body if isinstance(body, bytes) else bytes(body)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,7 +32,8 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.format import TensorFacts, seal, unseal
-from ecshare.store.hostcache import Entry, HostCache, default_root
+from ecshare.store.hostcache import Entry, HostCache, Incoming, default_root
+from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import ObjectStore, open_store, probe
@@ -49,6 +50,8 @@ _LOOKUPS_IN_FLIGHT = 4
 _PUTS_IN_FLIGHT = 8
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free.
 _COPY_THREADS = 2
+# No object of any model comes near it.
+_LARGEST_BYTES = 4 << 30
 
 
 class Outcome(Enum):
@@ -136,7 +139,7 @@ def open_object(host: HostCache, key: str) -> StoredObject | None:
     if entry is None:
         return None
     try:
-        sealed = unseal(entry.body, verify=False)
+        sealed = unseal(entry.body, key, verify=False)
     except ObjectCorrupt as exc:
         logger.warning("host cache: dropping a damaged entry: %s", exc)
         entry.close()
@@ -163,6 +166,7 @@ class TransferEngine:
         """
         self._config = config
         self._path = path
+        self._integrity = open_integrity(config.integrity_key, path)
         self._store = store or open_store(config, path)
         root = Path(config.host_cache_dir) if config.host_cache_dir else default_root()
         self.host = HostCache(root, config.host_cache_bytes, config.store_id())
@@ -346,38 +350,42 @@ class TransferEngine:
     async def _put(self, job: Put) -> None:
         # The time-out starts here, not at submit: a queue of saves must not expire unsent.
         deadline_s = time.monotonic() + self._config.io_timeout_s
-        await self._loop.run_in_executor(self._copies, self._prepare, job)
-        await self._ask(deadline_s, lambda: self._store.put(job.key, job.slab.body))
+        entry = await self._loop.run_in_executor(self._copies, self._prepare, job)
+        with entry or nullcontext():
+            file = entry.path if entry else None
+            await self._ask(deadline_s, lambda: self._store.put(job.key, job.slab.body, file))
 
-    def _prepare(self, job: Put) -> None:
+    def _prepare(self, job: Put) -> Entry | None:
         """Seal the slab and publish it to this host. Copy thread."""
         job.slab.wait()
-        seal(job.slab.body, job.slab.facts)
-        entry = self.host.publish(job.key, job.slab.body)
-        if entry is not None:
-            entry.close()
+        seal(job.slab.body, job.slab.facts, job.key, self._integrity)
+        return self.host.publish(job.key, job.slab.body)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> StoredObject:
         here = open_object(self.host, job.key)
         if here is not None:
             return here
-        body = await self._ask(deadline_s, lambda: self._store.get(job.key))
+        incoming = self.host.receive(job.key, _LARGEST_BYTES)
         try:
-            return await self._loop.run_in_executor(self._copies, self._admit, job.key, body)
+            await self._ask(deadline_s, lambda: self._store.get(job.key, incoming))
+            return await self._loop.run_in_executor(self._copies, self._admit, job.key, incoming)
         except ObjectCorrupt:
             # Puts are create-only: only removal lets the next save replace it. A failure to remove
             # (read-only credentials, say) leaves a miss, which it is already.
             with suppress(StoreError, TimeoutError):
                 await self._ask(deadline_s, lambda: self._store.delete([job.key]))
             raise
+        finally:
+            incoming.discard()
 
-    def _admit(self, key: str, body: memoryview) -> StoredObject:
-        """Verify `body` and publish it to this host. Copy thread."""
-        sealed = unseal(body)
-        entry = self.host.publish(key, body)
+    def _admit(self, key: str, incoming: Incoming) -> StoredObject:
+        """Verify what came and publish it to this host. Copy thread."""
+        sealed = unseal(incoming.body, key, integrity=self._integrity)
+        entry = incoming.publish()
         if entry is None:
             return StoredObject(key, sealed.facts, sealed.payload, None)
-        return StoredObject(key, sealed.facts, unseal(entry.body, verify=False).payload, entry)
+        payload = unseal(entry.body, key, verify=False).payload
+        return StoredObject(key, sealed.facts, payload, entry)
 
     async def _look_up(self, job: Lookup, deadline_s: float) -> tuple[bool, ...]:
         found = dict.fromkeys(job.keys, False)
@@ -406,7 +414,7 @@ class TransferEngine:
         try:
             async with asyncio.timeout_at(deadline_s):
                 answer = await call()
-        except ObjectMissing:
+        except (ObjectMissing, ObjectCorrupt):
             self._health.succeeded()
             raise
         except (StoreError, TimeoutError):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import xxhash
+from blake3 import blake3
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import open_store, probe
@@ -20,13 +22,15 @@ from tests.docs.pages import ROOT, fences, first_column
 
 PAGE = ROOT / "docs" / "format.md"
 NAMESPACE = "00112233445566778899aabbccddeeff"
+SECRET = b"0123456789abcdef"
+KEY = object_key(Kind.EC, NAMESPACE, "64:cat")
 
 
 def a_sealed_object() -> bytes:
     slab = bytearray(PROLOGUE_BYTES + 24)
     slab[PROLOGUE_BYTES:] = bytes(range(24))
     attributes = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 2, 6]}}
-    seal(memoryview(slab), TensorFacts("BF16", (3, 4), attributes))
+    seal(memoryview(slab), TensorFacts("BF16", (3, 4), attributes), KEY, Integrity(SECRET))
     return bytes(slab)
 
 
@@ -54,9 +58,14 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     metadata = header["__metadata__"]
     assert {name for name in first_column(PAGE) if name.startswith("ecshare.")} == set(metadata)
     assert metadata["ecshare.format"] == "1"
-    believed = [1, "BF16", [3, 4], metadata["ecshare.attributes"], metadata["ecshare.producer"]]
+    attributes, producer = metadata["ecshare.attributes"], metadata["ecshare.producer"]
+    believed = [1, KEY, "BF16", [3, 4], attributes, producer]
     checksum = xxhash.xxh3_128(canonical(believed) + body[4096:]).hexdigest()
     assert metadata["ecshare.checksum"] == f"xxh3_128:{checksum}"
+    assert metadata["ecshare.key"] == KEY
+    own_key = blake3(SECRET, derive_key_context="ecshare 2026-11 object mac").digest()
+    mac = blake3(canonical(believed) + body[4096:], key=own_key).hexdigest()
+    assert metadata["ecshare.mac"] == f"blake3:{mac}"
 
 
 def test_keys_are_made_as_the_page_says() -> None:

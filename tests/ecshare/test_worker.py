@@ -80,14 +80,14 @@ def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -
 
 def test_a_producers_step_ends_when_its_saves_are_stored(start: Start, tmp_path: Path) -> None:
     encode(start("producer"))
-    facts = unseal(memoryview(stored(tmp_path).read_bytes())).facts
+    facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts
     assert facts.shape == (16, 64)
     assert facts.attributes == SAVE.attributes
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
     encode(start("producer"), torch.randn(64, 32).T[:16, ::1])
-    assert unseal(memoryview(stored(tmp_path).read_bytes())).facts.shape == (16, 64)
+    assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts.shape == (16, 64)
 
 
 def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_path: Path) -> None:

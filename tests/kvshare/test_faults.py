@@ -47,6 +47,12 @@ def warm(start: StartEngine, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def replace(path: Path, body: bytes | bytearray | memoryview) -> None:
+    """Not in place: the file may be the host cache's too."""
+    path.unlink()
+    path.write_bytes(body)
+
+
 def unlink(path: Path) -> None:
     path.unlink()
 
@@ -54,21 +60,21 @@ def unlink(path: Path) -> None:
 def flip_a_payload_bit(path: Path) -> None:
     body = bytearray(path.read_bytes())
     body[PROLOGUE_BYTES + 5] ^= 4
-    path.write_bytes(body)
+    replace(path, body)
 
 
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    replace(path, path.read_bytes()[:-1])
 
 
 def empty(path: Path) -> None:
-    path.write_bytes(b"")
+    replace(path, b"")
 
 
 def swap_in_another_chunk(path: Path) -> None:
     """A sound object of the right shape, of other tokens."""
     other = next(one for one in path.parent.parent.rglob("*.t0of1") if one != path)
-    path.write_bytes(other.read_bytes())
+    replace(path, other.read_bytes())
 
 
 def put_other_tensor(path: Path) -> None:
@@ -76,8 +82,8 @@ def put_other_tensor(path: Path) -> None:
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
     assert slab is not None
     slab.payload.zero_()
-    seal(slab.body, facts)
-    path.write_bytes(bytes(slab.body))
+    seal(slab.body, facts, str(path).partition("/store/")[2])
+    replace(path, slab.body)
 
 
 FAULTS = [unlink, flip_a_payload_bit, truncate, empty, swap_in_another_chunk, put_other_tensor]

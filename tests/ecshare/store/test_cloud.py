@@ -16,11 +16,12 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store, probe
+from ecshare.store.objects import ObjectStore, open_store, probe, read
 from tests.ecshare.store.conftest import Bucket
 from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
+LIMIT = 1 << 30
 OTHER = object_key(Kind.EC, "0" * 32, "another")
 
 
@@ -61,7 +62,7 @@ async def test_an_object_costs_one_request(serve: Serve) -> None:
         asked.say(206, b"body", content_range="bytes 0-3/4", etag='"e"', **DATED)
 
     server, store = serve(answer)
-    assert await store.get(KEY) == memoryview(b"body")
+    assert await read(store, KEY, LIMIT) == memoryview(b"body")
     ((method, headers),) = server.asked
     assert method == "GET"
     assert headers["range"] == f"bytes=0-{PIECE_BYTES - 1}"
@@ -84,7 +85,7 @@ async def test_a_large_object_comes_in_pieces(serve: Serve, num_bytes: int, requ
         asked.say(206, part, content_range=span, etag='"e"', **DATED)
 
     server, store = serve(answer)
-    assert bytes(await store.get(KEY)) == body
+    assert bytes(await read(store, KEY, LIMIT)) == body
     assert len(server.asked) == requests
 
 
@@ -104,13 +105,13 @@ async def test_an_object_that_changes_between_its_pieces_is_refused(
 
     _, store = serve(answer)
     with pytest.raises(StoreUnavailable, match="changed while it was read"):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
 
 
 async def test_a_server_without_ranges_is_asked_without_them_from_then_on(serve: Serve) -> None:
     server, store = serve(lambda asked: asked.say(200, b"body", etag='"e"', **DATED))
     for _ in range(3):
-        assert await store.get(KEY) == memoryview(b"body")
+        assert await read(store, KEY, LIMIT) == memoryview(b"body")
     assert ["range" in headers for _, headers in server.asked] == [True, False, False, False]
 
 
@@ -186,7 +187,7 @@ async def test_what_the_server_answers_is_mapped(
     serve: Serve, status: int, code: str, error: type[Exception]
 ) -> None:
     _, store = serve(lambda asked: asked.say_error(status, code))
-    calls: list[Awaitable[object]] = [store.get(KEY)]
+    calls: list[Awaitable[object]] = [read(store, KEY, LIMIT)]
     if error is not ObjectMissing:
         calls += [store.put(KEY, b"x"), probe(store, write=False)]
     for call in calls:
@@ -212,14 +213,14 @@ async def test_nobody_there_is_unavailable_and_soon() -> None:
         port = server.getsockname()[1]
     store = store_at(f"http://127.0.0.1:{port}")
     with pytest.raises(StoreUnavailable, match="error sending request"):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
 
 
 async def test_a_server_that_hangs_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         store = store_at(f"http://127.0.0.1:{server.getsockname()[1]}", io_timeout_s=0.3)
         with pytest.raises(StoreUnavailable):
-            await store.get(KEY)
+            await read(store, KEY, LIMIT)
         with pytest.raises(StoreUnavailable):
             await store.put(KEY, b"x")
         # No thread is left behind either: the client hangs up.
@@ -266,8 +267,8 @@ async def test_both_roads_meet_in_the_same_objects(seaweedfs: Bucket) -> None:
     slow = open_store(StoreConfig(url=config.url, storage_options=general), "options")
     await fast.put(KEY, b"by obstore")
     await slow.put(OTHER, b"by s3fs")
-    assert await slow.get(KEY) == memoryview(b"by obstore")
-    assert await fast.get(OTHER) == memoryview(b"by s3fs")
+    assert await read(slow, KEY, LIMIT) == memoryview(b"by obstore")
+    assert await read(fast, OTHER, LIMIT) == memoryview(b"by s3fs")
     assert await fast.exists([KEY, OTHER]) == await slow.exists([KEY, OTHER]) == [True, True]
     await fast.close()
     await slow.close()

@@ -11,9 +11,10 @@ from ecshare.store import directory
 from ecshare.store.directory import Directory
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import probe
+from ecshare.store.objects import probe, read
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
+LIMIT = 1 << 30
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ async def test_short_writes_are_continued(
     monkeypatch.setattr(os, "write", lambda fd, body: write(fd, body[:1000]))
     body = os.urandom(10_500)
     await store.put(KEY, body)
-    assert await store.get(KEY) == memoryview(body)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
 
 
 async def test_short_reads_are_continued(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +66,11 @@ async def test_short_reads_are_continued(store: Directory, monkeypatch: pytest.M
     )
     body = os.urandom(10_500)
     await store.put(KEY, body)
-    assert await store.get(KEY) == memoryview(body)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
 
 
 @pytest.mark.parametrize("size", [1000, 5 << 20])
-async def test_a_file_that_shrinks_while_it_is_read_gives_what_there_is(
+async def test_a_file_that_shrinks_while_it_is_read_is_refused(
     store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     await store.put(KEY, bytes(size))
@@ -81,7 +82,8 @@ async def test_a_file_that_shrinks_while_it_is_read_gives_what_there_is(
         return status
 
     monkeypatch.setattr(os, "fstat", then_shrink)
-    assert len(await store.get(KEY)) == 700
+    with pytest.raises(StoreUnavailable, match="shorter"):
+        await read(store, KEY, LIMIT)
 
 
 async def test_leftovers_of_dead_writers_are_no_objects(store: Directory, tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ async def test_a_refusal_is_told_from_a_failure(
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StoreDenied, match=r"/the/path"):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
     with pytest.raises(StoreDenied):
         await store.put(KEY + ".p", b"x")
 
@@ -142,7 +144,7 @@ async def test_a_failure_is_no_miss(
     monkeypatch.setattr(os, "open", fail)
     monkeypatch.setattr(os, "stat", fail)
     with pytest.raises(StoreUnavailable, match=os.strerror(number)):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
     with pytest.raises(StoreUnavailable):
         await store.exists([KEY])
 
@@ -153,7 +155,7 @@ async def test_a_folder_in_place_of_an_object_is_no_object(
     (tmp_path / "store" / KEY).mkdir(parents=True)
     assert await store.exists([KEY]) == [False]
     with pytest.raises(StoreUnavailable, match="not a file"):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
 
 
 async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path:
         await probe(store, write=False)
     assert not (tmp_path / "store").exists()
     with pytest.raises(ObjectMissing):
-        await store.get(KEY)
+        await read(store, KEY, LIMIT)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -
             key = object_key(Kind.EC, "0" * 32, str(n))
             ready.wait(60)
             won += await store.put(key, bytes([n]) * 300_000)
-            assert bytes(await store.get(key)) == bytes([n]) * 300_000
+            assert bytes(await read(store, key, LIMIT)) == bytes([n]) * 300_000
         await store.close()
         return won
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.keys import Kind, object_key
 
+KEY = object_key(Kind.EC, "0" * 32, "an object")
 ATTRIBUTES = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 32, 32]}, "name": "ä"}
 FACTS = TensorFacts("BF16", (3, 5), ATTRIBUTES)
 TENSOR = torch.arange(15, dtype=torch.bfloat16).view(3, 5)
@@ -23,7 +25,7 @@ def sealed(facts: TensorFacts = FACTS, payload: bytes | None = None) -> bytearra
     if payload is None:
         payload = bytes(TENSOR.view(torch.uint8).numpy().tobytes())
     slab = bytearray(PROLOGUE_BYTES) + payload
-    seal(memoryview(slab), facts)
+    seal(memoryview(slab), facts, KEY)
     return slab
 
 
@@ -39,7 +41,7 @@ def with_header(slab: bytearray, header: dict[str, Any] | bytes) -> bytearray:
 
 def test_what_is_sealed_comes_out_again_without_a_copy() -> None:
     slab = sealed()
-    found = unseal(memoryview(slab))
+    found = unseal(memoryview(slab), KEY)
     assert found.facts == FACTS
     assert found.payload == slab[PROLOGUE_BYTES:]
     assert found.payload.readonly
@@ -56,14 +58,14 @@ def test_safetensors_reads_it() -> None:
 def test_safetensors_knows_every_dtype_by_the_same_name_and_size(dtype: str) -> None:
     slab = bytes(sealed(TensorFacts(dtype, (2, 3)), bytes(6 * ITEM_BYTES[dtype])))
     assert safetensors.torch.load(slab)["tensor"].shape == (2, 3)
-    assert unseal(memoryview(slab)).facts.num_bytes == 6 * ITEM_BYTES[dtype]
+    assert unseal(memoryview(slab), KEY).facts.num_bytes == 6 * ITEM_BYTES[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (1,) * 8])
 def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> None:
     facts = TensorFacts("F32", shape)
     slab = sealed(facts, bytes(facts.num_bytes))
-    assert unseal(memoryview(slab)).facts == facts
+    assert unseal(memoryview(slab), KEY).facts == facts
     assert safetensors.torch.load(bytes(slab))["tensor"].shape == shape
 
 
@@ -76,7 +78,9 @@ def test_the_prologue_is_as_documented() -> None:
     assert metadata["ecshare.format"] == "1"
     assert metadata["ecshare.producer"] == __version__
     assert json.loads(metadata["ecshare.attributes"]) == ATTRIBUTES
-    believed = [1, "BF16", [3, 5], metadata["ecshare.attributes"], __version__]
+    assert metadata["ecshare.key"] == KEY
+    assert "ecshare.mac" not in metadata
+    believed = [1, KEY, "BF16", [3, 5], metadata["ecshare.attributes"], __version__]
     digest = xxhash.xxh3_128(json.dumps(believed, separators=(",", ":")).encode())
     digest.update(slab[PROLOGUE_BYTES:])
     assert metadata["ecshare.checksum"] == f"xxh3_128:{digest.hexdigest()}"
@@ -85,8 +89,8 @@ def test_the_prologue_is_as_documented() -> None:
 def test_typed_views_of_a_slab_are_taken() -> None:
     slab = memoryview(bytearray(PROLOGUE_BYTES + 8))
     floats: Any = slab.cast("f")
-    seal(floats, TensorFacts("F32", (2,)))
-    assert unseal(floats).facts.shape == (2,)
+    seal(floats, TensorFacts("F32", (2,)), KEY)
+    assert unseal(floats, KEY).facts.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_typed_views_of_a_slab_are_taken() -> None:
 def test_facts_that_do_not_fit_are_refused(facts: TensorFacts) -> None:
     slab = bytearray(PROLOGUE_BYTES + 30)
     with pytest.raises(ValueError, match="seal|JSON"):
-        seal(memoryview(slab), facts)
+        seal(memoryview(slab), facts, KEY)
     assert slab == bytes(PROLOGUE_BYTES + 30)
 
 
@@ -112,7 +116,7 @@ def test_a_flipped_bit_is_caught_or_means_nothing(bit: int) -> None:
     slab = sealed()
     slab[bit // 8] ^= 1 << bit % 8
     try:
-        found = unseal(memoryview(slab))
+        found = unseal(memoryview(slab), KEY)
     except ObjectCorrupt:
         return
     assert (found.facts, bytes(found.payload)) == (FACTS, bytes(sealed()[PROLOGUE_BYTES:]))
@@ -127,7 +131,7 @@ def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
         slab = bytearray(good)
         slab[bit // 8] ^= 1 << bit % 8
         try:
-            found = unseal(memoryview(slab))
+            found = unseal(memoryview(slab), KEY)
         except ObjectCorrupt:
             continue
         survivors += 1
@@ -138,7 +142,7 @@ def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
 @given(st.binary(max_size=PROLOGUE_BYTES + 100))
 def test_any_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(ObjectCorrupt):
-        unseal(memoryview(body))
+        unseal(memoryview(body), KEY)
 
 
 JSON = st.recursive(
@@ -155,6 +159,7 @@ FIELDS = st.sampled_from(
         ("tensor", "data_offsets"),
         ("__metadata__",),
         ("__metadata__", "ecshare.format"),
+        ("__metadata__", "ecshare.key"),
         ("__metadata__", "ecshare.checksum"),
         ("__metadata__", "ecshare.attributes"),
         ("__metadata__", "ecshare.producer"),
@@ -176,7 +181,7 @@ def test_a_header_with_any_other_value_is_refused(
     same = inner.get(field[-1]) == value
     inner[field[-1]] = value
     try:
-        found = unseal(memoryview(with_header(slab, header)), verify=verify)
+        found = unseal(memoryview(with_header(slab, header)), KEY, verify=verify)
     except ObjectCorrupt:
         return
     assert found.facts.num_bytes == len(found.payload) == 30
@@ -196,7 +201,7 @@ def test_a_header_with_any_other_value_is_refused(
 )
 def test_a_hostile_header_is_refused(header: bytes) -> None:
     with pytest.raises(ObjectCorrupt):
-        unseal(memoryview(with_header(sealed(), header)))
+        unseal(memoryview(with_header(sealed(), header)), KEY)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +223,7 @@ def test_absurd_sizes_are_refused_without_the_checksum_too(
     header = header_of(slab)
     header["tensor"] |= {"shape": shape, "data_offsets": offsets}
     with pytest.raises(ObjectCorrupt):
-        unseal(memoryview(with_header(slab, header)), verify=False)
+        unseal(memoryview(with_header(slab, header)), KEY, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -229,26 +234,33 @@ def test_odd_attributes_are_refused(attributes: str) -> None:
     header = header_of(slab)
     header["__metadata__"]["ecshare.attributes"] = attributes
     with pytest.raises(ObjectCorrupt):
-        unseal(memoryview(with_header(slab, header)), verify=False)
+        unseal(memoryview(with_header(slab, header)), KEY, verify=False)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 8, 100, PROLOGUE_BYTES, PROLOGUE_BYTES + 29])
 def test_a_torn_object_is_refused(cut: int) -> None:
     with pytest.raises(ObjectCorrupt):
-        unseal(memoryview(sealed())[:cut], verify=False)
+        unseal(memoryview(sealed())[:cut], KEY, verify=False)
+
+
+def test_a_sound_object_of_another_key_is_refused() -> None:
+    """Also without the checksum: it may have been copied over from another namespace."""
+    for verify in (True, False):
+        with pytest.raises(ObjectCorrupt, match="stored as"):
+            unseal(memoryview(sealed()), KEY + ".r0", verify=verify)
 
 
 def test_bytes_behind_the_payload_are_refused() -> None:
     with pytest.raises(ObjectCorrupt, match="payload"):
-        unseal(memoryview(bytes(sealed()) + b"x"), verify=False)
+        unseal(memoryview(bytes(sealed()) + b"x"), KEY, verify=False)
 
 
 def test_only_the_checksum_is_skipped_when_bytes_are_trusted() -> None:
     slab = sealed()
     slab[-1] ^= 1
     with pytest.raises(ObjectCorrupt, match="checksum"):
-        unseal(memoryview(slab))
-    assert unseal(memoryview(slab), verify=False).facts == FACTS
+        unseal(memoryview(slab), KEY)
+    assert unseal(memoryview(slab), KEY, verify=False).facts == FACTS
 
 
 def test_another_format_is_refused_by_its_number() -> None:
@@ -256,11 +268,11 @@ def test_another_format_is_refused_by_its_number() -> None:
     header = header_of(slab)
     header["__metadata__"]["ecshare.format"] = "2"
     with pytest.raises(ObjectCorrupt, match="format '2'"):
-        unseal(memoryview(with_header(slab, header)))
+        unseal(memoryview(with_header(slab, header)), KEY)
 
 
 def test_metadata_of_later_writers_is_ignored() -> None:
     slab = sealed()
     header = header_of(slab)
-    header["__metadata__"]["ecshare.mac"] = "abc"
-    assert unseal(memoryview(with_header(slab, header))).facts == FACTS
+    header["__metadata__"]["ecshare.later"] = "abc"
+    assert unseal(memoryview(with_header(slab, header)), KEY).facts == FACTS

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ecshare.store import hostcache
+from ecshare.store import hostroom
 from ecshare.store.errors import ConfigError
 from ecshare.store.hostcache import Entry, HostCache, default_root
 from ecshare.store.keys import Kind, object_key
@@ -236,7 +236,7 @@ def test_a_discarded_entry_is_gone_and_its_readers_keep_it(cache: HostCache) -> 
 
 
 def test_what_a_dead_writer_left_is_removed(cache: HostCache) -> None:
-    left = cache.root / ".0123.tmp"
+    left = cache.root / ".0123456789abcdef.tmp"
     left.write_bytes(bytes(95 * KIB))
     put(cache, 0)
     assert tally(HostCache(cache.root, 100 * KIB)) == 105 * KIB  # it may be alive
@@ -250,7 +250,7 @@ def test_what_a_dead_writer_left_is_removed(cache: HostCache) -> None:
     assert tally(cache) == 10 * KIB
 
 
-def disk_full(*_: object) -> int:
+def disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -259,7 +259,7 @@ def test_a_full_disk_is_no_room(
 ) -> None:
     put(cache, 0)
     with open_entry(cache, 0), monkeypatch.context() as patch:
-        patch.setattr(os, "write", disk_full)
+        patch.setattr(os, "posix_fallocate", disk_full)
         assert cache.publish(KEYS[1], bytes(10 * KIB)) is None
         assert cache.publish(KEYS[2], bytes(10 * KIB)) is None
     assert "No space left" in caplog.text
@@ -275,12 +275,12 @@ def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
 ) -> None:
     for n in range(5):
         put(cache, n)
-    write = os.write
 
-    def small_disk(fd: int, body: memoryview) -> int:
-        return disk_full() if len(held(cache)) > 3 else write(fd, body)
+    def small_disk(*_: object) -> None:
+        if len(held(cache)) > 3:
+            disk_full()
 
-    monkeypatch.setattr(os, "write", small_disk)
+    monkeypatch.setattr(os, "posix_fallocate", small_disk)
     publish(cache, 5, bytes(20 * KIB)).close()
     assert held(cache) == {2, 3, 4, 5}
 
@@ -307,7 +307,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
 def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hostcache, "_TALLY_WAIT_S", 0.01)
+    monkeypatch.setattr(hostroom, "_TALLY_WAIT_S", 0.01)
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
         fcntl.flock(held_by_another, fcntl.LOCK_EX)
@@ -364,10 +364,16 @@ def test_an_entry_replaced_since_the_scan_is_not_evicted(
     assert path_of(cache, 0).read_bytes() == b"new"
 
 
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def test_the_folder_is_private(cache: HostCache) -> None:
     assert cache.root.stat().st_mode & 0o777 == 0o700
     put(cache, 0)
-    assert path_of(cache, 0).stat().st_mode & 0o777 == 0o600
+    assert path_of(cache, 0).stat().st_mode & 0o777 == 0o444 & ~umask()
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o1777])

@@ -12,12 +12,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store, probe
+from ecshare.store.objects import ObjectStore, open_store, probe, read
 from ecshare.store.remote import RemoteObjects, _modified_s, mapped_errors, open_remote
 from tests.ecshare.store.conftest import Bucket
 from tests.ecshare.store.scripted import DATED, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
+LIMIT = 1 << 30
 
 
 class BotoError(Exception):
@@ -117,7 +118,7 @@ async def test_two_stores_in_one_process_see_the_same_memory() -> None:
     config = StoreConfig(url=f"memory://{uuid.uuid4().hex}/x")
     one, two = open_store(config, "options"), open_store(config, "options")
     await one.put(KEY, b"body")
-    assert await two.get(KEY) == memoryview(b"body")
+    assert await read(two, KEY, LIMIT) == memoryview(b"body")
     assert await two.put(KEY, b"body") is False
 
 
@@ -148,7 +149,7 @@ def test_a_store_opened_elsewhere_runs_on_the_loop_that_uses_it(seaweedfs: Bucke
 
     async def use(store: ObjectStore) -> bytes:
         await store.put(KEY, b"body")
-        found = bytes(await store.get(KEY))
+        found = bytes(await read(store, KEY, LIMIT))
         await store.close()
         return found
 
@@ -176,6 +177,6 @@ async def test_an_object_costs_s3fs_one_request() -> None:
     with serving(lambda asked: asked.say(200, b"body", etag='"e"', **DATED)) as server:
         options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
         store = open_remote(StoreConfig(url="s3://bucket/x", storage_options=options), "options")
-        assert await store.get(KEY) == memoryview(b"body")
+        assert await read(store, KEY, LIMIT) == memoryview(b"body")
         await store.close()
         assert [method for method, _ in server.asked] == ["GET"]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A keyed MAC over objects: for buckets that others may write to.
+
+Keyed BLAKE3. What goes into the hash function is derived from the user's key, so that neither the
+MACs nor the fingerprint tell it, and neither helps to make the other.
+"""
+
+import hmac
+import os
+from pathlib import Path
+
+from blake3 import blake3
+
+from ecshare.store.errors import ConfigError
+
+_SHORTEST = 16  # characters: whoever reads the bucket can try out short ones at leisure
+_LONGEST_FILE = 1 << 16
+_MAC_CONTEXT = "ecshare 2026-11 object mac"
+_FINGERPRINT_CONTEXT = "ecshare 2026-11 integrity key fingerprint"
+_PREFIX = "blake3:"
+
+
+class Integrity:
+    """Makes and checks MACs with one key. Any thread."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
+        self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
+        """16 hex digits that tell keys apart without telling the key."""
+
+    def mac(self, believed: bytes, payload: memoryview) -> str:
+        """The MAC of what a reader believes of an object, and of its payload."""
+        digest = blake3(believed, key=self._key)
+        digest.update(payload)
+        return _PREFIX + digest.hexdigest()
+
+    def accepts(self, mac: str, believed: bytes, payload: memoryview) -> bool:
+        """Whether `mac` is the one that `mac()` gives."""
+        return hmac.compare_digest(
+            mac.encode("utf-8", "surrogatepass"), self.mac(believed, payload).encode()
+        )
+
+
+def open_integrity(text: str, path: str) -> Integrity | None:
+    """Read the option `integrity_key`: "env:NAME", "file:/path", or the key itself; "": none.
+
+    `path` is where the user wrote the options. Raises ConfigError without telling the key.
+    """
+    if not text:
+        return None
+    option = f"{path}.integrity_key"
+    if text.startswith("env:"):
+        secret = os.environ.get(text.removeprefix("env:"), "").encode("utf-8", "surrogateescape")
+        source = f"the environment variable {text.removeprefix('env:')!r}"
+    elif text.startswith("file:"):
+        secret, source = _from_file(Path(text.removeprefix("file:")), option), text
+    else:
+        secret, source = text.encode("utf-8", "surrogatepass"), "it"
+    if len(secret) < _SHORTEST:
+        raise ConfigError(
+            f"{option}: {source} holds {len(secret)} bytes, a key needs {_SHORTEST} or more; "
+            "make one with: openssl rand -hex 32"
+        )
+    return Integrity(secret)
+
+
+def _from_file(file: Path, option: str) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_LONGEST_FILE).strip()
+    except (OSError, ValueError) as exc:
+        reason = getattr(exc, "strerror", None) or str(exc)
+        raise ConfigError(
+            f"{option}: {file} cannot be read ({reason}); name a file this user may read"
+        ) from exc

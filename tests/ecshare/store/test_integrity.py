@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.integrity import Integrity, open_integrity
+from ecshare.store.keys import Kind, object_key
+
+SECRET = "0123456789abcdef0123456789abcdef"
+OURS = Integrity(SECRET.encode())
+OTHERS = Integrity(b"fedcba9876543210")
+KEY = object_key(Kind.EC, "0" * 32, "an object")
+FACTS = TensorFacts("U8", (3, 4), {"num_embeds": 3})
+
+
+def sealed(integrity: Integrity | None) -> bytearray:
+    slab = bytearray(PROLOGUE_BYTES + 12)
+    seal(memoryview(slab), FACTS, KEY, integrity)
+    return slab
+
+
+def test_what_was_written_with_the_key_is_read_with_it() -> None:
+    assert unseal(memoryview(sealed(OURS)), KEY, integrity=OURS).facts == FACTS
+
+
+def test_a_reader_without_a_key_reads_it_too() -> None:
+    assert unseal(memoryview(sealed(OURS)), KEY).facts == FACTS
+
+
+@pytest.mark.parametrize("writer", [None, OTHERS])
+def test_nothing_is_taken_without_the_right_mac(writer: Integrity | None) -> None:
+    with pytest.raises(ObjectCorrupt, match="MAC"):
+        unseal(memoryview(sealed(writer)), KEY, integrity=OURS)
+
+
+@pytest.mark.parametrize("mac", [b"", "ä".encode(), b"blake3:", b"blake3:" + b"0" * 64])
+def test_a_forged_mac_is_refused(mac: bytes) -> None:
+    """The checksum is right: whoever may write can compute that."""
+    slab = sealed(OURS)
+    start = slab.index(b"blake3:")
+    stop = slab.index(b'"', start)
+    slab[start:stop] = mac
+    slab[PROLOGUE_BYTES - stop + start + len(mac) : -12] = b" " * (stop - start - len(mac))
+    with pytest.raises(ObjectCorrupt, match="MAC"):
+        unseal(memoryview(slab), KEY, integrity=OURS)
+
+
+def test_the_mac_covers_what_the_checksum_covers() -> None:
+    believed, payload = b"facts", memoryview(b"payload")
+    mac = OURS.mac(believed, payload)
+    assert OURS.accepts(mac, believed, payload)
+    assert not OURS.accepts(mac, b"other", payload)
+    assert not OURS.accepts(mac, believed, memoryview(b"other"))
+    assert not OURS.accepts("\ud800", believed, payload)
+
+
+def test_the_fingerprint_tells_keys_apart_and_no_more() -> None:
+    assert OURS.fingerprint == Integrity(SECRET.encode()).fingerprint != OTHERS.fingerprint
+    assert len(OURS.fingerprint) == 16
+    assert OURS.fingerprint not in OURS.mac(b"", memoryview(b""))
+
+
+def test_the_key_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text(SECRET + "\n")
+    monkeypatch.setenv("OUR_KEY", SECRET)
+    for text in (SECRET, "env:OUR_KEY", f"file:{tmp_path}/key"):
+        found = open_integrity(text, "options")
+        assert found is not None
+        assert found.fingerprint == OURS.fingerprint
+    assert open_integrity("", "options") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("env:NOT_SET_AT_ALL", "the environment variable 'NOT_SET_AT_ALL' holds 0 bytes"),
+        ("file:/does/not/exist", "/does/not/exist cannot be read"),
+        ("file:/a\0b", "cannot be read"),
+        ("file:", "cannot be read"),
+        ("hidden", "it holds 6 bytes, a key needs 16 or more"),
+    ],
+)
+def test_a_key_that_cannot_be_is_refused_with_the_fix(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_integrity(text, "options")
+    assert str(caught.value).startswith("options.integrity_key: ")
+    assert words in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+def test_logs_do_not_tell_the_key() -> None:
+    assert SECRET not in repr(StoreConfig(url="/x", integrity_key=SECRET))
