@@ -4,9 +4,12 @@
 import base64
 import io
 import json
+import math
 import re
 import urllib.error
 import urllib.request
+import wave
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
@@ -15,6 +18,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 TIMEOUT_S = 300.0
+SAMPLES_PER_S = 16_000  # what speech models take; others would be converted first
 # One line of Prometheus text: name, labels if any, value.
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -39,6 +43,39 @@ class Answer:
 
 def picture(seed: int, size: int = 448) -> str:
     """A PNG of `size` x `size` pixels as a data url; every seed is another picture."""
+    png = io.BytesIO()
+    _draw(seed, size).save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def video(seed: int, frames: int = 4, size: int = 112) -> str:
+    """`frames` pictures of `size` x `size` pixels as a data url of vLLM's own kind, no file."""
+    shown = []
+    for number in range(frames):
+        jpeg = io.BytesIO()
+        _draw(seed + number, size).save(jpeg, "JPEG")
+        shown.append(base64.b64encode(jpeg.getvalue()).decode())
+    return "data:video/jpeg;base64," + ",".join(shown)
+
+
+def sound(seed: int, seconds: float = 1.0) -> str:
+    """A WAV of three tones, one after the other, as a data url; every seed is another sound."""
+    pitches_hz = [200 + (seed * 83 + step * 271) % 1800 for step in range(3)]
+    num_samples = int(seconds * SAMPLES_PER_S)
+    samples = array("h")
+    for number in range(num_samples):
+        pitch_hz = pitches_hz[3 * number // num_samples]
+        samples.append(int(12_000 * math.sin(2 * math.pi * pitch_hz * number / SAMPLES_PER_S)))
+    wav = io.BytesIO()
+    with wave.open(wav, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(samples.itemsize)
+        file.setframerate(SAMPLES_PER_S)
+        file.writeframes(samples.tobytes())
+    return "data:audio/wav;base64," + base64.b64encode(wav.getvalue()).decode()
+
+
+def _draw(seed: int, size: int) -> Image.Image:
     image = Image.new("RGB", (size, size), _colour(seed))
     draw = ImageDraw.Draw(image)
     for shape in range(4):
@@ -47,9 +84,7 @@ def picture(seed: int, size: int = 448) -> str:
         (draw.ellipse if (seed + shape) % 2 else draw.rectangle)(
             box, fill=_colour(seed + shape + 1)
         )
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    return image
 
 
 def _colour(seed: int) -> tuple[int, int, int]:

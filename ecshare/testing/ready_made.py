@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).with_name("models.py")
+RECIPES = Path(__file__).with_name("models")
 
 
 def model(cache: Path, family: str = "qwen2.5-vl", seed: int = 0) -> Path:
@@ -14,7 +14,8 @@ def model(cache: Path, family: str = "qwen2.5-vl", seed: int = 0) -> Path:
 
     A changed recipe makes a new one. Raises RuntimeError, with what it said, if that fails.
     """
-    recipe = hashlib.sha256(RECIPES.read_bytes()).hexdigest()[:12]
+    recipes = b"".join(file.read_bytes() for file in sorted(RECIPES.glob("*.py")))
+    recipe = hashlib.sha256(recipes).hexdigest()[:12]
     path = cache / f"{family}-seed{seed}-{recipe}"
     if not path.exists():
         command = [sys.executable, "-m", "ecshare.testing.models", family, str(path)]

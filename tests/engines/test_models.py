@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing import ready_made
 from ecshare.testing.asking import ask, picture, question
 from tests.conftest import StartEngine
 
 pytestmark = pytest.mark.engine
-
-
-def test_the_same_seed_makes_the_same_files(vlm: Path, tmp_path: Path) -> None:
-    again = ready_made.model(tmp_path)
-    names = {path.name for path in vlm.iterdir()}
-    assert names == {path.name for path in again.iterdir()}
-    assert all((vlm / name).read_bytes() == (again / name).read_bytes() for name in names)
 
 
 def test_tokens_depend_on_picture_question_and_weights(

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters are read and pictures drawn as the demo and the tests need them."""
+"""Counters are read, and pictures, videos and sounds made, as the demo and the tests need them."""
 
 import base64
 import io
 
 import pytest
+import soundfile
 from PIL import Image
 
-from ecshare.testing.asking import picture, question, read_counters
+from ecshare.testing.asking import picture, question, read_counters, sound, video
 
 PAGE = """\
 # HELP ecshare_items_total Media items, by what became of their embedding.
@@ -32,6 +33,25 @@ def test_counters_are_summed_over_engines_and_kept_apart_by_event() -> None:
 def test_every_seed_is_another_picture_and_always_the_same() -> None:
     assert len({picture(seed) for seed in range(20)}) == 20
     assert picture(3) == picture(3)
+
+
+def test_every_seed_is_another_video_and_another_sound() -> None:
+    assert len({video(seed) for seed in range(20)}) == 20
+    assert len({sound(seed) for seed in range(20)}) == 20
+    assert (video(3), sound(3)) == (video(3), sound(3))
+
+
+def test_a_video_has_the_frames_asked_for() -> None:
+    frames = video(1, frames=3, size=56).partition("base64,")[2].split(",")
+    shown = [Image.open(io.BytesIO(base64.b64decode(frame))) for frame in frames]
+    assert [(each.format, each.size) for each in shown] == [("JPEG", (56, 56))] * 3
+
+
+def test_a_sound_lasts_as_long_as_asked_for() -> None:
+    wav = base64.b64decode(sound(1, seconds=0.5).partition("base64,")[2])
+    samples, rate = soundfile.read(io.BytesIO(wav))
+    assert len(samples) == rate / 2
+    assert 0.3 < max(samples) < 0.4
 
 
 @pytest.mark.parametrize("size", [56, 448])

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all families are built of: a trained tokenizer, a chat template, drawn weights, files."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+MAX_POSITIONS = 8192
+# Twice what keeps variances equal. At once, attention is nearly uniform: the mean over a picture's
+# tokens is the same for every picture, and so is the answer.
+ATTENTION_GAIN = 2.0
+BIAS_STD = 0.08
+MAX_LEARNED_TOKENS = 1024
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|im_end|>"
+CHAT_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
+# Any English gives a usable vocabulary. Bytes that no merge covers are tokens of their own.
+TRAINING_TEXT = (
+    "You are a helpful assistant. Describe this picture. What is in the picture? What is the "
+    "difference between these two pictures? Compare the first picture with the second picture. "
+    "The picture shows a red square on a blue ground, a green circle over a yellow line, and a "
+    "small white cat that sits in front of an old stone house. How many people are there? There "
+    "are three people, two dogs and one car. Which colour is the largest shape? Answer in one "
+    "sentence. Tell me a story about the sea, the wind and the stars. Why is the sky blue? What "
+    "comes next? One, two, three, four, five, six, seven, eight, nine, ten, 0123456789."
+)
+
+
+def chat_template(placeholders: Mapping[str, str]) -> str:
+    """The template of a chat; `placeholders` says what stands for a media item: modality -> text.
+
+    A part may be named as vLLM names it (`image`) or as its API does (`image_url`).
+    """
+    media = "".join(
+        f"{{%- elif part['type'] in ('{modality}', '{modality}_url') -%}}{{{{ '{text}' }}}}"
+        for modality, text in placeholders.items()
+    )
+    return (
+        "{%- for message in messages -%}"
+        "{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{%- if message['content'] is string -%}{{ message['content'] }}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'text' -%}{{ part['text'] }}" + media + "{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}"
+        "{{ '<|im_end|>\n' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+
+
+def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: every text has tokens, and the same ones each time."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_LEARNED_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
+    special_tokens = (*CHAT_TOKENS, *media_tokens)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
+    """A language model of 4 layers; two kv heads, so that two ranks can share it."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
+        **more,
+    }
+
+
+def finish(
+    path: str | Path,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    seed: int,
+    published_names: Mapping[str, str] | None = None,
+) -> Path:
+    """Draw the weights of `model` and write all of it to `path`, which must not be there.
+
+    `published_names`: where transformers no longer writes the names that published checkpoints have
+    and vLLM reads, its prefix -> theirs.
+    """
+    tokenizer = processor.tokenizer
+    draw_weights(model, seed)
+    _silence(model.get_output_embeddings(), tokenizer)
+    ends = {
+        "bos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
+    }
+    with _whole_or_not_at_all(Path(path)) as built:
+        model.save_pretrained(built)
+        if published_names:
+            _rename(built / SAFE_WEIGHTS_NAME, published_names)
+        processor.save_pretrained(built)
+        GenerationConfig(do_sample=False, **ends).save_pretrained(built)
+    return Path(path)
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw every matrix and bias from one seeded stream; norms stay at one.
+
+    Matrices keep variances equal (std = 1 / sqrt(inputs)), those of attention are wider (where a
+    norm takes that away again, it gives it back), and embeddings have unit variance, so that no
+    token is drowned by the layers above it.
+    """
+    stream = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                parameter.fill_(ATTENTION_GAIN)
+            if "norm" in name or "ln_q" in name:
+                continue
+            if parameter.dim() == 1:
+                std = BIAS_STD
+            elif "embed_tokens" in name:
+                std = 1.0
+            else:
+                inputs = parameter[0].numel()
+                std = (ATTENTION_GAIN if "attn" in name else 1.0) / math.sqrt(inputs)
+            parameter.normal_(0.0, std, generator=stream)
+
+
+def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give the special tokens a logit of zero, so that greedy answers are text and do not stop."""
+    with torch.no_grad():
+        lm_head.weight[tokenizer.all_special_ids] = 0.0
+        lm_head.weight[list(tokenizer.added_tokens_decoder)] = 0.0
+
+
+def _rename(file: Path, published_names: Mapping[str, str]) -> None:
+    """Give the tensors in a safetensors file other prefixes."""
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        prefix = next((prefix for prefix in published_names if name.startswith(prefix)), "")
+        renamed[published_names.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
+@contextmanager
+def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to write to, which becomes `path` in the end."""
+    if path.exists():
+        raise FileExistsError(f"{path} is there already; remove it or choose another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        built = Path(scratch) / "model"
+        yield built
+        built.rename(path)
