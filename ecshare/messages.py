@@ -12,8 +12,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
-from ecshare.transfer.stats import merged
-
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
@@ -47,15 +45,16 @@ class Orders(ECConnectorMetadata):
 class Report(ECConnectorWorkerMetadata):
     """Workers -> scheduler half, after a step.
 
-    V1 producers never deliver it, so nothing may depend on its arrival: without it, counts are
-    missing and pins are held longer, no more.
+    V1 producers never deliver it, so nothing may depend on its arrival: without it, pins are held
+    longer, no more. Counts take a second way as well (ecshare.plugin.ledger).
     """
 
-    counts: dict[str, float] = field(default_factory=dict)
+    totals: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By rank: what it has counted since it began. A sum that is told twice counts once."""
     loaded: frozenset[str] = frozenset()
     """Keys whose load orders were carried out."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         """Return both workers' reports as one."""
         assert isinstance(other, Report)
-        return Report(merged(self.counts, other.counts), self.loaded | other.loaded)
+        return Report({**self.totals, **other.totals}, self.loaded | other.loaded)

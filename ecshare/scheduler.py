@@ -4,22 +4,14 @@
 vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then
 cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
 pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
-submits, polls and looks into dictionaries; it never waits and never touches storage.
-
-What becomes of an item (one per identifier that live requests need):
-
-    ASKED    the store was asked; requests that need it wait, until `wait_s` is over
-    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded
-    STORED   producer only: in the store already; it will not be encoded
-    ABSENT   encode it (and store it, on a producer); without pixels, fail the request
+polls and looks into dictionaries; it never waits and never touches storage. What became of an item
+is known to `ecshare.items`; here is who waits for it, and what the workers are told.
 """
 
 import heapq
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,13 +21,20 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
 )
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.items import Embeddings, Item, Items, Phase
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
-from ecshare.plugin.identity import encoder_namespace, encoder_width
+from ecshare.plugin.identity import (
+    Namespace,
+    encoder_namespace,
+    encoder_width,
+    has_tower_adapters,
+)
+from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.store.format import TensorFacts
-from ecshare.transfer.engine import Done, Fetch, Lookup, Outcome, StoredObject, TransferEngine
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Run, StoredObject
 from ecshare.transfer.staging import dtype_name
-from ecshare.transfer.stats import Stats
+from ecshare.transfer.stats import Stats, merged
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,28 +50,10 @@ _UNPIN_UNREPORTED_S = 60.0
 _UNPIN_LOADED_S = 5.0
 # Of so many recent items the placeholder metadata is kept, and that a load was ordered.
 _REMEMBERED_ITEMS = 10_000
-
-
-class _Phase(Enum):
-    ASKED = auto()
-    READY = auto()
-    STORED = auto()
-    ABSENT = auto()
-
-
-@dataclass(slots=True)
-class _Item:
-    """One identifier that live requests need; see the module's docstring for the phases."""
-
-    identifier: str
-    key: str
-    num_embeds: int
-    deadline_s: float
-    phase: _Phase = _Phase.ASKED
-    stored: StoredObject | None = None
-    is_save_ordered: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
-    waiters: set[str] = field(default_factory=set)
+_LEDGER_READ_EVERY_S = 1.0
+# vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
+# on the scheduler thread would hold up every other request: longer ones are not shared.
+MAX_IDENTIFIER_CHARS = 4096
 
 
 class EncoderScheduler:
@@ -92,22 +73,26 @@ class EncoderScheduler:
         assert role is not None  # or vLLM would not have made the connector
         self._is_producer: bool = role.is_ec_producer
         self._is_consumer: bool = role.is_ec_consumer
-        self._wait_s = config.wait_s
-        self._namespace = encoder_namespace(vllm_config, config.epoch)
-        self._width = encoder_width(vllm_config)
-        model_dtype = vllm_config.model_config.dtype
-        assert isinstance(model_dtype, torch.dtype)  # a word only until vLLM has read the model
-        self._dtypes = {dtype_name(model_dtype), "F32"}
+        self._has_tower_adapters = has_tower_adapters(vllm_config)
         self._placeholders = PlaceholderMetadataResolver(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
+        namespace = encoder_namespace(vllm_config, config.epoch, self._engine.integrity)
         self._engine.start_up(
-            self._namespace.kind,
-            self._namespace.digest,
-            self._namespace.facts,
-            write=self._is_producer,
+            namespace.kind, namespace.digest, namespace.facts, write=self._is_producer
         )
-        self._items: dict[str, _Item] = {}
-        self._asked: dict[str, str] = {}  # key -> identifier, for each job in flight
+        self._stats = Stats()
+        self._items = Items(
+            self._engine,
+            _embeddings(vllm_config, namespace),
+            self._stats,
+            is_consumer=self._is_consumer,
+            wait_s=config.wait_s,
+        )
+        # See EncoderWorker: where vLLM drops the workers' reports.
+        is_told = self._is_producer and not self._is_consumer
+        self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
+        self._next_reading_s = 0.0
+        self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         self._loads: dict[str, LoadOrder] = {}
         self._loading: OrderedDict[str, None] = OrderedDict()  # keys ordered, not reported yet
@@ -116,7 +101,6 @@ class EncoderScheduler:
         self._unpinning: list[tuple[float, int, StoredObject]] = []
         self._num_let_go = 0
         self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._stats = Stats()
 
     # --- hooks ---
 
@@ -134,29 +118,32 @@ class EncoderScheduler:
             return True
         self._poll()
         # A list: every item is asked for at once, not one after the other.
-        return all([self._is_settled(request.request_id, feature) for feature in needed])
+        return all([self._is_settled(request, feature) for feature in needed])
 
     def has(self, identifier: str) -> bool:
         """Whether the item is loaded or stored rather than encoded. No I/O."""
         item = self._items.get(identifier)
-        return item is not None and item.phase in (_Phase.READY, _Phase.STORED)
+        return item is not None and item.phase in (Phase.READY, Phase.STORED)
 
     def allocated(self, request: "Request", index: int) -> None:
         """Item `index` has a place in the encoder cache: load it, or count the encode."""
         item = self._items.get(request.mm_features[index].identifier)
-        if item is not None and item.phase is _Phase.READY:
+        if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
             self._loading[item.key] = None
             if len(self._loading) > _REMEMBERED_ITEMS:
                 self._loading.popitem(last=False)
             self._stats.add("items/loaded")
-        elif item is not None and item.phase is _Phase.STORED:
+            self._stats.add("encodes_avoided")
+        elif item is not None and item.phase is Phase.STORED:
             self._stats.add("items/stored")
+            self._stats.add("encodes_avoided")
         else:
             self._stats.add("items/encoded")
 
     def orders(self, scheduled: dict[str, int]) -> Orders:
         """Return what the workers shall do in a step that runs the requests of `scheduled`."""
+        self._items.flush()
         loads, self._loads = tuple(self._loads.values()), {}
         saves = self._save_orders(scheduled) if self._is_producer else ()
         self._unpin(time.monotonic())
@@ -185,14 +172,19 @@ class EncoderScheduler:
         """Take the workers' counts and note what they loaded; what is no report is ignored."""
         if not isinstance(report, Report):
             return
-        for name, count in report.counts.items():
-            self._stats.add(name, count)
+        self._take_totals(report.totals)
         for key in report.loaded:
             self._loading.pop(key, None)
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        return counter_stats(self._stats.take())
+        self._poll()
+        now_s = time.monotonic()
+        if self._ledger is not None and now_s >= self._next_reading_s:
+            self._next_reading_s = now_s + _LEDGER_READ_EVERY_S
+            self._engine.submit(Run("ledger", self._ledger.read))
+        self._stats.set("now/breaker_open/scheduler", float(self._engine.is_breaker_open))
+        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""
@@ -200,80 +192,71 @@ class EncoderScheduler:
             self._release(request_id, set())
         self._unpin(float("inf"))
         self._engine.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _poll(self) -> None:
+        for done in self._items.poll():
+            if isinstance(done.job, Run) and done.value:
+                self._take_totals(done.value)
+
+    def _take_totals(self, totals: Totals) -> None:
+        for name, count in grown(self._known_totals, totals).items():
+            self._stats.add(name, count)
 
     # --- items ---
 
-    def _is_settled(self, request_id: str, feature: "MultiModalFeatureSpec") -> bool:
+    def _is_settled(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether it is known what to do with one item of a request; asks the store if need be."""
+        if len(feature.identifier) > MAX_IDENTIFIER_CHARS:
+            return self._can_encode(feature) or self._lose(request)
         item = self._items.get(feature.identifier)
-        if item is None:
-            item = self._ask(feature)
-        if request_id not in item.waiters:
-            item.waiters.add(request_id)
-            self._wanted.setdefault(request_id, set()).add(item.identifier)
-            item.metadata = item.metadata or self._placeholder_metadata(feature)
-        if item.phase is _Phase.ASKED and time.monotonic() >= item.deadline_s:
-            self._miss(item, "late")
-        if item.phase is _Phase.ASKED:
+        if item is None or request.request_id not in item.waiters:
+            item = self._join(request, feature, item)
+        if item.phase is Phase.ASKED:
+            self._items.check_time(item)
+        if item.phase is Phase.ASKED:
             return False
-        is_lost = item.phase is _Phase.ABSENT and not self._can_encode(feature)
+        is_lost = item.phase is Phase.ABSENT and not self._can_encode(feature)
         # One identifier for two different contents: loading would hand this request rows that do
         # not fit its placeholders. vLLM fails such a request too.
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
-            self._lost.add(request_id)
-            return False
+            return self._lose(request)
         return True
 
-    def _ask(self, feature: "MultiModalFeatureSpec") -> _Item:
-        """Begin to find out about an item nobody asked for yet."""
-        num_embeds = feature.mm_position.get_num_embeds()
-        # The number of embeddings is part of the name: an object of another length, left under the
-        # same client-chosen identifier, must neither be loaded nor block the right one.
-        key = self._namespace.key(f"{num_embeds}:{feature.identifier}")
-        deadline_s = time.monotonic() + self._wait_s
-        item = _Item(feature.identifier, key, num_embeds, deadline_s)
-        self._items[item.identifier] = item
-        if key not in self._asked:
-            self._asked[key] = item.identifier
-            self._engine.submit(
-                Fetch(key, self._wait_s)
-                if self._is_consumer
-                else Lookup((key,), self._wait_s, store_only=True)
+    def _join(
+        self, request: "Request", feature: "MultiModalFeatureSpec", item: Item | None
+    ) -> Item:
+        """Note that `request` needs `item`, and ask the store for one that nobody asked for yet."""
+        is_announced = self._is_consumer and self._is_announced(request, feature)
+        if item is None:
+            adapter = request.lora_request if self._has_tower_adapters else None
+            item = self._items.ask(
+                feature.identifier,
+                feature.mm_position.get_num_embeds(),
+                adapter=adapter.lora_path if adapter else None,
+                is_announced=is_announced,
             )
+        item.is_announced = item.is_announced or is_announced
+        item.waiters.add(request.request_id)
+        self._wanted.setdefault(request.request_id, set()).add(item.identifier)
+        item.metadata = item.metadata or self._placeholder_metadata(feature)
         return item
 
-    def _poll(self) -> None:
-        for done in self._engine.poll():
-            self._settle(done)
+    def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
+        """Whether somebody says that the item is stored or about to be.
 
-    def _settle(self, done: Done) -> None:
-        """Move an item to the phase that the outcome of its job calls for."""
-        job = done.job
-        assert isinstance(job, Fetch | Lookup)
-        key = job.key if isinstance(job, Fetch) else job.keys[0]
-        item = self._items.get(self._asked.pop(key))
-        stored = done.value if isinstance(done.value, StoredObject) else None
-        if item is None or item.key != key:
-            pass  # nobody waits any more
-        elif stored is not None and stored.entry is not None and self._fits(stored.facts, item):
-            item.phase, item.stored = _Phase.READY, stored
-            return
-        elif done.value == (True,):
-            item.phase = _Phase.STORED
-        elif item.phase is _Phase.ASKED:
-            self._miss(item, "unfit" if stored else done.outcome.value)
-        if stored is not None:
-            stored.release()  # no worker was told of it
+        An encoder's `ec_transfer_params` do, and so does a request without pixels: it has the
+        placeholder metadata from an encoder. Both come from the client, so all that follows from
+        them is a wait, of at most `wait_s`.
+        """
+        params = getattr(request, "ec_transfer_params", None)
+        is_told = isinstance(params, dict) and feature.identifier in params
+        return is_told or not self._can_encode(feature)
 
-    def _fits(self, facts: TensorFacts, item: _Item) -> bool:
-        """Whether a stored tensor is what the model expects for `item`; stores are not trusted."""
-        return facts.shape == (item.num_embeds, self._width) and facts.dtype in self._dtypes
-
-    def _miss(self, item: _Item, reason: str) -> None:
-        item.phase = _Phase.ABSENT
-        self._stats.add("items/missed")
-        if reason not in (Outcome.MISSING.value, Outcome.OK.value):
-            logger.debug("embedding %s counts as missing: %s", item.key, reason)
+    def _lose(self, request: "Request") -> bool:
+        self._lost.add(request.request_id)
+        return False
 
     def _can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the request carries pixels (or sound), not placeholder metadata alone."""
@@ -295,16 +278,17 @@ class EncoderScheduler:
         if kept := wanted & needed:
             self._wanted[request_id] = kept
         for identifier in wanted - needed:
-            item = self._items[identifier]
+            item = self._items.get(identifier)
+            assert item is not None  # it lives as long as a request wants it
             item.waiters.discard(request_id)
             if item.waiters:
                 continue
-            del self._items[identifier]
-            if item.stored is not None:
+            stored = self._items.drop(item)
+            if stored is not None:
                 is_unreported = item.key in self._loading
                 pinned_s = _UNPIN_UNREPORTED_S if is_unreported else _UNPIN_LOADED_S
                 self._num_let_go += 1
-                entry = (time.monotonic() + pinned_s, self._num_let_go, item.stored)
+                entry = (time.monotonic() + pinned_s, self._num_let_go, stored)
                 heapq.heappush(self._unpinning, entry)
 
     def _unpin(self, now_s: float) -> None:
@@ -321,11 +305,9 @@ class EncoderScheduler:
         lost them since.
         """
         saves = []
-        for item in self._items.values():
-            if item.phase is _Phase.ABSENT and not item.is_save_ordered:
-                if item.waiters.isdisjoint(scheduled):
-                    continue
-                item.is_save_ordered = True
+        for item in list(self._items.unsaved.values()):
+            if not item.waiters.isdisjoint(scheduled):
+                del self._items.unsaved[item.identifier]
                 attributes = {"num_embeds": item.num_embeds, "metadata": item.metadata}
                 saves.append(SaveOrder(item.identifier, item.key, attributes))
         return tuple(saves)
@@ -355,3 +337,11 @@ class EncoderScheduler:
 def _end(feature: "MultiModalFeatureSpec") -> int:
     """Return the position after the item's last placeholder token."""
     return feature.mm_position.offset + feature.mm_position.length
+
+
+def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:
+    dtype = vllm_config.model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # a word only until vLLM has read the model
+    # Some encoders run in float32 whatever the model's dtype is.
+    dtypes = frozenset((dtype_name(dtype), "F32"))
+    return Embeddings(namespace, encoder_width(vllm_config), dtypes)

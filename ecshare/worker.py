@@ -5,7 +5,10 @@ Every rank loads, one rank saves: all of them hold the same embedding.
 """
 
 import logging
+import time
 from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,19 +16,14 @@ from torch import Tensor
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.plugin.ledger import open_ledger
 from ecshare.plugin.ranks import Rank
-from ecshare.store.format import TensorFacts
-from ecshare.transfer.engine import (
-    Done,
-    Fetch,
-    Outcome,
-    Put,
-    StoredObject,
-    TransferEngine,
-    open_object,
-)
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.fetching import open_object
+from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name
-from ecshare.transfer.stats import Stats
+from ecshare.transfer.stats import Stats, merged
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # Orders for items whose encode was cancelled are never redeemed; keep the latest.
 _ORDERS_KEPT = 4096
+# An embedding that was promised is asked for again until so many time-outs are over.
+_TIMEOUTS_WAITED = 3
+_ENTRY_EVERY_S = 0.5
 
 
 class EncoderWorker:
@@ -52,9 +53,11 @@ class EncoderWorker:
         assert role is not None  # or vLLM would not have made the connector
         assert device is not None  # nor this worker
         self._device = torch.device(device)
+        self._rank = rank.tp_rank
         self._is_writer = role.is_ec_producer and rank.is_writer
-        # Only an engine that does nothing but encode may wait for its uploads: others decode.
-        self._is_durable = self._is_writer and not role.is_ec_consumer
+        self._is_durable = self._is_writer and config.save == "durable"
+        # An engine that also decodes must not be held up for memory: it gives the save up.
+        self._waits_for_room = self._is_durable or not role.is_ec_consumer
         self._timeout_s = config.io_timeout_s
         self._wait_s = config.wait_s
         self._staging = Staging(self._device, config.buffer_bytes)
@@ -63,11 +66,19 @@ class EncoderWorker:
         self._orders: OrderedDict[str, SaveOrder] = OrderedDict()
         self._loaded: set[str] = set()
         self._stats = Stats()
+        self._totals: dict[str, float] = {}
+        self._has_news = False
+        # Only of an engine that does nothing but encode does vLLM drop the reports.
+        is_told = role.is_ec_producer and not role.is_ec_consumer
+        self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
+        self._is_untold = False
+        self._next_entry_s = 0.0
 
     def load(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
         """Fill `encoder_cache` (identifier -> [num_embeds, width] on the device) as ordered.
 
-        The tensors are copies that the cache owns. On return they are usable on the current stream.
+        The cache owns the tensors; on a CPU they lie in the host cache's pages until somebody
+        writes to them. On return they are usable on the current stream.
         """
         for order in orders.loads:
             stored = open_object(self._engine.host, order.key) or self._fetch(order)
@@ -75,9 +86,7 @@ class EncoderWorker:
                 self._stats.add("items/failed")
                 logger.error("embedding %s was promised and cannot be loaded", order.key)
                 continue
-            encoder_cache[order.identifier] = as_tensor(stored.payload, stored.facts).to(
-                self._device, copy=True
-            )
+            encoder_cache[order.identifier] = self._tensor(stored)
             stored.release()
             self._loaded.add(order.key)
 
@@ -108,21 +117,31 @@ class EncoderWorker:
         self._engine.submit(Put(order.key, slab))
 
     def settle(self) -> None:
-        """End a step. A producer-only engine waits here, bounded, until its saves are stored."""
+        """End a step. In the mode `durable` it waits here, bounded, until its saves are stored."""
         if not self._is_durable:
             self._count(self._engine.poll())
         elif self._engine.in_flight:
             self._count(self._engine.drain(self._timeout_s))
+        self._tell()
 
     def report(self) -> Report | None:
-        """Return what was counted and loaded since the last report; None if nothing was."""
-        counts = self._stats.take()
+        """Return the sums, and what was loaded since the last report; None if nothing is new."""
+        self._add_up()
+        is_new, self._has_news = self._has_news, False
         loaded, self._loaded = frozenset(self._loaded), set()
-        return Report(counts, loaded) if counts or loaded else None
+        if not is_new and not loaded:
+            return None
+        return Report({self._rank: dict(self._totals)}, loaded)
 
     def close(self) -> None:
         """Let uploads end, briefly, and stop the I/O thread."""
         self._engine.close()
+
+    def _tensor(self, stored: StoredObject) -> Tensor:
+        """Return a verified embedding as a tensor on the device that nobody else can change."""
+        if self._device.type != "cpu" or stored.entry is None:
+            return as_tensor(stored.payload, stored.facts).to(self._device, copy=True)
+        return as_tensor(stored.entry.copy_on_write()[PROLOGUE_BYTES:], stored.facts)
 
     def _reserve(self, tensor: Tensor, order: SaveOrder) -> Slab | None:
         """Return a slab for `tensor`; None if it cannot be stored, or the budget stays spent."""
@@ -133,7 +152,7 @@ class EncoderWorker:
             return None
         facts = TensorFacts(dtype, tuple(tensor.shape), order.attributes)
         slab = self._staging.reserve(facts)
-        if slab is None and self._is_durable:
+        if slab is None and self._waits_for_room:
             self._count(self._engine.drain(self._timeout_s))
             slab = self._staging.reserve(facts)
         return slab
@@ -141,19 +160,39 @@ class EncoderWorker:
     def _fetch(self, order: LoadOrder) -> StoredObject | None:
         """Read an embedding from the store, waiting for it.
 
-        The scheduler half pinned it on its own host; only a worker on another host gets here.
+        The scheduler half pinned it on its own host; only a worker on another host gets here. It
+        was promised, and vLLM cannot go on without it, so a fault is not the end of it.
         """
-        self._count(self._engine.drain(self._timeout_s))
-        self._engine.submit(Fetch(order.key, self._wait_s))
-        for done in self._engine.drain(self._wait_s):
-            if isinstance(done.value, StoredObject):
-                return done.value
-        return None
+        timeout_s = max(self._wait_s, _TIMEOUTS_WAITED * self._timeout_s)
+        job = Fetch(order.key, timeout_s, is_announced=True)
+        self._engine.submit(job)
+        ended = self._engine.drain(timeout_s, until=job)
+        self._count(done for done in ended if done.job is not job)
+        found = [done.value for done in ended if done.job is job]
+        return found[0] if found else None
 
-    def _count(self, ended: list[Done]) -> None:
+    def _count(self, ended: Iterable[Done]) -> None:
         for done in ended:
             if isinstance(done.job, Put):
                 is_saved = done.outcome is Outcome.OK
                 self._stats.add("items/saved" if is_saved else "items/dropped")
             elif isinstance(done.value, StoredObject):
                 done.value.release()  # a fetch that came too late for its step
+
+    def _add_up(self) -> None:
+        """Add what was counted since the last call to the sums."""
+        self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
+        self._stats.set("now/breaker_open/worker", float(self._engine.is_breaker_open))
+        news = merged(self._stats.take(), self._engine.stats.take())
+        if news:
+            self._totals = merged(self._totals, news)
+            self._has_news = self._is_untold = True
+
+    def _tell(self) -> None:
+        """Write the sums down, now and then, where a report would not arrive."""
+        self._add_up()
+        now_s = time.monotonic()
+        if self._ledger is not None and self._is_untold and now_s >= self._next_entry_s:
+            self._is_untold, self._next_entry_s = False, now_s + _ENTRY_EVERY_S
+            work = partial(self._ledger.write, self._rank, self._totals)
+            self._engine.submit(Run("ledger", work))

@@ -179,8 +179,7 @@ class KVShareConnector(KVConnectorBase_V1):
         """Return the `PrometheusCounters` of this connector, registered."""
         from ecshare.plugin.metrics import PrometheusCounters
 
-        families = ("blocks", "tokens")
-        return PrometheusCounters(families, metric_types, labelnames, per_engine_labelvalues)
+        return PrometheusCounters("kvshare", metric_types, labelnames, per_engine_labelvalues)
 
     def _orders(self) -> "Orders":
         orders = self._get_connector_metadata()

@@ -18,8 +18,9 @@ from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank
 from ecshare.store.keys import Kind, object_key
-from ecshare.transfer.engine import Done, Lookup, Outcome, TransferEngine
-from ecshare.transfer.stats import Stats
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Lookup, Outcome
+from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import refusal
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announced_tokens, announcement
@@ -159,7 +160,8 @@ class KVScheduler:
         why_not = refusal(vllm_config, kv_cache_config)
         if why_not is not None:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
-        namespace = kv_namespace(vllm_config, kv_cache_config, config.epoch)
+        engine = TransferEngine(config, OPTIONS_PATH)
+        namespace = kv_namespace(vllm_config, kv_cache_config, config.epoch, engine.integrity)
         tp_size = vllm_config.parallel_config.tensor_parallel_size
         facts = KVFacts(
             namespace=namespace.digest,
@@ -169,7 +171,6 @@ class KVScheduler:
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
         )
-        engine = TransferEngine(config, OPTIONS_PATH)
         engine.start_up(namespace.kind, namespace.digest, namespace.facts, write=facts.saves)
         return cls(config, facts, engine)
 
@@ -243,7 +244,8 @@ class KVScheduler:
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        return counter_stats(self._stats.take())
+        self._stats.set("now/breaker_open/scheduler", float(self._engine.is_breaker_open))
+        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:
         """Stop the I/O thread."""

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import worker_rank
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
-from ecshare.transfer.engine import Done, Fetch, Outcome, Put, StoredObject, TransferEngine
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging, as_tensor
-from ecshare.transfer.stats import Stats
+from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches, refusal
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Piece, Report
@@ -160,7 +162,10 @@ class KVWorker:
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        return counter_stats(self._stats.take())
+        if self._staging is not None:
+            self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
+        self._stats.set("now/breaker_open/worker", float(self._engine.is_breaker_open))
+        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:
         """Let saves end, briefly, and stop the I/O thread."""
@@ -173,7 +178,10 @@ class KVWorker:
         waiters = self._waiting.setdefault(key, [])
         waiters.append((load, piece))
         if len(waiters) == 1:
-            self._engine.submit(Fetch(key, self._config.io_timeout_s))
+            assert self._blocks is not None
+            facts = self._blocks.facts(piece.num_tokens, piece.key.hex())
+            limit_bytes = PROLOGUE_BYTES + facts.num_bytes
+            self._engine.submit(Fetch(key, self._config.io_timeout_s, limit_bytes))
 
     def _arrived(self, done: Done) -> None:
         """Hand an object to all who wait for it."""

@@ -19,12 +19,12 @@ ALLOWED = {
     "ecshare.store": set(),
     "ecshare.transfer": STORE,
     "ecshare.plugin": BELOW_VLLM,
-    "ecshare.encoder": BELOW_CONNECTORS,  # connector, scheduler, worker, messages, config
+    "ecshare.encoder": BELOW_CONNECTORS,  # connector, its two halves and theirs
     "kvshare": BELOW_CONNECTORS,
     "ecshare.router": STORE,
     "ecshare.front": BELOW_CONNECTORS | {"ecshare.encoder", "ecshare.router"},  # cli, testing
 }
-ENCODER = {"connector", "scheduler", "worker", "messages", "config"}
+ENCODER = {"connector", "scheduler", "items", "worker", "messages", "config"}
 FRONT = {"cli", "doctor", "testing", "__main__"}
 # Groups that must work where torch or vLLM is not installed, or is slow to import.
 WITHOUT = {

@@ -33,13 +33,14 @@ class Namespace:
         return object_key(self.kind, self.digest, name, part)
 
 
-def encoder_namespace(vllm_config: Any, epoch: str) -> Namespace:
+def encoder_namespace(vllm_config: Any, epoch: str, integrity: str = "") -> Namespace:
     """Return the namespace of this engine's embeddings.
 
-    `epoch` is the user's own word, to be changed when weights change in place.
+    `epoch` is the user's own word, to be changed when weights change in place; `integrity` the
+    fingerprint of the key that objects are authenticated with.
     """
     multimodal = vllm_config.model_config.multimodal_config
-    facts = _model_facts(vllm_config, epoch) | {
+    facts = _model_facts(vllm_config, epoch, integrity) | {
         # Not part of vLLM's media hash, though they change what the encoder sees or drops.
         "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
         "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
@@ -50,14 +51,16 @@ def encoder_namespace(vllm_config: Any, epoch: str) -> Namespace:
     return _namespace(Kind.EC, facts)
 
 
-def kv_namespace(vllm_config: Any, kv_cache_config: Any, epoch: str) -> Namespace:
-    """Return the namespace of this engine's KV blocks.
+def kv_namespace(
+    vllm_config: Any, kv_cache_config: Any, epoch: str, integrity: str = ""
+) -> Namespace:
+    """Return the namespace of this engine's KV blocks; options as for `encoder_namespace`.
 
     The block hashes themselves contain tokens, media identifiers, LoRA names and cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     multimodal = model.multimodal_config
-    facts = _model_facts(vllm_config, epoch) | {
+    facts = _model_facts(vllm_config, epoch, integrity) | {
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
@@ -91,6 +94,40 @@ def _page_format(vllm_config: Any) -> str:
     return f"cpu-{kernel}"
 
 
+def has_tower_adapters(vllm_config: Any) -> bool:
+    """Whether LoRA adapters change embeddings: they do where the encoder takes adapters too."""
+    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """Return what identifies the LoRA adapter in `folder` by its content; "" if that is unknown.
+
+    Its name does not: adapters are trained further and loaded again under the same name. Reads
+    files unless they are as they were the last time; any thread but vLLM's.
+    """
+    try:
+        files = tuple(
+            (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+            for entry in sorted(folder.iterdir())
+        )
+        return _adapter_fingerprint(folder, files)
+    except (OSError, ValueError, KeyError) as exc:
+        logger.warning(
+            "Cannot read the LoRA adapter %s (%s): embeddings computed with it are not shared.",
+            folder,
+            exc,
+        )
+        return ""
+
+
+@lru_cache(maxsize=256)
+def _adapter_fingerprint(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Fingerprint `folder`; `files` (names, sizes, times) is there to tell its versions apart."""
+    if not files:
+        raise FileNotFoundError("the folder is empty")
+    return fingerprint(folder)
+
+
 def encoder_width(vllm_config: Any) -> int:
     """Return the width of an embedding, in elements.
 
@@ -107,8 +144,8 @@ def _namespace(kind: Kind, facts: dict[str, Any]) -> Namespace:
     return Namespace(kind, namespace_digest(facts), facts)
 
 
-def _model_facts(vllm_config: Any, epoch: str) -> dict[str, Any]:
-    model, lora = vllm_config.model_config, vllm_config.lora_config
+def _model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]:
+    model = vllm_config.model_config
     return {
         "format": FORMAT_VERSION,
         "model": str(model.model),
@@ -122,8 +159,10 @@ def _model_facts(vllm_config: Any, epoch: str) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
         "hf_overrides": _plain(model.hf_overrides),
-        "tower_lora": bool(getattr(lora, "enable_tower_connector_lora", False)),
+        "tower_lora": has_tower_adapters(vllm_config),
         "epoch": epoch,
+        # Engines with different keys reject each other's objects, and must not replace them.
+        "integrity": integrity,
     }
 
 

@@ -1,27 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts -> vLLM's connector statistics and Prometheus names, once for both connectors.
 
-Counts are named `family/event` (ecshare.transfer.stats). Each family is one Prometheus counter with
-the label `event` besides vLLM's own labels:
-
-    ecshare_items_total    media items: encoded, loaded, stored (found, so not encoded), saved,
-                           missed, failed (nothing to encode from), dropped (a save given up)
-    kvshare_blocks_total   KV blocks and tails: saved, loaded, missed, failed, dropped
-    kvshare_tokens_total   prompt tokens: queried, hit, loaded
+A count is named `family/label/label` (ecshare.transfer.stats). `METRICS` holds every family, with
+all values that its labels take; docs/metrics.md is what users read, and a test compares the three.
+vLLM's own labels (`model_name`, `engine`) come before ours.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from ecshare.transfer.stats import merged
+from ecshare.transfer.stats import is_gauge, merged
 
-_FAMILIES = {
-    "items": ("ecshare_items", "Media items, by what became of their embedding."),
-    "blocks": ("kvshare_blocks", "KV blocks and prompt tails, by what became of them."),
-    "tokens": ("kvshare_tokens", "Prompt tokens, by whether their KV was stored."),
+
+@dataclass(frozen=True)
+class Metric:
+    """One family: what it is called behind the connector's prefix, and what its labels may say."""
+
+    name: str
+    what: str
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_MOVES = {"direction": ("read", "write"), "tier": ("host", "store")}
+_TRANSFERS = {
+    "transfers": Metric("transfers", "Objects moved, by direction and tier.", _MOVES),
+    "transfer_bytes": Metric("transfer_bytes", "Bytes moved, by direction and tier.", _MOVES),
+    "transfer_seconds": Metric(
+        "transfer_seconds", "Seconds spent on moving them, summed over objects.", _MOVES
+    ),
+    "now/save_queue_bytes": Metric(
+        "save_queue_bytes", "Host memory that saves in flight hold, in bytes."
+    ),
+    "now/breaker_open": Metric(
+        "breaker_open",
+        "1 while the store failed repeatedly and is left alone, by the half that asks it.",
+        {"half": ("scheduler", "worker")},
+    ),
+}
+METRICS: dict[str, dict[str, Metric]] = {
+    "ecshare": {
+        "items": Metric(
+            "items",
+            "Media items, by what became of their embedding.",
+            {"event": ("encoded", "loaded", "stored", "saved", "missed", "failed", "dropped")},
+        ),
+        "misses": Metric(
+            "misses",
+            "Media items that were not found, by reason.",
+            {
+                "reason": (
+                    *("missing", "corrupt", "unavailable", "rejected", "cancelled"),
+                    *("late", "unfit", "unidentified"),
+                )
+            },
+        ),
+        "encodes_avoided": Metric("encodes_avoided", "Media items that need not be encoded."),
+        "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
+        "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed."),
+        **_TRANSFERS,
+    },
+    "kvshare": {
+        "blocks": Metric(
+            "blocks",
+            "KV blocks and prompt tails, by what became of them.",
+            {"event": ("saved", "loaded", "missed", "failed", "dropped")},
+        ),
+        "tokens": Metric(
+            "tokens",
+            "Prompt tokens, by whether their KV was stored.",
+            {"event": ("queried", "hit", "loaded")},
+        ),
+        **_TRANSFERS,
+    },
 }
 
 
@@ -38,13 +93,16 @@ class CounterStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "CounterStats":
-        """Add the counts of `other`, from another rank or interval."""
+        """Add the counts of `other`, from another rank or a later interval."""
         self.data = merged(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts for vLLM's log line."""
-        return {name: int(count) for name, count in sorted(self.data.items())}
+        return {
+            name: int(count) if float(count).is_integer() else round(count, 3)
+            for name, count in sorted(self.data.items())
+        }
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -57,30 +115,55 @@ def counter_stats(counts: dict[str, float] | None) -> CounterStats | None:
 
 
 class PrometheusCounters:
-    """Counts -> Prometheus counters; the object both `build_prom_metrics` hooks return."""
+    """Counts -> Prometheus; the object both `build_prom_metrics` hooks return."""
 
     def __init__(
         self,
-        families: tuple[str, ...],
+        prefix: str,
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register one counter for each of `families`, by the names of the module's docstring."""
+        """Register every metric of `METRICS[prefix]`."""
         self._label_values = per_engine_labelvalues
-        self._counters = {
-            family: metric_types[Counter](
-                name=_FAMILIES[family][0],
-                documentation=_FAMILIES[family][1],
-                labelnames=[*labelnames, "event"],
-            )
-            for family in families
+        self._metrics = {
+            family: _registered(f"{prefix}_{metric.name}", family, metric, metric_types, labelnames)
+            for family, metric in METRICS[prefix].items()
         }
+        self._num_labels = {
+            family: len(metric.labels) for family, metric in METRICS[prefix].items()
+        }
+        # Every series from the start, at zero: a rate over one that appears late misses its rise.
+        for family, metric in METRICS[prefix].items():
+            for engine, values in product(per_engine_labelvalues, product(*metric.labels.values())):
+                self._metrics[family].labels(*per_engine_labelvalues[engine], *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's counts to the counters of engine `engine_idx`."""
+        """Add one interval's counts to the metrics of engine `engine_idx`."""
         for name, count in transfer_stats_data.items():
-            family, _, event = name.partition("/")
-            counter = self._counters.get(family)
-            if counter is not None:
-                counter.labels(*self._label_values[engine_idx], event).inc(count)
+            family, labels = self._parts(name)
+            metric = self._metrics.get(family)
+            if metric is None or len(labels) != self._num_labels[family]:
+                continue
+            child = metric.labels(*self._label_values[engine_idx], *labels)
+            child.set(count) if is_gauge(name) else child.inc(count)
+
+    def _parts(self, name: str) -> tuple[str, list[str]]:
+        parts = name.split("/")
+        width = 2 if is_gauge(name) else 1
+        return "/".join(parts[:width]), parts[width:]
+
+
+def _registered(
+    name: str,
+    family: str,
+    metric: Metric,
+    metric_types: dict[type[Any], type[Any]],
+    labelnames: list[str],
+) -> Any:
+    options: dict[str, Any] = {"labelnames": [*labelnames, *metric.labels]}
+    if not is_gauge(family):
+        return metric_types[Counter](name=name, documentation=metric.what, **options)
+    # Several API server processes: the one that heard last knows best, as for vLLM's own gauges.
+    options["multiprocess_mode"] = "mostrecent"
+    return metric_types[Gauge](name=name, documentation=metric.what, **options)

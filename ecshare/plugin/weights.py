@@ -14,6 +14,7 @@ from pathlib import Path
 
 # Configuration that changes embeddings or KV although the weights are the same.
 _CONFIG_FILES = (
+    "adapter_config.json",
     "config.json",
     "params.json",
     "preprocessor_config.json",

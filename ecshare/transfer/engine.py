@@ -7,7 +7,7 @@ vLLM hook submits and polls, and never waits or sees an I/O error.
 A Put seals its slab, publishes the object to the host cache, then writes it to the store. A Fetch
 asks the host cache, then the store; what comes from the store is verified and published, so that
 every process of this host reads the same verified bytes. A Lookup asks the host cache for each key
-and the store for the rest, in one batch.
+and the store for the rest, in one batch. A Run is work of another kind that a hook must not do.
 """
 
 import asyncio
@@ -15,145 +15,60 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ecshare.store.config import StoreConfig, masked_url
-from ecshare.store.errors import (
-    ConfigError,
-    ObjectCorrupt,
-    ObjectMissing,
-    StoreError,
-    StoreUnavailable,
-)
-from ecshare.store.format import TensorFacts, seal, unseal
-from ecshare.store.hostcache import Entry, HostCache, Incoming, default_root
+from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.format import seal
+from ecshare.store.hostcache import Entry, HostCache, default_root
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import ObjectStore, open_store, probe
-from ecshare.transfer.health import StoreHealth
-from ecshare.transfer.staging import Slab
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.fetching import Fetcher
+from ecshare.transfer.jobs import (
+    Done,
+    Fetch,
+    Job,
+    Lookup,
+    Moved,
+    Outcome,
+    Put,
+    Run,
+    StoredObject,
+    Tier,
+)
+from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link (docs/layout.md has figures).
-_FETCHES_IN_FLIGHT = 8
-_LOOKUPS_IN_FLIGHT = 4
-_PUTS_IN_FLIGHT = 8
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free.
 _COPY_THREADS = 2
-# No object of any model comes near it.
-_LARGEST_BYTES = 4 << 30
-
-
-class Outcome(Enum):
-    """How a job ended. Everything but OK is a miss, and is counted under its name."""
-
-    OK = "ok"
-    MISSING = "missing"
-    CORRUPT = "corrupt"
-    UNAVAILABLE = "unavailable"
-    REJECTED = "rejected"  # never tried, or no room on this host
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Store the object in `slab` under `key`. The engine owns `slab` from now on."""
+class _Message:
+    """From the thread that submits to the I/O thread."""
 
-    key: str
-    slab: Slab
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Bring the object under `key` to this host, verified and pinned, within `timeout_s`."""
-
-    key: str
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Ask which of `keys` exist, within `timeout_s`.
-
-    In the host cache or the store; `store_only` asks what other hosts can read as well.
-    """
-
-    keys: tuple[str, ...]
-    timeout_s: float
-    store_only: bool = False
-
-
-Job = Put | Fetch | Lookup
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A verified object on this host, valid until `release`.
-
-    `payload` is read-only. It lies in the host cache, pinned by `entry`; or, where the cache had no
-    room, in this process alone, and `entry` is None.
-    """
-
-    key: str
-    facts: TensorFacts
-    payload: memoryview
-    entry: Entry | None
-
-    def release(self) -> None:
-        """Unpin; `payload` must not be used any more. The second call does nothing."""
-        self.payload.release()
-        if self.entry is not None:
-            self.entry.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What became of `job`.
-
-    `value`: a StoredObject for a Fetch that is OK (the receiver owns it), a tuple of bools in the
-    order of the keys for a Lookup that is OK, else None. `seconds`: from submit to the end.
-    """
-
-    job: Job
-    outcome: Outcome
-    seconds: float
-    value: StoredObject | tuple[bool, ...] | None = None
-
-
-def open_object(host: HostCache, key: str) -> StoredObject | None:
-    """Open the object under `key` in the host cache, pinned; None if it is not there.
-
-    It was verified when it was published, so the checksum is not computed again. Any thread; reads
-    memory only.
-    """
-    entry = host.open(key)
-    if entry is None:
-        return None
-    try:
-        sealed = unseal(entry.body, key, verify=False)
-    except ObjectCorrupt as exc:
-        logger.warning("host cache: dropping a damaged entry: %s", exc)
-        entry.close()
-        host.discard(key)
-        return None
-    return StoredObject(key, sealed.facts, sealed.payload, entry)
+    started_s: float
+    jobs: tuple[Job, ...] = ()
+    cancelled: tuple[Job, ...] = ()
 
 
 class TransferEngine:
     """One I/O thread with one event loop; jobs in, outcomes out.
 
-    Ownership: the thread that submits also polls, drains and closes; it owns `in_flight`. The
-    store, its health and all tasks belong to the I/O thread. They meet in two queues, `_inbox` and
-    `_done`; a thread that does nothing else carries jobs from the first one to the loop.
+    Ownership: the thread that submits also polls, drains and closes; it owns `in_flight` and
+    `stats`, which counts what was moved. The store, its health and all tasks belong to the I/O
+    thread. They meet in two queues, `_inbox` and `_done`; a thread that does nothing else carries
+    jobs from the first one to the loop.
     """
 
     def __init__(self, config: StoreConfig, path: str, *, store: ObjectStore | None = None) -> None:
@@ -166,23 +81,20 @@ class TransferEngine:
         """
         self._config = config
         self._path = path
-        self._integrity = open_integrity(config.integrity_key, path)
         self._store = store or open_store(config, path)
         root = Path(config.host_cache_dir) if config.host_cache_dir else default_root()
         self.host = HostCache(root, config.host_cache_bytes, config.store_id())
         self.in_flight = 0
         self._is_closed = False
-        self._inbox: queue.SimpleQueue[tuple[Job, float] | None] = queue.SimpleQueue()
+        self.stats = Stats()
+        self._integrity = open_integrity(config.integrity_key, path)
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self._health = StoreHealth()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-copy")
+        self._access = StoreAccess(self._store, config.io_timeout_s)
+        self._fetcher = Fetcher(self.host, self._access, self._copies, self._integrity)
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._limits = {
-            Fetch: asyncio.Semaphore(_FETCHES_IN_FLIGHT),
-            Lookup: asyncio.Semaphore(_LOOKUPS_IN_FLIGHT),
-            Put: asyncio.Semaphore(_PUTS_IN_FLIGHT),
-        }
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._thread = threading.Thread(target=self._run, name="ecshare-io", daemon=True)
         self._thread.start()
         self._carrier = threading.Thread(target=self._carry, name="ecshare-inbox", daemon=True)
@@ -228,35 +140,69 @@ class TransferEngine:
             f"Check the url, {self._path}.storage_options and that the store is up."
         )
 
-    def submit(self, job: Job) -> None:
-        """Queue `job`; never blocks, never raises. Its Done comes out of `poll` or `drain`."""
-        self.in_flight += 1
+    @property
+    def integrity(self) -> str:
+        """The fingerprint of the key that objects are authenticated with; "" without a key."""
+        return self._integrity.fingerprint if self._integrity else ""
+
+    @property
+    def is_breaker_open(self) -> bool:
+        """Whether the store failed repeatedly and is left alone for a while. Any thread."""
+        return self._access.is_open
+
+    def submit(self, *jobs: Job) -> None:
+        """Queue `jobs`; never blocks, never raises. Their Dones come out of `poll` or `drain`.
+
+        One call costs one wake-up of the I/O thread, however many jobs it brings.
+        """
+        self.in_flight += len(jobs)
         started_s = time.monotonic()
-        if self._is_closed:  # the engine process is on its way out
+        if not self._is_closed:
+            self._inbox.put(_Message(started_s, jobs))
+            return
+        for job in jobs:  # the engine process is on its way out
             self._finish(job, Outcome.REJECTED, started_s)
-        else:
-            self._inbox.put((job, started_s))
+
+    def cancel(self, *jobs: Job) -> None:
+        """Let go of `jobs`, the very objects that were submitted; never blocks, never raises.
+
+        Each still has its one Done: CANCELLED, unless it had ended already.
+        """
+        if not self._is_closed:
+            self._inbox.put(_Message(time.monotonic(), cancelled=jobs))
 
     def poll(self) -> list[Done]:
         """Return what has ended since the last call; never blocks."""
         ended: list[Done] = []
         while not self._done.empty():
             ended.append(self._done.get())
-        self.in_flight -= len(ended)
+        self._count(ended)
         return ended
 
-    def drain(self, timeout_s: float) -> list[Done]:
-        """Block until every job has ended, or `timeout_s` is over; return the ended ones."""
+    def drain(self, timeout_s: float, *, until: Job | None = None) -> list[Done]:
+        """Block until every job has ended, or `until`; return the ended ones.
+
+        After `timeout_s` it returns in any case.
+        """
         deadline_s = time.monotonic() + timeout_s
         ended = self.poll()
-        while self.in_flight:
+        while self.in_flight and not any(done.job is until for done in ended):
             try:
                 done = self._done.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
                 break
-            self.in_flight -= 1
+            self._count([done])
             ended.append(done)
         return ended
+
+    def _count(self, ended: Iterable[Done]) -> None:
+        for done in ended:
+            self.in_flight -= 1
+            for moved in done.moved:
+                where = f"{moved.direction}/{moved.tier.value}"
+                self.stats.add(f"transfers/{where}")
+                self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
+                self.stats.add(f"transfer_seconds/{where}", moved.seconds)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Give what is in flight `timeout_s` to end, then stop the thread; once.
@@ -278,14 +224,14 @@ class TransferEngine:
     # --- carrier thread ---
 
     def _carry(self) -> None:
-        """Wake the loop for each job, until `close`.
+        """Wake the loop for each message, until `close`.
 
         Waking it is a system call, for which Python lets go of the interpreter's lock; on return
         it waits for whoever took the lock meanwhile, up to milliseconds. `Queue.put` does not let
         go, so the thread that submits goes on at once (p99 of a submit: 50 us instead of 500).
         """
-        while (entry := self._inbox.get()) is not None:
-            self._loop.call_soon_threadsafe(self._start, *entry)
+        while (message := self._inbox.get()) is not None:
+            self._loop.call_soon_threadsafe(self._take, message)
 
     # --- I/O thread ---
 
@@ -293,99 +239,96 @@ class TransferEngine:
         """Serve jobs until `close` stops the loop; then cancel what is left and close the store."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         with suppress(StoreError):
             self._loop.run_until_complete(self._store.close())
         self._loop.close()
 
-    def _start(self, job: Job, started_s: float) -> None:
-        task = self._loop.create_task(self._attend(job, started_s))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _take(self, message: "_Message") -> None:
+        for job in message.jobs:
+            task = self._loop.create_task(self._attend(job, message.started_s))
+            self._tasks[id(job)] = task
+        for job in message.cancelled:
+            if id(job) in self._tasks:
+                # Not at once: a task that has not begun would end without its Done.
+                self._loop.call_soon(self._tasks[id(job)].cancel)
 
     async def _attend(self, job: Job, started_s: float) -> None:
         """Do `job`; whatever happens, exactly one Done comes of it."""
         outcome, value = Outcome.UNAVAILABLE, None
+        moved: tuple[Moved, ...] = ()
         try:
-            async with self._limits[type(job)]:
-                value = await self._do(job, started_s)
-                outcome = Outcome.OK
+            value, moved = await self._do(job, started_s)
+            outcome = Outcome.OK
         except ObjectMissing:
             outcome = Outcome.MISSING
         except ObjectCorrupt as exc:
             outcome = Outcome.CORRUPT
-            logger.warning("store: a damaged object was removed and counts as missing: %s", exc)
+            logger.warning("store: a damaged object counts as missing: %s", exc)
         except (StoreError, TimeoutError) as exc:
             logger.debug("store: %s failed: %s", type(job).__name__, exc)
         except asyncio.CancelledError:
-            outcome = Outcome.REJECTED
+            outcome = Outcome.CANCELLED
         except Exception:  # noqa: BLE001 — a bug here must cost one job, not the thread that serves all
             logger.exception("store: %s failed unexpectedly", type(job).__name__)
-        self._finish(job, outcome, started_s, value)
+        finally:
+            # After a cancellation that came too late to be noticed, too.
+            del self._tasks[id(job)]
+        self._finish(job, outcome, started_s, value, moved)
 
     def _finish(
         self,
         job: Job,
         outcome: Outcome,
         started_s: float,
-        value: StoredObject | tuple[bool, ...] | None = None,
+        value: Any = None,
+        moved: tuple[Moved, ...] = (),
     ) -> None:
         if isinstance(job, Put):
             # A store call that timed out may still read the slab: it must not be filled again.
             job.slab.release(reuse=outcome is Outcome.OK)
-        self._done.put(Done(job, outcome, time.monotonic() - started_s, value))
+        self._done.put(Done(job, outcome, time.monotonic() - started_s, value, moved))
 
-    async def _do(self, job: Job, started_s: float) -> StoredObject | tuple[bool, ...] | None:
+    async def _do(self, job: Job, started_s: float) -> tuple[Any, tuple[Moved, ...]]:
         match job:
             case Put():
-                await self._put(job)
-                return None
+                return None, await self._put(job)
             case Fetch():
-                return await self._fetch(job, started_s + job.timeout_s)
+                return await self._fetcher.fetch(job, started_s + job.timeout_s)
             case Lookup():
-                return await self._look_up(job, started_s + job.timeout_s)
+                return await self._look_up(job, started_s + job.timeout_s), ()
+            case Run():
+                return await self._loop.run_in_executor(self._copies, job.work), ()
 
-    async def _put(self, job: Put) -> None:
-        # The time-out starts here, not at submit: a queue of saves must not expire unsent.
-        deadline_s = time.monotonic() + self._config.io_timeout_s
-        entry = await self._loop.run_in_executor(self._copies, self._prepare, job)
-        with entry or nullcontext():
-            file = entry.path if entry else None
-            await self._ask(deadline_s, lambda: self._store.put(job.key, job.slab.body, file))
+    async def _put(self, job: Put) -> tuple[Moved, ...]:
+        # No deadline: a queue of saves must not expire unsent.
+        num_bytes = len(job.slab.body)
+        entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
+        try:
+            started_s = time.monotonic()
+            await self._access.ask(
+                lambda store: store.put(job.key, job.slab.body, entry.path if entry else None),
+                Urgency.SAVE,
+                num_bytes,
+            )
+        finally:
+            if entry is not None:
+                entry.close()
+        stored = Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
+        return published, stored
 
-    def _prepare(self, job: Put) -> Entry | None:
+    def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
         """Seal the slab and publish it to this host. Copy thread."""
         job.slab.wait()
+        started_s = time.monotonic()
         seal(job.slab.body, job.slab.facts, job.key, self._integrity)
-        return self.host.publish(job.key, job.slab.body)
-
-    async def _fetch(self, job: Fetch, deadline_s: float) -> StoredObject:
-        here = open_object(self.host, job.key)
-        if here is not None:
-            return here
-        incoming = self.host.receive(job.key, _LARGEST_BYTES)
-        try:
-            await self._ask(deadline_s, lambda: self._store.get(job.key, incoming))
-            return await self._loop.run_in_executor(self._copies, self._admit, job.key, incoming)
-        except ObjectCorrupt:
-            # Puts are create-only: only removal lets the next save replace it. A failure to remove
-            # (read-only credentials, say) leaves a miss, which it is already.
-            with suppress(StoreError, TimeoutError):
-                await self._ask(deadline_s, lambda: self._store.delete([job.key]))
-            raise
-        finally:
-            incoming.discard()
-
-    def _admit(self, key: str, incoming: Incoming) -> StoredObject:
-        """Verify what came and publish it to this host. Copy thread."""
-        sealed = unseal(incoming.body, key, integrity=self._integrity)
-        entry = incoming.publish()
-        if entry is None:
-            return StoredObject(key, sealed.facts, sealed.payload, None)
-        payload = unseal(entry.body, key, verify=False).payload
-        return StoredObject(key, sealed.facts, payload, entry)
+        entry = self.host.publish(job.key, job.slab.body)
+        seconds = time.monotonic() - started_s
+        num_bytes = len(job.slab.body) if entry else 0
+        return entry, Moved("write", Tier.HOST, num_bytes, seconds)
 
     async def _look_up(self, job: Lookup, deadline_s: float) -> tuple[bool, ...]:
         found = dict.fromkeys(job.keys, False)
@@ -395,30 +338,10 @@ class TransferEngine:
                 if entry is not None:
                     found[key] = True
                     entry.close()
-        ask = [key for key, is_here in found.items() if not is_here]
-        if ask:
-            there = await self._ask(deadline_s, lambda: self._store.exists(ask))
-            found.update(zip(ask, there, strict=True))
+        keys = [key for key, is_here in found.items() if not is_here]
+        if keys:
+            there = await self._access.ask(
+                lambda store: store.exists(keys), Urgency.LOOK_UP, deadline_s=deadline_s
+            )
+            found.update(zip(keys, there, strict=True))
         return tuple(found[key] for key in job.keys)
-
-    async def _ask(self, deadline_s: float, call: Callable[[], Awaitable[T]]) -> T:
-        """Await one store operation by `deadline_s`, unless the store counts as gone.
-
-        Raises:
-            StoreError, TimeoutError: as the store does; the store's health has heard of it.
-        """
-        if time.monotonic() >= deadline_s:
-            raise TimeoutError("the time was over before the store could be asked")
-        if not self._health.allows():
-            raise StoreUnavailable("the store failed repeatedly and is left alone for a while")
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                answer = await call()
-        except (ObjectMissing, ObjectCorrupt):
-            self._health.succeeded()
-            raise
-        except (StoreError, TimeoutError):
-            self._health.failed()
-            raise
-        self._health.succeeded()
-        return answer

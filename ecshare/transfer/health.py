@@ -31,6 +31,11 @@ class StoreHealth:
         """True while the store counts as gone."""
         return self._failures >= _FAILURES_TO_OPEN
 
+    @property
+    def is_worth_asking(self) -> bool:
+        """Whether `allows` would say yes; claims nothing."""
+        return not self.is_open or self._clock_s() >= self._next_probe_s
+
     def allows(self) -> bool:
         """Whether a job may go to the store now; True for a probe claims this pause's turn."""
         if not self.is_open:

@@ -152,6 +152,11 @@ class Staging:
         self._used_bytes = 0
         self._idle_bytes = 0
 
+    @property
+    def used_bytes(self) -> int:
+        """Host memory that slabs in use hold. Any thread."""
+        return self._used_bytes
+
     def reserve(self, facts: TensorFacts) -> Slab | None:
         """Return a slab for an object of `facts`. None: the budget is spent, drop this save.
 

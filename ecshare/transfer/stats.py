@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters as plain, mergeable numbers."""
+"""Counters and gauges as plain, mergeable numbers."""
 
 from collections.abc import Mapping
+
+_GAUGE = "now/"
+
+
+def is_gauge(name: str) -> bool:
+    """Whether the number says how things are, so that a later one replaces it; others add up."""
+    return name.startswith(_GAUGE)
 
 
 class Stats:
     """Counts since the last `take`, by name.
 
-    A name is a metric and its label, joined by a slash: `items/loaded`. Plain dicts travel between
-    processes, add up over ranks and intervals, and mean the same wherever they are read.
+    A name is a metric and the values of its labels, joined by slashes: `items/loaded`. Plain dicts
+    travel between processes, add up over ranks and intervals, and mean the same wherever they are
+    read. Gauges begin with `now/`.
 
     Ownership: one thread adds and takes.
     """
@@ -16,10 +24,16 @@ class Stats:
     def __init__(self) -> None:
         """Start with every count at zero."""
         self._counts: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count `amount` (of whatever unit the name says) under `name`."""
         self._counts[name] = self._counts.get(name, 0) + amount
+
+    def set(self, name: str, value: float) -> None:
+        """Say how things are, 0 at first; taken once, until it changes."""
+        if self._gauges.get(name, 0) != value:
+            self._gauges[name] = self._counts[name] = value
 
     def take(self) -> dict[str, float]:
         """Return what was counted since the last call, and start again at zero."""
@@ -28,8 +42,11 @@ class Stats:
 
 
 def merged(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of two sets of counts, by name; neither is changed."""
+    """Return the sums of two sets of counts, by name; neither is changed.
+
+    Of two gauges the second one, the later, counts.
+    """
     total = dict(first)
     for name, amount in second.items():
-        total[name] = total.get(name, 0) + amount
+        total[name] = amount if is_gauge(name) else total.get(name, 0) + amount
     return total

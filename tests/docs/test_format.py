@@ -23,7 +23,7 @@ from tests.docs.pages import ROOT, fences, first_column
 PAGE = ROOT / "docs" / "format.md"
 NAMESPACE = "00112233445566778899aabbccddeeff"
 SECRET = b"0123456789abcdef"
-KEY = object_key(Kind.EC, NAMESPACE, "64:cat")
+KEY = object_key(Kind.EC, NAMESPACE, "64::cat")
 
 
 def a_sealed_object() -> bytes:
@@ -71,9 +71,9 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
 def test_keys_are_made_as_the_page_says() -> None:
     facts = {"model": "möwe", "epoch": "", "format": 1}
     assert namespace_digest(facts) == hashlib.sha256(canonical(facts)).hexdigest()[:32]
-    text = hashlib.sha256(b"s" + b"64:cat").hexdigest()
+    text = hashlib.sha256(b"s" + b"64::cat").hexdigest()
     example = f"ec/1/{NAMESPACE}/{text[:2]}/{text}"
-    assert object_key(Kind.EC, NAMESPACE, "64:cat") == example
+    assert object_key(Kind.EC, NAMESPACE, "64::cat") == example
     assert f"\n{example}\n" in PAGE.read_text()
     raw = hashlib.sha256(b"b" + b"\0\xff").hexdigest()
     key = object_key(Kind.KV, NAMESPACE, b"\0\xff", "t1of2")

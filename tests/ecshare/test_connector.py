@@ -58,7 +58,7 @@ def test_the_older_interface_asks_for_all_items_and_answers_for_each(
     options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
     connector = connect(vllm_config, options)
     asked = request(feature("stored"), feature("absent", offset=40))
-    key = connector.scheduler._namespace.key(f"{NUM_EMBEDS}:stored")
+    key = connector.scheduler._items._embeddings.key("stored", NUM_EMBEDS, "")
     path = tmp_path / "store" / key
     path.parent.mkdir(parents=True)
     path.write_bytes(b"a producer asks whether it is there, not whether it is good")

@@ -21,9 +21,12 @@ from vllm.multimodal.inputs import (
 
 from ecshare.config import EncoderConfig
 from ecshare.messages import Report
-from ecshare.scheduler import EncoderScheduler
+from ecshare.plugin.identity import adapter_fingerprint
+from ecshare.plugin.ledger import open_ledger
+from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
 from ecshare.store.format import TensorFacts
-from ecshare.transfer.engine import Put, TransferEngine
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Job, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
 
 NUM_EMBEDS = 16
@@ -78,9 +81,9 @@ def feature(
     )
 
 
-def request(*features: MultiModalFeatureSpec, name: str = "request") -> Any:
+def request(*features: MultiModalFeatureSpec, name: str = "request", **fields: Any) -> Any:
     # What the hooks read of vllm.v1.request.Request, and nothing else.
-    return SimpleNamespace(request_id=name, mm_features=list(features))
+    return SimpleNamespace(request_id=name, mm_features=list(features), **fields)
 
 
 def store(scheduler: EncoderScheduler, tmp_path: Path, shape: tuple[int, int]) -> torch.Tensor:
@@ -89,7 +92,7 @@ def store(scheduler: EncoderScheduler, tmp_path: Path, shape: tuple[int, int]) -
         url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "elsewhere")
     )
     engine = TransferEngine(elsewhere, "options")
-    key = scheduler._namespace.key(f"{NUM_EMBEDS}:picture")
+    key = scheduler._items._embeddings.key("picture", NUM_EMBEDS, "")
     tensor = torch.randn(shape)
     staging = Staging(torch.device("cpu"), 1 << 24)
     slab = staging.reserve(TensorFacts("F32", shape, {}))
@@ -108,8 +111,20 @@ def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
             return True
         if scheduler._lost:
             return False
+        scheduler.orders({})
         time.sleep(0.001)
     raise AssertionError("neither ready nor lost after 5 s")
+
+
+def counted(scheduler: EncoderScheduler) -> dict[str, float]:
+    """What was counted since the last call, but for times and what was moved."""
+    stats = scheduler.take_stats()
+    counts = {} if stats is None else stats.data
+    return {
+        name: count
+        for name, count in counts.items()
+        if name != "wait_seconds" and not name.startswith("transfer")
+    }
 
 
 Start = Callable[..., EncoderScheduler]
@@ -145,13 +160,16 @@ def test_an_absent_item_with_pixels_is_encoded(start: Start) -> None:
     assert not scheduler.has("picture")
     scheduler.allocated(asked, 0)
     assert scheduler.orders({"request": 20}) == scheduler.orders({})
-    stats = scheduler.take_stats()
-    assert stats is not None
-    assert stats.data == {"items/missed": 1, "items/encoded": 1}
+    assert counted(scheduler) == {
+        "items/missed": 1,
+        "misses/missing": 1,
+        "waits": 1,
+        "items/encoded": 1,
+    }
 
 
 def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> None:
-    scheduler = start("ec_consumer")
+    scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature(pixels=False))
     assert not until_ready(scheduler, asked)
     assert scheduler.take_unavailable() == {"request"}
@@ -161,7 +179,7 @@ def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> N
 
 
 def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Start) -> None:
-    scheduler = start("ec_consumer")
+    scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature())
     asked.mm_features[0].data = None
     assert not until_ready(scheduler, asked)
@@ -189,7 +207,7 @@ def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
     asked = request(feature("a", offset=0), feature("b", pixels=False, offset=100))
     assert scheduler.ready(asked, 116)
     assert not scheduler.ready(asked, 115)
-    assert list(scheduler._items) == ["b"]
+    assert list(scheduler._items._items) == ["b"]
 
 
 def test_an_item_is_let_go_when_the_prefill_has_passed_it(
@@ -203,7 +221,7 @@ def test_an_item_is_let_go_when_the_prefill_has_passed_it(
     assert scheduler.has("picture")
     assert scheduler.ready(asked, 18)
     assert not scheduler.has("picture")
-    assert list(scheduler._items) == ["later"]
+    assert list(scheduler._items._items) == ["later"]
     # Preempted: it begins again, and asks again.
     assert not scheduler.ready(asked, 0)
     assert until_ready(scheduler, asked)
@@ -317,17 +335,172 @@ def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> Non
     assert scheduler.finished(again) == announced
 
 
-def test_reports_of_workers_are_added(start: Start) -> None:
-    scheduler = start("ec_both")
-    scheduler.reported(Report({"items/saved": 2}))
+def test_reports_of_workers_count_once_however_they_come(
+    start: Start, vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    scheduler = start("ec_producer")
+    scheduler.reported(Report({0: {"items/saved": 2}}))
     scheduler.reported(None)
-    stats = scheduler.take_stats()
-    assert stats is not None
-    assert stats.data == {"items/saved": 2}
-    assert scheduler.take_stats() is None
+    assert counted(scheduler) == {"items/saved": 2}
+    open_ledger(vllm_config, scheduler._engine.host).write(0, {"items/saved": 5.0})
+    scheduler._next_reading_s = 0.0
+    for _ in range(2000):
+        if counts := counted(scheduler):
+            break
+        time.sleep(0.001)
+    assert counts == {"items/saved": 3}
+    scheduler.reported(Report({0: {"items/saved": 5.0}}))
+    assert counted(scheduler) == {}
 
 
-@pytest.mark.parametrize("identifier", ["../../evil/x", "", "\x00", "ü" * 100_000, "/etc/passwd"])
+def test_an_announced_item_is_waited_for(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    told = request(feature(), ec_transfer_params={"picture": {"metadata": {}}})
+    pixelless = request(feature(pixels=False), name="pixelless")
+    for asked in (told, pixelless):
+        until_s = time.monotonic() + 0.2
+        while time.monotonic() < until_s:
+            assert not scheduler.ready(asked, 0)
+            scheduler.orders({})
+            time.sleep(0.001)
+    store(scheduler, tmp_path, shape)
+    assert until_ready(scheduler, told)
+    assert scheduler.has("picture")
+    assert until_ready(scheduler, pixelless)
+
+
+def test_an_announced_item_that_never_comes_is_encoded_in_the_end(start: Start) -> None:
+    scheduler = start("ec_consumer", wait_s=0.2)
+    asked = request(feature(), ec_transfer_params={"picture": {}})
+    started_s = time.monotonic()
+    assert until_ready(scheduler, asked)
+    assert time.monotonic() - started_s >= 0.15
+    assert not scheduler.has("picture")
+
+
+def test_who_was_told_makes_those_wait_who_were_not(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    first = request(feature(), name="first")
+    told = request(feature(), name="told", ec_transfer_params={"picture": {}})
+    assert not scheduler.ready(first, 0)
+    assert not scheduler.ready(told, 0)
+    for _ in range(200):
+        scheduler.orders({})
+        assert not scheduler.ready(told, 0)
+        time.sleep(0.001)
+    store(scheduler, tmp_path, shape)
+    assert until_ready(scheduler, first)
+    assert scheduler.has("picture")
+
+
+@pytest.mark.parametrize(
+    "params", [None, [], "picture", 7, {"": 1}, {"other": {}}, {1: 2}, [["picture"]]]
+)
+def test_odd_transfer_params_announce_nothing(start: Start, params: Any) -> None:
+    scheduler = start("ec_consumer", wait_s=60)
+    assert until_ready(scheduler, request(feature(), ec_transfer_params=params))
+
+
+def test_nobody_waits_any_more_so_the_fetch_ends(start: Start) -> None:
+    scheduler = start("ec_consumer", wait_s=60)
+    asked = request(feature(pixels=False))
+    assert not scheduler.ready(asked, 0)
+    scheduler.orders({})
+    scheduler.finished(asked)
+    scheduler.orders({})
+    (done,) = scheduler._engine.drain(10)
+    assert done.outcome is Outcome.CANCELLED
+    assert len(scheduler._items) == 0
+
+
+def test_an_item_asked_for_again_is_found_though_its_first_fetch_was_cancelled(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature(pixels=False))
+    for _ in range(20):
+        assert not scheduler.ready(asked, 0)
+        scheduler.orders({})
+        scheduler.finished(asked)
+    assert not scheduler.ready(asked, 0)
+    store(scheduler, tmp_path, shape)
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+
+
+def test_a_step_costs_one_look_up_and_one_wake_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = start("ec_producer")
+    submitted: list[tuple[Job, ...]] = []
+    monkeypatch.setattr(scheduler._engine, "submit", lambda *jobs: submitted.append(jobs))
+    asked = request(*(feature(name, offset=20 * n) for n, name in enumerate("abc")))
+    assert not scheduler.ready(asked, 0)
+    assert not scheduler.ready(asked, 0)
+    assert submitted == []
+    scheduler.orders({})
+    scheduler.orders({})
+    ((job,),) = submitted
+    assert isinstance(job, Lookup)
+    assert len(set(job.keys)) == 3
+
+
+def test_an_identifier_of_megabytes_is_encoded_and_never_stored(start: Start) -> None:
+    scheduler = start("ec_both")
+    identifier = "x" * (MAX_IDENTIFIER_CHARS + 1)
+    asked = request(feature(identifier))
+    assert scheduler.ready(asked, 0)
+    assert not scheduler.has(identifier)
+    scheduler.allocated(asked, 0)
+    assert scheduler.orders({"request": 20}).saves == ()
+    pixelless = request(feature(identifier, pixels=False), name="pixelless")
+    assert not scheduler.ready(pixelless, 0)
+    assert scheduler.take_unavailable() == {"pixelless"}
+
+
+def adapter(tmp_path: Path, rank: int) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    return folder
+
+
+def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: Path) -> None:
+    scheduler = start("ec_producer")
+    scheduler._has_tower_adapters = True
+    keys = []
+    for rank in (8, 16, 8):
+        lora = SimpleNamespace(lora_path=str(adapter(tmp_path, rank)))
+        asked = request(feature(), lora_request=lora)
+        assert until_ready(scheduler, asked)
+        (save,) = scheduler.orders({"request": 20}).saves
+        keys.append(save.key)
+        scheduler.finished(asked)
+    assert keys[0] == keys[2] != keys[1]
+    plain = request(feature(), lora_request=None)
+    assert until_ready(scheduler, plain)
+    (save,) = scheduler.orders({"request": 20}).saves
+    assert save.key not in keys
+    pretender = f":{adapter_fingerprint(tmp_path / 'adapter')}:picture"
+    assert scheduler._items._embeddings.key(pretender, NUM_EMBEDS, "") not in keys
+
+
+def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
+    scheduler = start("ec_both")
+    scheduler._has_tower_adapters = True
+    lora = SimpleNamespace(lora_path=str(tmp_path / "none"))
+    assert until_ready(scheduler, request(feature(), lora_request=lora))
+    assert counted(scheduler)["misses/unidentified"] == 1
+    assert scheduler.orders({"request": 20}).saves == ()
+
+
+@pytest.mark.parametrize(
+    "identifier", ["../../evil/x", "", "\x00", "ü" * 4096, "/etc/passwd", "\ud800"]
+)
 def test_a_hostile_identifier_stays_inside_the_store(
     start: Start, tmp_path: Path, identifier: str
 ) -> None:
@@ -335,6 +508,7 @@ def test_a_hostile_identifier_stays_inside_the_store(
     asked = request(feature(identifier))
     assert until_ready(scheduler, asked)
     (save,) = scheduler.orders({"request": 20}).saves
-    assert save.key.startswith(f"ec/1/{scheduler._namespace.digest}/")
+    digest = scheduler._items._embeddings.namespace.digest
+    assert save.key.startswith(f"ec/1/{digest}/")
     assert ".." not in save.key
     assert len(save.key) < 200

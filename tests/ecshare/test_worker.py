@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half with real tensors and a real folder; no engine."""
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +36,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
             ec_transfer_config=SimpleNamespace(
                 is_ec_producer=role in ("producer", "both"),
                 is_ec_consumer=role in ("consumer", "both"),
+                engine_id="engine",
             ),
             device_config=SimpleNamespace(device="cpu"),
+            parallel_config=SimpleNamespace(data_parallel_rank=0),
         )
         config = EncoderConfig(
             url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
@@ -47,6 +51,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for worker in started:
         worker.close()
+
+
+def counted(worker: EncoderWorker) -> dict[str, float]:
+    """What the worker has counted since it began, of items."""
+    report = worker.report()
+    totals = report.totals if report else {}
+    return {
+        name: count
+        for sums in totals.values()
+        for name, count in sums.items()
+        if name.startswith("items/")
+    }
 
 
 def stored(tmp_path: Path) -> Path:
@@ -71,27 +87,32 @@ def test_an_embedding_comes_back_bit_for_bit(start: Start, dtype: torch.dtype) -
     reader.load(Orders(loads=(LOAD,)), cache)
     assert cache["picture"].dtype is dtype
     assert torch.equal(cache["picture"], tensor)
-    assert reader.report() == Report({}, frozenset({KEY}))
+    report = reader.report()
+    assert report is not None
+    assert report.loaded == {KEY}
     cache["picture"].zero_()
     again: dict[str, torch.Tensor] = {}
     reader.load(Orders(loads=(LOAD,)), again)
     assert torch.equal(again["picture"], tensor)
 
 
-def test_a_producers_step_ends_when_its_saves_are_stored(start: Start, tmp_path: Path) -> None:
-    encode(start("producer"))
+@pytest.mark.parametrize("role", ["producer", "both"])
+def test_a_durable_step_ends_when_its_saves_are_stored(
+    start: Start, tmp_path: Path, role: str
+) -> None:
+    encode(start(role, save="durable"))
     facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts
     assert facts.shape == (16, 64)
     assert facts.attributes == SAVE.attributes
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
-    encode(start("producer"), torch.randn(64, 32).T[:16, ::1])
+    encode(start("producer", save="durable"), torch.randn(64, 32).T[:16, ::1])
     assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts.shape == (16, 64)
 
 
 def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_path: Path) -> None:
-    worker = start("producer")
+    worker = start("producer", save="durable")
     worker.begin_saves(Orders(saves=(SAVE,)), {"picture": EMBEDDING})
     worker.settle()
     assert stored(tmp_path).is_file()
@@ -100,13 +121,13 @@ def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_pa
 def test_an_order_is_redeemed_once_in_whatever_step_the_encode_comes(
     start: Start, tmp_path: Path
 ) -> None:
-    worker = start("producer")
+    worker = start("producer", save="durable")
     worker.begin_saves(Orders(saves=(SAVE,)), {})
     worker.settle()
     worker.begin_saves(Orders(), {})
     worker.save("picture", {"picture": EMBEDDING})
     worker.settle()
-    assert worker.report() == Report({"items/saved": 1})
+    assert counted(worker) == {"items/saved": 1}
     stored(tmp_path).unlink()
     worker.save("picture", {"picture": EMBEDDING})
     worker.settle()
@@ -114,10 +135,10 @@ def test_an_order_is_redeemed_once_in_whatever_step_the_encode_comes(
 
 
 def test_nothing_is_stored_without_an_order(start: Start, tmp_path: Path) -> None:
-    worker = start("producer")
+    worker = start("producer", save="durable")
     worker.save("picture", {"picture": EMBEDDING})
     worker.settle()
-    assert worker.report() is None
+    assert counted(worker) == {}
     assert not stored(tmp_path).exists()
 
 
@@ -131,11 +152,47 @@ def test_only_a_producers_first_rank_writes(
     assert not stored(tmp_path).exists()
 
 
-def test_both_does_not_wait_but_stores(start: Start, tmp_path: Path) -> None:
-    worker = start("both")
-    encode(worker)
+@pytest.mark.parametrize("role", ["producer", "both"])
+def test_an_announced_save_does_not_wait_but_stores(
+    start: Start, tmp_path: Path, role: str
+) -> None:
+    worker = start(role)
+    with blocked(worker):
+        encode(worker)
+        assert not stored(tmp_path).exists()
     worker.close()
     assert stored(tmp_path).is_file()
+
+
+def test_an_engine_that_decodes_gives_a_save_up_rather_than_wait_for_room(start: Start) -> None:
+    worker = start("both", buffer_bytes=1)
+    other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
+    with blocked(worker):
+        cache = {"picture": EMBEDDING, "other": EMBEDDING + 1}
+        worker.begin_saves(Orders(saves=(SAVE, other)), cache)
+        worker.settle()
+        assert counted(worker) == {"items/dropped": 1}
+
+
+def test_what_reports_do_not_bring_the_ledger_does(start: Start) -> None:
+    worker = start("producer", save="durable")
+    encode(worker)
+    worker._next_entry_s = 0.0
+    worker.settle()
+    worker.close()
+    assert worker._ledger is not None
+    assert worker._ledger.read()[0]["items/saved"] == 1
+
+
+@contextmanager
+def blocked(worker: EncoderWorker) -> Iterator[None]:
+    """Let no job of the worker's transfer engine begin."""
+    barrier = threading.Event()
+    worker._engine._loop.call_soon_threadsafe(barrier.wait)
+    try:
+        yield
+    finally:
+        barrier.set()
 
 
 def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
@@ -143,27 +200,27 @@ def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
     cache: dict[str, torch.Tensor] = {}
     worker.load(Orders(loads=(LOAD,)), cache)
     assert cache == {}
-    assert worker.report() == Report({"items/failed": 1})
+    assert counted(worker) == {"items/failed": 1}
 
 
 def test_a_budget_smaller_than_two_saves_holds_the_second_up_and_loses_none(
     start: Start, tmp_path: Path
 ) -> None:
-    worker = start("producer", buffer_bytes=1)
+    worker = start("producer", buffer_bytes=1, save="durable")
     other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
     cache = {"picture": EMBEDDING, "other": EMBEDDING + 1}
     worker.begin_saves(Orders(saves=(SAVE, other)), cache)
     worker.settle()
-    assert worker.report() == Report({"items/saved": 2})
+    assert counted(worker) == {"items/saved": 2}
 
 
 def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start) -> None:
-    worker = start("producer")
+    worker = start("producer", save="durable")
     encode(worker, torch.zeros(16, 64, dtype=torch.complex64))
-    assert worker.report() == Report({"items/dropped": 1})
+    assert counted(worker) == {"items/dropped": 1}
 
 
-def test_reports_of_ranks_add_up() -> None:
-    first = Report({"items/saved": 1}, frozenset("a"))
-    total = first.aggregate(Report({"items/saved": 2, "items/failed": 1}, frozenset("b")))
-    assert total == Report({"items/saved": 3, "items/failed": 1}, frozenset("ab"))
+def test_reports_of_ranks_are_joined() -> None:
+    first = Report({0: {"items/saved": 1}}, frozenset("a"))
+    total = first.aggregate(Report({1: {"items/failed": 1}}, frozenset("b")))
+    assert total == Report({0: {"items/saved": 1}, 1: {"items/failed": 1}}, frozenset("ab"))

@@ -17,7 +17,8 @@ from vllm.v1.request import Request
 import kvshare.scheduler as module
 from ecshare.store.format import TensorFacts
 from ecshare.store.keys import Kind, object_key
-from ecshare.transfer.engine import Outcome, Put, TransferEngine
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
 from kvshare.config import KVConfig
 from kvshare.messages import Orders, Report, announced_tokens

@@ -54,7 +54,8 @@ class Host:
 
     def counts(self) -> dict[str, float]:
         stats = self.worker.take_stats()
-        return stats.data if stats else {}
+        counts = stats.data if stats else {}
+        return {name: count for name, count in counts.items() if name.startswith("blocks/")}
 
 
 @pytest.fixture

@@ -1,16 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 from functools import partial
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from ecshare.plugin.metrics import CounterStats, PrometheusCounters, counter_stats
+from ecshare.plugin.metrics import METRICS, CounterStats, PrometheusCounters, counter_stats
+from ecshare.transfer.jobs import Outcome, Tier
+from ecshare.transfer.stats import Stats, is_gauge
+
+ROOT = Path(__file__).parents[3]
+SOURCES = {
+    "ecshare": [*ROOT.glob("ecshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
+    "kvshare": [*ROOT.glob("kvshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
+}
+
+
+def series(prefix: str) -> set[str]:
+    """Every name that may be counted."""
+    names = set()
+    for family, metric in METRICS[prefix].items():
+        found = [family]
+        for values in metric.labels.values():
+            found = [f"{name}/{value}" for name in found for value in values]
+        names |= set(found)
+    return names
 
 
 def test_stats_add_up_over_ranks_and_intervals() -> None:
-    first = CounterStats(data={"items/loaded": 1.0})
-    total = first.aggregate(CounterStats(data={"items/loaded": 2.0, "items/saved": 4.0}))
-    assert total.data == {"items/loaded": 3.0, "items/saved": 4.0}
-    assert total.reduce() == {"items/loaded": 3, "items/saved": 4}
+    first = CounterStats(data={"items/loaded": 1.0, "now/breaker_open/worker": 1.0})
+    total = first.aggregate(
+        CounterStats(
+            data={"items/loaded": 2.0, "wait_seconds": 0.25, "now/breaker_open/worker": 0.0}
+        )
+    )
+    assert total.reduce() == {
+        "items/loaded": 3,
+        "now/breaker_open/worker": 0,
+        "wait_seconds": 0.25,
+    }
     assert not total.is_empty()
     total.reset()
     assert total.is_empty()
@@ -24,20 +53,76 @@ def test_no_counts_are_no_stats() -> None:
     assert stats.data == {"items/saved": 1.0}
 
 
-def test_counts_reach_prometheus_under_their_documented_names() -> None:
-    registry = CollectorRegistry()
-    counters = PrometheusCounters(
-        ("items",),
-        {Counter: partial(Counter, registry=registry)},  # type: ignore[dict-item]
-        ["model_name", "engine"],
-        {0: ["m", "0"], 1: ["m", "1"]},
-    )
-    counters.observe({"items/loaded": 2, "blocks/saved": 9}, engine_idx=1)
-    counters.observe({"items/loaded": 3}, engine_idx=1)
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
 
-    def value(engine: str) -> float | None:
-        labels = {"model_name": "m", "engine": engine, "event": "loaded"}
-        return registry.get_sample_value("ecshare_items_total", labels)
 
-    assert value("1") == 5
-    assert value("0") is None
+@pytest.fixture
+def counters(registry: CollectorRegistry) -> PrometheusCounters:
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
+    labels = ["model_name", "engine"]
+    return PrometheusCounters("ecshare", types, labels, {0: ["m", "0"], 1: ["m", "1"]})  # type: ignore[arg-type]
+
+
+def test_counts_reach_prometheus_under_their_documented_names(
+    registry: CollectorRegistry, counters: PrometheusCounters
+) -> None:
+    def value(name: str, engine: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
+
+    counters.observe({"items/loaded": 2, "blocks/saved": 9, "items/odd/one": 1}, engine_idx=1)
+    counters.observe({"items/loaded": 3, "transfer_bytes/read/host": 7, "waits": 1}, engine_idx=1)
+    for is_open in (1.0, 0.0):
+        counters.observe({"now/breaker_open/worker": is_open, "now/save_queue_bytes": 5.0})
+    assert value("ecshare_items_total", "1", event="loaded") == 5
+    assert value("ecshare_items_total", "0", event="loaded") == 0, "there from the start"
+    assert value("ecshare_transfer_bytes_total", "1", direction="read", tier="host") == 7
+    assert value("ecshare_waits_total", "1") == 1
+    assert value("ecshare_breaker_open", "0", half="worker") == 0
+    assert value("ecshare_save_queue_bytes", "0") == 5
+
+
+@pytest.mark.parametrize("prefix", ["ecshare", "kvshare"])
+def test_every_name_that_the_code_counts_is_a_metric(prefix: str) -> None:
+    counted = set()
+    for path in SOURCES[prefix]:
+        code = path.read_text()
+        for name in re.findall(r"tats\.(?:add|set)\(\s*f?\"([^\"]+)\"", code):
+            counted.add(name)
+    assert len(counted) > 5
+    known = series(prefix)
+    for name in counted:
+        pattern = re.sub(r"\{[^}]*\}", r"[a-z/]+", name)
+        assert any(re.fullmatch(pattern, each) for each in known), name
+
+
+@pytest.mark.parametrize("prefix", ["ecshare", "kvshare"])
+def test_every_metric_is_documented_with_all_its_labels(prefix: str) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for family, metric in METRICS[prefix].items():
+        suffix = "" if is_gauge(family) else "_total"
+        (row,) = re.findall(rf"^\| `{prefix}_{metric.name}{suffix}` \|(.*)\|$", page, re.MULTILINE)
+        for label, values in metric.labels.items():
+            assert f"`{label}`" in row
+            assert all(f"`{value}`" in row for value in values), (metric.name, label)
+
+
+def test_every_outcome_and_tier_has_its_label() -> None:
+    reasons = METRICS["ecshare"]["misses"].labels["reason"]
+    assert {outcome.value for outcome in Outcome if outcome is not Outcome.OK} <= set(reasons)
+    tiers = METRICS["ecshare"]["transfers"].labels["tier"]
+    assert {tier.value for tier in Tier} == set(tiers)
+
+
+def test_a_gauge_is_told_when_it_changes() -> None:
+    stats = Stats()
+    stats.set("now/breaker_open/worker", 0.0)
+    assert stats.take() == {}
+    stats.set("now/breaker_open/worker", 1.0)
+    stats.set("now/breaker_open/worker", 1.0)
+    assert stats.take() == {"now/breaker_open/worker": 1.0}
+    stats.set("now/breaker_open/worker", 1.0)
+    assert stats.take() == {}
+    stats.set("now/breaker_open/worker", 0.0)
+    assert stats.take() == {"now/breaker_open/worker": 0.0}

@@ -12,17 +12,9 @@ from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectInfo, Sink
-from ecshare.transfer.engine import (
-    Done,
-    Fetch,
-    Job,
-    Lookup,
-    Outcome,
-    Put,
-    StoredObject,
-    TransferEngine,
-    open_object,
-)
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.fetching import open_object
+from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 
 NAMESPACE = "0" * 32

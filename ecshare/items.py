@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each media item that live requests need: the dialogue with the transfer engine.
+
+One item per identifier, from the first request that needs it to the last one that lets it go:
+
+    ASKED    the store was asked; requests that need it wait, until `wait_s` is over
+    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded
+    STORED   producer only: in the store already; it will not be encoded
+    ABSENT   encode it (and store it, on a producer); without pixels, fail the request
+
+Everything here runs on vLLM's scheduler thread and touches memory only. Jobs are collected during a
+step and submitted together at its end, because waking the I/O thread is what costs time.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ecshare.plugin.identity import Namespace, adapter_fingerprint
+from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Run, StoredObject
+from ecshare.transfer.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_UP_AT_ONCE = 256
+
+
+class Phase(Enum):
+    """See the module's docstring."""
+
+    ASKED = auto()
+    READY = auto()
+    STORED = auto()
+    ABSENT = auto()
+
+
+class Embeddings(Struct, frozen=True):
+    """What the engines of `namespace` share: tensors of `width` columns, of one of `dtypes`."""
+
+    namespace: Namespace
+    width: int
+    dtypes: frozenset[str]
+    """Safetensors names."""
+
+    def key(self, identifier: str, num_embeds: int, adapter: str) -> str:
+        """Return the key of an item's object; `adapter`: fingerprint of its LoRA adapter, or "".
+
+        The number of embeddings is part of the name: an object of another length, left under the
+        same client-chosen identifier, must neither be loaded nor block the right one. A fingerprint
+        holds no colon, so no identifier can pretend to have one.
+        """
+        return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
+
+    def fits(self, facts: TensorFacts, num_embeds: int) -> bool:
+        """Whether a stored tensor can stand in for one with `num_embeds` rows."""
+        return facts.shape == (num_embeds, self.width) and facts.dtype in self.dtypes
+
+    def max_bytes(self, num_embeds: int) -> int:
+        """Size of the largest object that could hold such a tensor."""
+        item_bytes = max(ITEM_BYTES[dtype] for dtype in self.dtypes)
+        return PROLOGUE_BYTES + num_embeds * self.width * item_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One identifier that live requests need; see the module's docstring for the phases."""
+
+    identifier: str
+    num_embeds: int
+    asked_s: float
+    deadline_s: float
+    is_announced: bool
+    """Somebody is storing it now: worth waiting for."""
+    key: str = ""
+    """Its object's; empty for an item that cannot be shared, or not yet."""
+    phase: Phase = Phase.ASKED
+    stored: StoredObject | None = None
+    job: Job | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    waiters: set[str] = field(default_factory=set)
+
+
+class Items:
+    """All items of one scheduler half. Ownership: vLLM's scheduler thread."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        embeddings: Embeddings,
+        stats: Stats,
+        *,
+        is_consumer: bool,
+        wait_s: float,
+    ) -> None:
+        """Ask `engine` for `embeddings`, each for `wait_s` at most; count into `stats`."""
+        self._engine = engine
+        self._embeddings = embeddings
+        self._stats = stats
+        self._is_consumer = is_consumer
+        self._wait_s = wait_s
+        self._items: dict[str, Item] = {}
+        self._asking: dict[int, tuple[Item, ...]] = {}  # by the identity of the job
+        self._look_up: list[Item] = []
+        self._submit: list[Job] = []
+        self._cancel: list[Job] = []
+        self.unsaved: dict[str, Item] = {}
+        """The absent ones that nobody was told to store yet, by identifier."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, identifier: str) -> Item | None:
+        """Return the item, if a live request needs it."""
+        return self._items.get(identifier)
+
+    def ask(
+        self, identifier: str, num_embeds: int, *, adapter: str | None, is_announced: bool
+    ) -> Item:
+        """Begin to find out about an item that nobody asked for yet.
+
+        `adapter`: the path of the LoRA adapter that its encoder runs with.
+        """
+        now_s = time.monotonic()
+        item = Item(identifier, num_embeds, now_s, now_s + self._wait_s, is_announced)
+        self._items[identifier] = item
+        if adapter is None:
+            item.key = self._embeddings.key(identifier, num_embeds, "")
+            self._seek(item)
+        else:
+            self._start(item, Run("adapter", partial(adapter_fingerprint, Path(adapter))))
+        return item
+
+    def drop(self, item: Item) -> StoredObject | None:
+        """Forget an item that nobody needs any more; return what it pins, for the caller to let go.
+
+        What is still on its way is cancelled.
+        """
+        if self._items.get(item.identifier) is item:
+            del self._items[item.identifier]
+        self.unsaved.pop(item.identifier, None)
+        if item.job is not None and item.phase is Phase.ASKED:
+            self._cancel.append(item.job)
+        stored, item.stored = item.stored, None
+        return stored
+
+    def check_time(self, item: Item) -> None:
+        """Give up on an item whose time is over."""
+        if item.phase is Phase.ASKED and time.monotonic() >= item.deadline_s:
+            self._miss(item, "late")
+
+    def poll(self) -> list[Done]:
+        """Take what the transfer engine has found out; return what was not asked for here."""
+        others = []
+        for done in self._engine.poll():
+            items = self._asking.pop(id(done.job), None)
+            if items is None:
+                others.append(done)
+                continue
+            for item in items:
+                self._settle(item, done)
+        return others
+
+    def flush(self) -> None:
+        """Hand this step's jobs to the transfer engine."""
+        if self._look_up:
+            for start in range(0, len(self._look_up), _LOOKED_UP_AT_ONCE):
+                items = tuple(self._look_up[start : start + _LOOKED_UP_AT_ONCE])
+                keys = tuple(item.key for item in items)
+                job = Lookup(keys, self._wait_s, store_only=True)
+                self._asking[id(job)] = items
+                self._submit.append(job)
+            self._look_up = []
+        if self._submit:
+            jobs, self._submit = self._submit, []
+            self._engine.submit(*jobs)
+        if self._cancel:
+            jobs, self._cancel = self._cancel, []
+            self._engine.cancel(*jobs)
+
+    def _seek(self, item: Item) -> None:
+        """Have the item's object fetched, or on a producer only, looked up."""
+        if not self._is_consumer:
+            self._look_up.append(item)
+            return
+        left_s = max(0.0, item.deadline_s - time.monotonic())
+        limit_bytes = self._embeddings.max_bytes(item.num_embeds)
+        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced))
+
+    def _start(self, item: Item, job: Job) -> None:
+        item.job = job
+        self._asking[id(job)] = (item,)
+        self._submit.append(job)
+
+    def _settle(self, item: Item, done: Done) -> None:
+        """Move an item to the phase that the outcome of its job calls for."""
+        is_wanted = self._items.get(item.identifier) is item
+        match done.job:
+            case _ if not is_wanted:
+                pass  # nobody waits any more
+            case Run():
+                if done.value:
+                    item.key = self._embeddings.key(item.identifier, item.num_embeds, done.value)
+                    self._seek(item)
+                else:
+                    self._miss(item, "unidentified")
+            case Lookup(keys=keys):
+                if done.outcome is Outcome.OK and done.value[keys.index(item.key)]:
+                    self._found(item, Phase.STORED)
+                else:
+                    self._miss(item, _reason(done.outcome))
+            case Fetch():
+                if self._take(item, done):
+                    return
+        if isinstance(done.value, StoredObject):
+            done.value.release()  # no worker was told of it
+
+    def _take(self, item: Item, done: Done) -> bool:
+        """Take what a Fetch has brought; False if the item has no use for it."""
+        stored = done.value
+        if not isinstance(stored, StoredObject):
+            fetch = done.job
+            assert isinstance(fetch, Fetch)
+            is_early = done.outcome is Outcome.MISSING and not fetch.is_announced
+            if is_early and item.is_announced and item.phase is Phase.ASKED:
+                self._seek(item)  # somebody who was told of it joined meanwhile
+            else:
+                self._miss(item, _reason(done.outcome))
+        elif stored.entry is None:
+            self._miss(item, Outcome.REJECTED.value)
+        elif not self._embeddings.fits(stored.facts, item.num_embeds):
+            self._miss(item, "unfit")
+        else:
+            self._found(item, Phase.READY)
+            item.stored = stored
+            return True
+        return False
+
+    def _found(self, item: Item, phase: Phase) -> None:
+        if item.phase is Phase.ASKED:
+            self._count_wait(item)
+        item.phase = phase
+        self.unsaved.pop(item.identifier, None)
+
+    def _miss(self, item: Item, reason: str) -> None:
+        """Decide that the item is encoded; the first reason counts."""
+        if item.phase is not Phase.ASKED:
+            return
+        item.phase = Phase.ABSENT
+        self._count_wait(item)
+        self._stats.add("items/missed")
+        self._stats.add(f"misses/{reason}")
+        if item.key:
+            self.unsaved[item.identifier] = item
+
+    def _count_wait(self, item: Item) -> None:
+        self._stats.add("waits")
+        self._stats.add("wait_seconds", time.monotonic() - item.asked_s)
+
+
+def _reason(outcome: Outcome) -> str:
+    """Name the miss; a look-up that worked and found nothing is one."""
+    reason: str = (Outcome.MISSING if outcome is Outcome.OK else outcome).value
+    return reason

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker has counted, told to the scheduler half of its engine by way of a small file.
+
+vLLM's V1 runner drops the workers' reports of an engine that only encodes, and with them whether
+its embeddings were stored at all. So each worker also writes its sums to a file in the host cache's
+folder, which is private to the user, and the scheduler half reads them. What is told twice, here
+and in a report, counts once: the numbers are sums since the worker began.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ecshare.store.hostcache import HostCache
+from ecshare.transfer.stats import is_gauge
+
+Totals = dict[int, dict[str, float]]
+"""Sums by rank, by name."""
+
+_FOLDER = ".ledgers"
+_MAX_BYTES = 1 << 16
+_ABANDONED_S = 7 * 86_400.0  # the engine was killed before it could tidy up
+_decoder = msgspec.json.Decoder(dict[str, float])
+
+
+class Ledger:
+    """The files of one engine. Any thread, but no vLLM hook: it reads and writes files."""
+
+    def __init__(self, root: Path, engine_id: str) -> None:
+        """Use a folder below `root`. `engine_id`: what the engine's processes know and others not.
+
+        No file is touched yet.
+        """
+        self._folder = root / _FOLDER
+        # It may be a user's own word.
+        self._name = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def write(self, rank: int, totals: dict[str, float]) -> None:
+        """Replace what `rank` has told before; a failure is no more than a number missing."""
+        path = self._folder / f"{self._name}.{rank}"
+        temporary = path.with_suffix(f".{rank}.new")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            temporary.write_bytes(msgspec.json.encode(totals))
+            temporary.replace(path)
+
+    def read(self) -> Totals:
+        """Return what the engine's workers have told."""
+        totals: Totals = {}
+        for path in self._folder.glob(f"{self._name}.*"):
+            rank = path.suffix.removeprefix(".")
+            if rank.isdecimal():
+                with contextlib.suppress(OSError, msgspec.DecodeError), path.open("rb") as file:
+                    totals[int(rank)] = _decoder.decode(file.read(_MAX_BYTES))
+        return totals
+
+    def close(self) -> None:
+        """Remove the engine's files, and those of engines that ended long ago without doing so."""
+        now_s = time.time()
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    is_ours = entry.name.startswith(f"{self._name}.")
+                    if is_ours or now_s - entry.stat().st_mtime > _ABANDONED_S:
+                        os.unlink(entry.path)
+
+
+def open_ledger(vllm_config: Any, host: HostCache) -> Ledger:
+    """Return the ledger of the engine that `vllm_config` describes; its processes get the same."""
+    engine_id = vllm_config.ec_transfer_config.engine_id
+    return Ledger(host.root, f"{engine_id}.{vllm_config.parallel_config.data_parallel_rank}")
+
+
+def grown(before: Totals, now: Totals) -> dict[str, float]:
+    """Return by how much each sum of `now` exceeds that of `before`, added over ranks.
+
+    `before` is brought up to date. A sum that is smaller was told late, and adds nothing.
+    """
+    growth: dict[str, float] = {}
+    for rank, sums in now.items():
+        known = before.setdefault(rank, {})
+        for name, total in sums.items():
+            more = total - known.get(name, 0)
+            if is_gauge(name):
+                growth[name] = total
+            elif more > 0:
+                known[name] = total
+                growth[name] = growth.get(name, 0) + more
+    return growth

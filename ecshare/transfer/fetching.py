@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings objects to this host: from the host cache, or once for the whole host from the store."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from concurrent.futures import Executor
+from contextlib import suppress
+
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.format import unseal
+from ecshare.store.hostcache import HostCache, Incoming
+from ecshare.store.integrity import Integrity
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
+from ecshare.transfer.lanes import Urgency
+
+logger = logging.getLogger(__name__)
+
+# How often this host is looked at for what another process brings or stores.
+_FIRST_GLANCE_S = 0.001
+_LONGEST_GLANCE_S = 0.01
+# How often the store is asked for what was announced and is not there yet.
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
+_PAUSE_GROWTH = 1.6
+# A damaged object that could not be removed (read-only credentials) is not downloaded for every
+# request that asks for it.
+_SHUNNED_S = 60.0
+_MAX_SHUNNED = 10_000
+
+
+def open_object(host: HostCache, key: str) -> StoredObject | None:
+    """Open the object under `key` in the host cache, pinned; None if it is not there.
+
+    It was verified when it was published, so the checksum is not computed again. Any thread; reads
+    memory only.
+    """
+    entry = host.open(key)
+    if entry is None:
+        return None
+    try:
+        sealed = unseal(entry.body, key, verify=False)
+    except ObjectCorrupt as exc:
+        logger.warning("host cache: dropping a damaged entry: %s", exc)
+        entry.close()
+        host.discard(key)
+        return None
+    return StoredObject(key, sealed.facts, sealed.payload, entry)
+
+
+class Fetcher:
+    """Serves Fetch jobs.
+
+    One process of a host at a time downloads an object; the others wait until it is in the host
+    cache. A process that dies in between loses its claim with its life.
+
+    Ownership: the I/O thread; verification runs on `copies`.
+    """
+
+    def __init__(
+        self, host: HostCache, access: StoreAccess, copies: Executor, integrity: Integrity | None
+    ) -> None:
+        """Use what the engine owns."""
+        self._host = host
+        self._access = access
+        self._copies = copies
+        self._integrity = integrity
+        self._shunned: OrderedDict[str, float] = OrderedDict()
+
+    async def fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """Return the object, pinned, and what was moved for it.
+
+        Raises:
+            StoreError, TimeoutError: it cannot be had by `deadline_s`.
+        """
+        pause_s = _FIRST_PAUSE_S
+        missing: ObjectMissing | None = None
+        while True:
+            try:
+                return await self._fetch(job, deadline_s)
+            except ObjectCorrupt:
+                raise  # it was stored, and is gone now
+            except (StoreError, TimeoutError) as exc:
+                if isinstance(exc, ObjectMissing):
+                    missing = exc
+                left_s = deadline_s - time.monotonic()
+                if not job.is_announced or left_s <= 0:
+                    raise missing or exc from None
+            await self._appearance(job.key, min(pause_s, left_s))
+            pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
+
+    async def _fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
+        started_s = time.monotonic()
+        # Whoever holds the claim may have been stopped; after half the time, go without.
+        patience_s = started_s + (deadline_s - started_s) / 2
+        while True:
+            here = open_object(self._host, job.key)
+            if here is not None:
+                seconds = time.monotonic() - started_s
+                return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
+            claim = self._host.claim(job.key)
+            if claim is not None or time.monotonic() >= patience_s:
+                break
+            await self._appearance(job.key, patience_s - time.monotonic(), is_claimed=True)
+        try:
+            tier = Tier.HOST
+            here = open_object(self._host, job.key)  # published just before the claim was free
+            if here is None:
+                here, tier = await self._from_store(job, deadline_s), Tier.STORE
+            seconds = time.monotonic() - started_s
+            return here, (Moved("read", tier, len(here.payload), seconds),)
+        finally:
+            if claim is not None:
+                claim.release()
+
+    async def _appearance(self, key: str, timeout_s: float, *, is_claimed: bool = False) -> None:
+        """Return when `key` is in the host cache, or after `timeout_s`.
+
+        `is_claimed`: also when the process that downloads it has let go of its claim.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        glance_s = _FIRST_GLANCE_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            await asyncio.sleep(min(glance_s, left_s))
+            glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
+            entry = self._host.open(key)
+            if entry is not None:
+                entry.close()
+                return
+            if is_claimed and (claim := self._host.claim(key)) is not None:
+                claim.release()
+                return
+
+    async def _from_store(self, job: Fetch, deadline_s: float) -> StoredObject:
+        shunned_until_s = self._shunned.get(job.key, 0.0)
+        if time.monotonic() < shunned_until_s:
+            raise ObjectCorrupt(f"{job.key} was damaged a moment ago and could not be removed")
+        try:
+            return await self._download(job, deadline_s)
+        except ObjectCorrupt:
+            pass
+        # Once more, before anything is thrown away: it may have been damaged on the way.
+        try:
+            return await self._download(job, deadline_s)
+        except ObjectCorrupt:
+            await self._remove(job.key, deadline_s)
+            raise
+
+    async def _download(self, job: Fetch, deadline_s: float) -> StoredObject:
+        incoming = self._host.receive(job.key, job.limit_bytes)
+        try:
+            await self._access.ask(
+                lambda store: store.get(job.key, incoming),
+                Urgency.LOAD,
+                job.limit_bytes,
+                deadline_s,
+            )
+            return await self._verified(job.key, incoming)
+        finally:
+            incoming.discard()
+
+    async def _verified(self, key: str, incoming: Incoming) -> StoredObject:
+        loop = asyncio.get_running_loop()
+        admission = loop.run_in_executor(self._copies, self._admit, key, incoming)
+        try:
+            return await asyncio.shield(admission)
+        except asyncio.CancelledError:
+            # It is read by a thread that cannot be stopped; soon over.
+            with suppress(ObjectCorrupt):
+                (await admission).release()
+            raise
+
+    def _admit(self, key: str, incoming: Incoming) -> StoredObject:
+        """Verify what came, and publish it to this host. Copy thread."""
+        sealed = unseal(incoming.body, key, integrity=self._integrity)
+        entry = incoming.publish()
+        if entry is None:
+            return StoredObject(key, sealed.facts, sealed.payload, None)
+        body = unseal(entry.body, key, verify=False)
+        return StoredObject(key, body.facts, body.payload, entry)
+
+    async def _remove(self, key: str, deadline_s: float) -> None:
+        """Take a damaged object out of the way of the next save: puts are create-only."""
+        try:
+            await self._access.ask(
+                lambda store: store.delete([key]), Urgency.SAVE, deadline_s=deadline_s
+            )
+        except (StoreError, TimeoutError) as exc:
+            logger.warning("store: the damaged object %s cannot be removed: %s", key, exc)
+            self._shunned[key] = time.monotonic() + _SHUNNED_S
+            if len(self._shunned) > _MAX_SHUNNED:
+                self._shunned.popitem(last=False)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the transfer engine, and how it ended. Plain values; no I/O."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ecshare.store.format import TensorFacts
+from ecshare.store.hostcache import Entry
+from ecshare.transfer.staging import Slab
+
+# No tensor of any model is larger; who knows the size of what it asks for gives a lower limit.
+MAX_OBJECT_BYTES = 4 << 30
+
+
+class Outcome(Enum):
+    """How a job ended. Everything but OK is a miss, and is counted under its name."""
+
+    OK = "ok"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    UNAVAILABLE = "unavailable"
+    REJECTED = "rejected"  # never tried, or no room on this host
+    CANCELLED = "cancelled"  # nobody waited for it any more
+
+
+class Tier(Enum):
+    """Where bytes were moved to or from."""
+
+    HOST = "host"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Store the object in `slab` under `key`. The engine owns `slab` from now on."""
+
+    key: str
+    slab: Slab
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
+
+    `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
+    `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
+    over: look again, on this host every few milliseconds, in the store ever less often.
+    """
+
+    key: str
+    timeout_s: float
+    limit_bytes: int = MAX_OBJECT_BYTES
+    is_announced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Ask which of `keys` exist, within `timeout_s`.
+
+    In the host cache or the store; `store_only` asks what other hosts can read as well.
+    """
+
+    keys: tuple[str, ...]
+    timeout_s: float
+    store_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Call `work` off vLLM's threads; what it returns is the value. `name` says what for."""
+
+    name: str
+    work: Callable[[], Any]
+
+
+Job = Put | Fetch | Lookup | Run
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A verified object on this host, valid until `release`.
+
+    `payload` is read-only. It lies in the host cache, pinned by `entry`; or, where the cache had no
+    room, in this process alone, and `entry` is None.
+    """
+
+    key: str
+    facts: TensorFacts
+    payload: memoryview
+    entry: Entry | None
+
+    def release(self) -> None:
+        """Unpin; `payload` must not be used any more. The second call does nothing."""
+        self.payload.release()
+        if self.entry is not None:
+            self.entry.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that a job has moved."""
+
+    direction: str  # "read" or "write"
+    tier: Tier
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of `job`.
+
+    `value`: a StoredObject for a Fetch that is OK (the receiver owns it), a tuple of bools in the
+    order of the keys for a Lookup that is OK, what the work returned for a Run, else None.
+    `seconds`: from submit to the end.
+    """
+
+    job: Job
+    outcome: Outcome
+    seconds: float
+    value: Any = None
+    moved: tuple[Moved, ...] = ()

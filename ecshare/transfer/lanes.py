@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use the store now: the most urgent first, within limits of number and bytes."""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import IntEnum
+from itertools import count
+
+# Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link, 32 where they are small
+# (docs/layout.md has figures). Saves get less: they may wait.
+_MAX_BYTES = {0: 96 << 20, 1: 0, 2: 64 << 20}
+_MAX_NUMBER = {0: 32, 1: 4, 2: 8}
+
+
+class Urgency(IntEnum):
+    """What a request waits for goes first; what nobody waits for, last."""
+
+    LOAD = 0
+    LOOK_UP = 1
+    SAVE = 2
+
+
+class Lanes:
+    """Admits operations on the store.
+
+    No operation is admitted while a more urgent one waits. One that is larger than the limit may
+    go alone. Ownership: the I/O thread.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing in flight."""
+        self._number = dict.fromkeys(Urgency, 0)
+        self._bytes = dict.fromkeys(Urgency, 0)
+        self._order = count()
+        self._waiting: list[tuple[Urgency, int, int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def admitted(self, urgency: Urgency, cost_bytes: int) -> AsyncIterator[None]:
+        """Wait for a turn, and hold it for the body. `cost_bytes`: what it may move at most."""
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (urgency, next(self._order), cost_bytes, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(urgency, cost_bytes)
+            else:
+                self._admit()  # it may have stood in the way of others
+            raise
+        try:
+            yield
+        finally:
+            self._leave(urgency, cost_bytes)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            urgency, _, cost_bytes, turn = self._waiting[0]
+            if not turn.done():
+                if not self._has_room(urgency, cost_bytes):
+                    return
+                self._number[urgency] += 1
+                self._bytes[urgency] += cost_bytes
+                turn.set_result(None)
+            heapq.heappop(self._waiting)
+
+    def _has_room(self, urgency: Urgency, cost_bytes: int) -> bool:
+        if not self._number[urgency]:
+            return True
+        is_small_enough = self._bytes[urgency] + cost_bytes <= _MAX_BYTES[urgency]
+        return self._number[urgency] < _MAX_NUMBER[urgency] and is_small_enough
+
+    def _leave(self, urgency: Urgency, cost_bytes: int) -> None:
+        self._number[urgency] -= 1
+        self._bytes[urgency] -= cost_bytes
+        self._admit()

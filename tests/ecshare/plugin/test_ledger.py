@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import time
+from pathlib import Path
+
+from ecshare.plugin.ledger import Ledger, Totals, grown
+
+
+def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> None:
+    worker, scheduler = Ledger(tmp_path, "engine"), Ledger(tmp_path, "engine")
+    assert scheduler.read() == {}
+    worker.write(0, {"items/saved": 1})
+    worker.write(1, {"items/failed": 2})
+    worker.write(0, {"items/saved": 3.5})
+    assert scheduler.read() == {0: {"items/saved": 3.5}, 1: {"items/failed": 2}}
+    assert Ledger(tmp_path, "another").read() == {}
+
+
+def test_an_engine_id_is_no_path(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "host", "../../evil/\x00x")
+    (tmp_path / "host").mkdir()
+    ledger.write(0, {"items/saved": 1})
+    assert ledger.read() == {0: {"items/saved": 1}}
+    assert [path.name for path in tmp_path.iterdir()] == ["host"]
+
+
+def test_damage_is_a_number_missing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, "engine")
+    ledger.write(0, {"items/saved": 1})
+    ledger.write(1, {"items/saved": 1})
+    (path,) = (path for path in (tmp_path / ".ledgers").iterdir() if path.suffix == ".0")
+    path.write_bytes(b'{"items/saved": "many"}')
+    assert ledger.read() == {1: {"items/saved": 1}}
+    blocked = Ledger(tmp_path / "none", "engine")
+    blocked.write(0, {"items/saved": 1})
+    assert blocked.read() == {}
+    blocked.close()
+
+
+def test_closing_removes_the_own_files_and_abandoned_ones(tmp_path: Path) -> None:
+    names = ("ours", "living", "killed long ago")
+    ours, living, _ = (ledgers := [Ledger(tmp_path, name) for name in names])
+    for ledger in ledgers:
+        ledger.write(0, {"items/saved": 1})
+    old_s = time.time() - 30 * 86_400
+    os.utime(next((tmp_path / ".ledgers").glob(f"{ledgers[2]._name}.*")), (old_s, old_s))
+    ours.close()
+    assert [path.name for path in (tmp_path / ".ledgers").iterdir()] == [f"{living._name}.0"]
+
+
+def test_growth_counts_each_sum_once_however_often_it_is_told() -> None:
+    known: Totals = {}
+    assert grown(known, {0: {"a": 2.0}, 1: {"a": 1.0}}) == {"a": 3}
+    assert grown(known, {0: {"a": 2.0}}) == {}
+    assert grown(known, {0: {"a": 5.0, "b": 1.0}, 1: {"a": 1.0}}) == {"a": 3, "b": 1}
+    assert grown(known, {0: {"a": 4.0}}) == {}, "an older report that came late"
+    assert grown(known, {0: {"a": 5.0, "now/c": 7.0}}) == {"now/c": 7}

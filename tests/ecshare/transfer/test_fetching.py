@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects come to a host: once for all its processes, verified, and waited for if announced."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ObjectMissing, StoreDenied
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import Buffer, ObjectInfo, Sink
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, StoredObject, Tier
+from ecshare.transfer.staging import Staging
+
+KEY = object_key(Kind.EC, "0" * 32, "a")
+FACTS = TensorFacts("U8", (10_000,), {})
+
+
+def sealed(key: str = KEY) -> bytes:
+    body = memoryview(bytearray(PROLOGUE_BYTES + FACTS.num_bytes))
+    seal(body, FACTS, key)
+    return bytes(body)
+
+
+class Scripted:
+    """A store in memory that says what it was asked, and does as told.
+
+    Real ones cannot be made to damage the n-th answer, or to be slow for one engine only.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.gets: list[float] = []
+        self.answer_s = 0.0
+        self.damage: list[Callable[[bytes], bytes]] = []
+        self.is_read_only = False
+
+    async def get(self, key: str, sink: Sink) -> None:
+        self.gets.append(time.monotonic())
+        await asyncio.sleep(self.answer_s)
+        if key not in self.objects:
+            raise ObjectMissing(key)
+        body = self.objects[key]
+        if self.damage:
+            body = self.damage.pop(0)(body)
+        sink.begin(len(body))
+        sink.write(0, body)
+
+    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+        return key not in self.objects and bool(self.objects.setdefault(key, bytes(body)))
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self.objects for key in keys]
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        if self.is_read_only:
+            raise StoreDenied("read only")
+        for key in keys:
+            self.objects.pop(key, None)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        for key, body in self.objects.items():
+            yield ObjectInfo(key, len(body), 0.0)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Scripted:
+    return Scripted()
+
+
+Start = Callable[..., TransferEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
+    started = []
+
+    def start(host: str = "host", **options: Any) -> TransferEngine:
+        config = StoreConfig(
+            url=f"file://{tmp_path}/none", host_cache_dir=str(tmp_path / host), **options
+        )
+        engine = TransferEngine(config, "options", store=store)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def finish(engine: TransferEngine, job: Fetch, timeout_s: float = 20) -> Done:
+    engine.submit(job)
+    (done,) = engine.drain(timeout_s)
+    if isinstance(done.value, StoredObject):
+        done.value.release()
+    return done
+
+
+def flipped(body: bytes) -> bytes:
+    return body[:5000] + bytes([body[5000] ^ 1]) + body[5001:]
+
+
+def test_three_engines_of_a_host_make_one_download(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    store.answer_s = 0.2
+    engines = [start() for _ in range(3)]
+    for engine in engines:
+        for _ in range(4):
+            engine.submit(Fetch(KEY, 10))
+    done = [each for engine in engines for each in engine.drain(20)]
+    assert [each.outcome for each in done] == [Outcome.OK] * 12
+    assert len(store.gets) == 1
+    tiers = [moved.tier for each in done for moved in each.moved]
+    assert tiers.count(Tier.STORE) == 1
+    for each in done:
+        each.value.release()
+
+
+def test_another_host_makes_its_own_download(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    for host in ("one", "two", "one"):
+        assert finish(start(host), Fetch(KEY, 10)).outcome is Outcome.OK
+    assert len(store.gets) == 2
+
+
+def test_a_download_that_was_broken_off_is_taken_over_at_once(
+    store: Scripted, start: Start
+) -> None:
+    first, second = start(), start()
+    job = Fetch(KEY, 10)
+    store.answer_s = 60
+    first.submit(job)
+    while not store.gets:
+        time.sleep(0.001)
+    store.objects[KEY] = sealed()
+    second.submit(Fetch(KEY, 10))
+    time.sleep(0.05)
+    assert len(store.gets) == 1
+    store.answer_s = 0.0
+    first.cancel(job)
+    (done,) = second.drain(4)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    assert [each.outcome for each in first.drain(4)] == [Outcome.CANCELLED]
+
+
+def test_who_waits_for_a_process_that_hangs_goes_himself_at_half_time(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    store.answer_s = 60
+    first, second = start(io_timeout_s=100), start()
+    hung = Fetch(KEY, 100)
+    first.submit(hung)
+    while not store.gets:
+        time.sleep(0.001)
+    store.answer_s = 0.0
+    assert finish(second, Fetch(KEY, 0.4)).outcome is Outcome.OK
+    first.cancel(hung)
+
+
+def test_an_announced_object_is_waited_for_on_both_tiers(
+    store: Scripted, start: Start, tmp_path: Path
+) -> None:
+    reader = start("reader")
+    job = Fetch(KEY, 10, is_announced=True)
+    reader.submit(job)
+    time.sleep(0.2)
+    assert reader.poll() == []
+    store.objects[KEY] = sealed()
+    (done,) = reader.drain(5)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    # And from the same host, where the store never has it.
+    asked = len(store.gets)
+    writer, neighbour = start("same"), start("same")
+    neighbour.submit(Fetch(OTHER, 10, is_announced=True))
+    time.sleep(0.05)
+    staging = Staging(torch.device("cpu"), 1 << 22)
+    slab = staging.reserve(FACTS)
+    assert slab is not None
+    store.put = never  # type: ignore[method-assign]
+    writer.submit(Put(OTHER, slab))
+    (done,) = neighbour.drain(5)
+    assert done.outcome is Outcome.OK
+    assert [moved.tier for moved in done.moved] == [Tier.HOST]
+    done.value.release()
+    assert len(store.gets) > asked
+
+
+OTHER = object_key(Kind.EC, "0" * 32, "other")
+
+
+async def never(key: str, body: Buffer, file: str | None = None) -> bool:
+    await asyncio.sleep(60)
+    return True
+
+
+def test_the_store_is_asked_ever_less_often(store: Scripted, start: Start) -> None:
+    assert finish(start(), Fetch(KEY, 1.5, is_announced=True)).outcome is Outcome.MISSING
+    assert 5 <= len(store.gets) <= 15
+    pauses = [after - before for before, after in zip(store.gets, store.gets[1:], strict=False)]
+    assert pauses[0] < pauses[-2]
+
+
+def test_an_object_that_was_damaged_on_the_way_is_asked_for_again(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    store.damage = [flipped]
+    assert finish(start(), Fetch(KEY, 10)).outcome is Outcome.OK
+    assert KEY in store.objects
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda body: body[:-1],
+        lambda body: body + b"x",
+        lambda body: b"",
+        lambda body: b"\0" * len(body),
+        lambda _: sealed(OTHER),
+        lambda body: body + bytes(1 << 20),
+    ],
+)
+def test_a_damaged_object_is_removed_so_that_the_next_save_replaces_it(
+    store: Scripted, start: Start, damage: Callable[[bytes], bytes]
+) -> None:
+    store.objects[KEY] = damage(sealed())
+    limit_bytes = len(sealed()) + 100
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10, limit_bytes)).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+    assert finish(engine, Fetch(KEY, 10, limit_bytes)).outcome is Outcome.MISSING
+    assert not list(engine.host.root.glob("[!.]*")), "nothing of it stays on this host"
+
+
+def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = flipped(sealed())
+    store.is_read_only = True
+    engine = start()
+    for _ in range(5):
+        assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert len(store.gets) == 2
+
+
+def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start: Start) -> None:
+    staging = Staging(torch.device("cpu"), 1 << 22)
+    keys = {"one": "a secret of ours", "two": "another secret, as long", "none": ""}
+    outcomes = {}
+    for writer, secret in keys.items():
+        slab = staging.reserve(FACTS)
+        assert slab is not None
+        engine = start(f"writer-{writer}", integrity_key=secret)
+        engine.submit(Put(KEY, slab))
+        engine.drain(10)
+        for reader in ("one", "none"):
+            reading = start(f"{writer}-{reader}", integrity_key=keys[reader])
+            body = store.objects[KEY]
+            outcomes[writer, reader] = finish(reading, Fetch(KEY, 10)).outcome
+            store.objects[KEY] = body
+        del store.objects[KEY]
+    assert outcomes["one", "one"] is Outcome.OK
+    assert outcomes["two", "one"] is outcomes["none", "one"] is Outcome.CORRUPT
+    assert outcomes["none", "none"] is Outcome.OK
