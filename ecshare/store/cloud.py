@@ -3,13 +3,14 @@
 
 obstore's blocking calls in our own threads cost less than half the CPU of its coroutines, and
 an eighth to a thirtieth of what s3fs costs. Bodies go out as they lie in memory, without a copy,
-and come in as obstore received them; only what takes several requests is copied together.
+and come in as obstore received them, piece by piece, straight to where they shall lie.
 """
 
 import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,18 +30,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One request for more costs twice the CPU a byte: fresh pages for the whole of it, every time.
-# A bit over 8 MB, so that a tensor of 8 MB with its prologue takes one round trip, not two.
-PIECE_BYTES = (8 << 20) + (64 << 10)
+# A body comes over one connection, which is best where connections are fast. Some stores cap each
+# at 80 MB/s or so: where one turns out slow after _TRIAL_BYTES, and what is left would take longer
+# than _SLOW_S, several fetch the rest in pieces.
+_CHUNK_BYTES = 1 << 20  # handed over at once; the next one comes in meanwhile
+_TRIAL_BYTES = 4 << 20
+_SLOW_S = 0.25
+PIECE_BYTES = 8 << 20
 _REQUESTS = 32  # at once: what small objects need at 20 ms of round trip
-_PIECES = 4  # of one object at once
+_PIECES = 8  # of one object at once
 _RETRIES = 2
 _BACKOFF: "BackoffConfig" = {
     "init_backoff": timedelta(milliseconds=50),
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
-_CHUNK_BYTES = 1 << 20
 _LISTED = 1000  # a page of S3
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -129,7 +133,8 @@ class CloudObjects:
             async with lanes:
                 await self._threads.run(self._piece, key, start, first, sink)
 
-        await asyncio.gather(*(fetch(n) for n in range(first.stop, first.size, PIECE_BYTES)))
+        pieces = range(first.at, first.size, PIECE_BYTES)
+        await asyncio.gather(*(fetch(start) for start in pieces))
 
     async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
@@ -160,42 +165,34 @@ class CloudObjects:
 
     # What follows runs in the store's threads.
 
-    def _first(self, key: str, sink: Sink) -> "_Piece":
-        """The beginning of an object, and its size: no HEAD is needed to learn it."""
-        first = self._ask_first(key)
-        sink.begin(first.size)
-        if not (first.start == 0 <= first.stop <= first.size):
-            raise StoreUnavailable(f"{key}: the server answered with another range")
-        first.pour(key, sink)
+    def _first(self, key: str, sink: Sink) -> "_Answer":
+        """One GET for size and bytes: no HEAD first. Of a slow one the end is left."""
+        with mapped_errors(key):
+            first = _Answer(key, obstore.get(self._plain, key))
+        with contextlib.closing(first):
+            sink.begin(first.size)
+            first.pour(sink, may_stop=self._ranges)
         return first
 
-    def _ask_first(self, key: str) -> "_Piece":
-        with mapped_errors(key):
-            if self._ranges:
-                try:
-                    return _Piece(
-                        obstore.get(self._plain, key, options={"range": (0, PIECE_BYTES)})
-                    )
-                except foreign.GenericError as exc:
-                    if "non-partial response" in str(exc):
-                        self._ranges = False
-                        logger.info("the S3 server ignores ranges: objects are fetched whole")
-                    elif _status(exc) != 416:  # an empty object has no first byte
-                        raise
-            return _Piece(obstore.get(self._plain, key))
-
-    def _piece(self, key: str, start: int, first: "_Piece", sink: Sink) -> None:
+    def _piece(self, key: str, start: int, first: "_Answer", sink: Sink) -> None:
         stop = min(start + PIECE_BYTES, first.size)
         with mapped_errors(key):
-            piece = _Piece(obstore.get(self._plain, key, options={"range": (start, stop)}))
-        if (piece.size, piece.version, piece.start, piece.stop) != (
-            first.size,
-            first.version,
-            start,
-            stop,
-        ):
-            raise StoreUnavailable(f"{key} changed while it was read")
-        piece.pour(key, sink)
+            try:
+                answer = obstore.get(self._plain, key, options={"range": (start, stop)})
+            except foreign.GenericError as exc:
+                if "non-partial response" in str(exc):
+                    self._ranges = False
+                    logger.info("the S3 server ignores ranges: objects are fetched whole")
+                raise
+        with contextlib.closing(_Answer(key, answer)) as piece:
+            if (piece.size, piece.version, piece.at, piece.stop) != (
+                first.size,
+                first.version,
+                start,
+                stop,
+            ):
+                raise StoreUnavailable(f"{key} changed while it was read")
+            piece.pour(sink)
 
     def _put(self, key: str, body: Buffer) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
@@ -235,31 +232,45 @@ class CloudObjects:
                 obstore.delete(self._plain, keys)
 
 
-class _Piece:
+class _Answer:
     """The answer to one GET: its headers are here, its body is on the way."""
 
-    def __init__(self, answer: "obstore.GetResult") -> None:
-        self._answer = answer
+    def __init__(self, key: str, answer: "obstore.GetResult") -> None:
+        self._key = key
+        self._chunks: Iterator[Any] | None = answer.stream(min_chunk_size=_CHUNK_BYTES)
         self.size = answer.meta["size"]
         self.version = answer.meta["e_tag"]
-        self.start, self.stop = answer.range
+        self.at, self.stop = answer.range
+        """Which byte comes next, and which no more."""
 
-    def pour(self, key: str, sink: Sink) -> None:
-        """Give the body to `sink` as it comes in."""
-        at = self.start
-        chunks = self._answer.stream(min_chunk_size=_CHUNK_BYTES)
-        while True:
-            with mapped_errors(key):
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
-            part = memoryview(chunk)
-            if at + len(part) > self.stop:
-                raise StoreUnavailable(f"{key}: the server sent more than it announced")
-            sink.write(at, part)
-            at += len(part)
-        if at != self.stop:
-            raise StoreUnavailable(f"{key}: the server sent less than it announced")
+    def close(self) -> None:
+        """Hang up, if anything is still to come.
+
+        Left to itself the connection would live as long as the traceback of what went wrong.
+        """
+        self._chunks = None
+
+    def pour(self, sink: Sink, *, may_stop: bool = False) -> None:
+        """Give the body to `sink` as it comes in. `may_stop`: not all of it, if that were slow."""
+        started_s = time.monotonic()
+        while (chunk := self._next()) is not None:
+            if self.at + len(chunk) > self.stop:
+                raise StoreUnavailable(f"{self._key}: the server sent more than it announced")
+            sink.write(self.at, chunk)
+            self.at += len(chunk)
+            if may_stop and self.at >= _TRIAL_BYTES:
+                left_s = (self.stop - self.at) / self.at * (time.monotonic() - started_s)
+                if left_s > _SLOW_S:
+                    return
+                may_stop = False
+        if self.at != self.stop:
+            raise StoreUnavailable(f"{self._key}: the server sent less than it announced")
+
+    def _next(self) -> memoryview | None:
+        assert self._chunks is not None, "closed"
+        with mapped_errors(self._key):
+            chunk = next(self._chunks, None)
+        return None if chunk is None else memoryview(chunk)
 
 
 class _Misunderstood(StoreUnavailable):

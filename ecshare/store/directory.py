@@ -146,12 +146,16 @@ class Directory:
 
     def _may_link(self, status: os.stat_result, folder: str, num_bytes: int) -> bool:
         where = os.stat(folder)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
-            return False
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o222:
+            return False  # what somebody may write to is no object
         # A file made here would belong to the folder's group; this one keeps its own, and whoever
         # reads by the group could not.
         foreign_group = where.st_mode & stat.S_ISGID and where.st_gid != status.st_gid
-        return status.st_dev == where.st_dev and (not foreign_group or bool(status.st_mode & 0o004))
+        return (
+            status.st_size == num_bytes
+            and status.st_dev == where.st_dev
+            and (not foreign_group or bool(status.st_mode & 0o004))
+        )
 
     def _put_copy(self, body: Buffer, path: str) -> bool:
         # Unique on every host that shares the folder; a crash leaves it, a sweep removes it.

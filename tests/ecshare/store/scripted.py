@@ -4,7 +4,7 @@
 import http.server
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 DATED = {"last_modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
@@ -40,7 +40,8 @@ class Asked(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # who has heard enough hangs up
+                self.wfile.write(body)
 
     def say_error(self, status: int, code: str) -> None:
         self.say(status, f"<Error><Code>{code}</Code><Message>Words.</Message></Error>".encode())

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from obstore import exceptions as foreign
 
+from ecshare.store import cloud
 from ecshare.store.cloud import MEANING, PIECE_BYTES
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
-from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, open_store, probe, read
 from tests.ecshare.store.conftest import Bucket
@@ -55,64 +55,75 @@ def store_at(endpoint: str, io_timeout_s: float = 20.0, **options: Any) -> Objec
 pytestmark = pytest.mark.s3  # sockets, all of it
 
 
-async def test_an_object_costs_one_request(serve: Serve) -> None:
-    """No HEAD first, and none after."""
-
-    def answer(asked: Asked) -> None:
-        asked.say(206, b"body", content_range="bytes 0-3/4", etag='"e"', **DATED)
-
-    server, store = serve(answer)
-    assert await read(store, KEY, LIMIT) == memoryview(b"body")
+@pytest.mark.parametrize("num_bytes", [0, 4, 12 << 20])
+async def test_an_object_costs_one_request(serve: Serve, num_bytes: int) -> None:
+    """No HEAD first, and none after; nor pieces, where the connection is fast."""
+    body = os.urandom(num_bytes)
+    server, store = serve(lambda asked: asked.say(200, body, etag='"e"', **DATED))
+    assert await read(store, KEY, LIMIT) == body
     ((method, headers),) = server.asked
     assert method == "GET"
-    assert headers["range"] == f"bytes=0-{PIECE_BYTES - 1}"
+    assert "range" not in headers
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "requests"),
-    [
-        (PROLOGUE_BYTES + (8 << 20), 1),  # a tensor of 8 MB: a second round trip would be for 4 KB
-        (2 * PIECE_BYTES + 5, 3),
-    ],
-)
-async def test_a_large_object_comes_in_pieces(serve: Serve, num_bytes: int, requests: int) -> None:
-    body = os.urandom(num_bytes)
+class Slow:
+    """Answers like a store that caps each connection."""
 
-    def answer(asked: Asked) -> None:
-        start, _, stop = asked.headers["range"].removeprefix("bytes=").partition("-")
-        part = body[int(start) : int(stop) + 1]
-        span = f"bytes {start}-{int(start) + len(part) - 1}/{len(body)}"
-        asked.say(206, part, content_range=span, etag='"e"', **DATED)
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.total = len(body)
+        self.tags = ['"e"', '"e"']
+        self.takes_ranges = True
 
-    server, store = serve(answer)
-    assert bytes(await read(store, KEY, LIMIT)) == body
-    assert len(server.asked) == requests
+    def __call__(self, asked: Asked) -> None:
+        span = asked.headers.get("range")
+        if span is None or not self.takes_ranges:
+            asked.say(200, self.body, etag=self.tags[0], **DATED)
+            return
+        start, _, stop = span.removeprefix("bytes=").partition("-")
+        part = self.body[int(start) : int(stop) + 1]
+        place = f"bytes {start}-{stop}/{self.total}"
+        asked.say(206, part, content_range=place, etag=self.tags[1], **DATED)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    monkeypatch.setattr(cloud, "_SLOW_S", 0.0)
+    return Slow(os.urandom(2 * PIECE_BYTES + (5 << 20)))
+
+
+async def test_the_rest_of_a_slow_object_comes_in_pieces(serve: Serve, slow: Slow) -> None:
+    server, store = serve(slow)
+    assert await read(store, KEY, LIMIT) == slow.body
+    ranges = sorted(int(h["range"][6:].split("-")[0]) for _, h in server.asked if "range" in h)
+    assert len(server.asked) == 1 + len(ranges)
+    assert ranges[0] >= cloud._TRIAL_BYTES
+    assert len(ranges) == -(-(len(slow.body) - ranges[0]) // PIECE_BYTES)
 
 
 @pytest.mark.parametrize("changed", ["size", "version"])
 async def test_an_object_that_changes_between_its_pieces_is_refused(
-    serve: Serve, changed: str
+    serve: Serve, slow: Slow, changed: str
 ) -> None:
-    size = 2 * PIECE_BYTES
-
-    def answer(asked: Asked) -> None:
-        start, _, stop = asked.headers["range"].removeprefix("bytes=").partition("-")
-        late = start != "0"
-        total = size + 1 if late and changed == "size" else size
-        tag = '"new"' if late and changed == "version" else '"old"'
-        part = bytes(int(stop) + 1 - int(start))
-        asked.say(206, part, content_range=f"bytes {start}-{stop}/{total}", etag=tag, **DATED)
-
-    _, store = serve(answer)
+    if changed == "size":
+        slow.total += 1
+    else:
+        slow.tags[1] = '"new"'
+    _, store = serve(slow)
     with pytest.raises(StoreUnavailable, match="changed while it was read"):
         await read(store, KEY, LIMIT)
 
 
-async def test_a_server_without_ranges_is_asked_without_them_from_then_on(serve: Serve) -> None:
-    server, store = serve(lambda asked: asked.say(200, b"body", etag='"e"', **DATED))
-    for _ in range(3):
-        assert await read(store, KEY, LIMIT) == memoryview(b"body")
-    assert ["range" in headers for _, headers in server.asked] == [True, False, False, False]
+async def test_a_slow_server_without_ranges_is_asked_without_them_from_then_on(
+    serve: Serve, slow: Slow
+) -> None:
+    slow.takes_ranges = False
+    server, store = serve(slow)
+    with pytest.raises(StoreUnavailable):
+        await read(store, KEY, LIMIT)
+    for _ in range(2):
+        assert await read(store, KEY, LIMIT) == slow.body
+    assert sum("range" not in headers for _, headers in server.asked) == 3
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class TestDirectoryWithoutHardLinks(StoreContract):
     async def store(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> AsyncIterator[ObjectStore]:
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
 
         monkeypatch.setattr(os, "link", refuse)
@@ -93,5 +93,17 @@ class TestRcloneThroughObstore(StoreContract):
     @pytest.fixture
     async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
         store = open_store(rclone.config(), "options")
+        yield store
+        await store.close()
+
+
+@pytest.mark.s3
+class TestRcloneThroughS3fs(StoreContract):
+    create_only = one_winner = False
+
+    @pytest.fixture
+    async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
+        store = open_store(rclone.config(s3_additional_kwargs={}), "options")
+        assert isinstance(store, RemoteObjects)
         yield store
         await store.close()
