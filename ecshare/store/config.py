@@ -51,7 +51,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     host_cache_dir: str | None = None
     """Folder of verified objects that all engines of this user on this host share. Left out:
-    `/dev/shm/ecshare-<uid>`."""
+    `/dev/shm/ecshare-<uid>`, or `/tmp` where `/dev/shm` is small."""
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """What that folder may hold; the least recently used objects leave first."""

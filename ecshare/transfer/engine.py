@@ -82,7 +82,11 @@ class TransferEngine:
         self._config = config
         self._path = path
         self._store = store or open_store(config, path)
-        root = Path(config.host_cache_dir) if config.host_cache_dir else default_root()
+        root = (
+            Path(config.host_cache_dir)
+            if config.host_cache_dir
+            else default_root(config.host_cache_bytes)
+        )
         self.host = HostCache(root, config.host_cache_bytes, config.store_id())
         self.in_flight = 0
         self._is_closed = False

@@ -3,21 +3,17 @@ import errno
 import fcntl
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ecshare.store import hostroom
-from ecshare.store.errors import ConfigError
-from ecshare.store.hostcache import Entry, HostCache, default_root
+from ecshare.store.hostcache import Entry, HostCache
 from ecshare.store.keys import Kind, object_key
 
 KIB = 1 << 10
@@ -285,14 +281,6 @@ def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
     assert held(cache) == {2, 3, 4, 5}
 
 
-def test_the_limit_is_not_more_than_the_disk(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1000))
-    assert HostCache(root, 4 << 30).limit_bytes == 90_000
-    assert "--shm-size" in caplog.text
-
-
 def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
     put(cache, 0)
     for path in cache.root.iterdir():
@@ -364,64 +352,10 @@ def test_an_entry_replaced_since_the_scan_is_not_evicted(
     assert path_of(cache, 0).read_bytes() == b"new"
 
 
-def umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_the_folder_is_private(cache: HostCache) -> None:
-    assert cache.root.stat().st_mode & 0o777 == 0o700
-    put(cache, 0)
-    assert path_of(cache, 0).stat().st_mode & 0o777 == 0o444 & ~umask()
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o1777])
-def test_a_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> None:
-    root.mkdir()
-    root.chmod(mode)
-    with pytest.raises(ConfigError, match=re.escape(f"host_cache_dir: others may enter {root}")):
-        HostCache(root, KIB)
-
-
-def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    HostCache(root, KIB)
-    somebody = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: somebody)
-    with pytest.raises(ConfigError, match="host_cache_dir: .* belongs to another user"):
-        HostCache(root, KIB)
-
-
-def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
-    HostCache(tmp_path / "real", KIB)
-    root.symlink_to(tmp_path / "real")
-    with pytest.raises(ConfigError, match="host_cache_dir: .* is a symbolic link"):
-        HostCache(root, KIB)
-    root.unlink()
-    root.write_text("")
-    with pytest.raises(ConfigError, match="host_cache_dir: .* is not a folder"):
-        HostCache(root, KIB)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="host_cache_dir: .* cannot be made"):
-        HostCache(tmp_path / "file" / "host", KIB)
-
-
 def test_links_inside_are_not_followed(cache: HostCache, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     path_of(cache, 0).symlink_to(tmp_path / "secret")
     assert cache.open(KEYS[0]) is None
-
-
-def test_the_default_folder_is_the_users_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert default_root() == Path(f"/dev/shm/ecshare-{os.geteuid()}")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    assert default_root() == tmp_path / f"ecshare-{os.geteuid()}"
 
 
 def test_threads_do_not_get_into_each_others_way(root: Path) -> None:
