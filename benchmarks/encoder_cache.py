@@ -36,7 +36,7 @@ HOST_CACHE_BYTES = 512 * MIB  # all that is loaded again fits
 SIZES_MB = (0.5, 8.0, 32.0)
 ROUND_TRIPS_MS = (0.0, 20.0)
 MEMCPY, CLONE = "copy into a ready buffer", "clone"
-PRODUCER, BOTH = "ECShareConnector, ec_producer", "ECShareConnector, ec_both"
+DURABLE, ANNOUNCED = "ECShareConnector, durable", "ECShareConnector, announced"
 OURS, EXAMPLE = "ECShareConnector", "ECExampleConnector"
 _SAVE_PARTS = ("copy", "wait", "total")
 _COLD_PARTS = ("cold ready", "cold load", "cold total")
@@ -49,8 +49,8 @@ class Site:
     """One place with all who compete there."""
 
     place: Place
-    producer: Halves
-    both: Halves
+    durable: Halves
+    announced: Halves
     consumer: Halves  # on another host: its host cache is another folder
     example: Halves | None  # files only
     raw: RawFiles | RawObstore
@@ -97,9 +97,9 @@ def main(words: Sequence[str]) -> None:
 def _site(place: Place, config: VllmConfig) -> Iterator[Site]:
     with ExitStack() as stack:
 
-        def start(role: Role, host: Path) -> Halves:
+        def start(role: Role, host: Path, save: str = "durable") -> Halves:
             limits = {"host_cache_dir": str(host), "host_cache_bytes": HOST_CACHE_BYTES}
-            extra = {**place.options, **limits}
+            extra = {**place.options, **limits, "save": save}
             return stack.enter_context(closing(Halves(ECShareConnector, config, role, extra)))
 
         here, there = (stack.enter_context(places.host_folder()) for _ in range(2))
@@ -110,7 +110,7 @@ def _site(place: Place, config: VllmConfig) -> Iterator[Site]:
         yield Site(
             place,
             start("ec_producer", here),
-            start("ec_both", here),
+            start("ec_producer", here, "announced"),
             start("ec_consumer", there),
             example,
             RawFiles(place, sync=True) if place.folder else RawObstore(place),
@@ -151,11 +151,15 @@ def _save(
     for site in sites:
         place = site.place.name
         _put_raw(site, name, tensor, size_mb, readings)
-        for who, halves in ((PRODUCER, site.producer), (BOTH, site.both), (EXAMPLE, site.example)):
+        for who, halves in (
+            (DURABLE, site.durable),
+            (ANNOUNCED, site.announced),
+            (EXAMPLE, site.example),
+        ):
             if halves is None:
                 continue
             copied_s, settled_s = halves.save(f"{who}-{name}", tensor)
-            if who == BOTH:
+            if who == ANNOUNCED:
                 halves.settle(1)  # or it would still upload while the next one is timed
             readings.add((size_mb, place, who, "copy"), copied_s)
             readings.add((size_mb, place, who, "wait"), settled_s)
@@ -179,7 +183,7 @@ def _load_cold(
         with readings.timed((size_mb, place, site.raw_name, "cold")):
             site.raw.get([name], 1)
         for who, key, halves in (
-            (OURS, PRODUCER, site.consumer),
+            (OURS, DURABLE, site.consumer),
             (EXAMPLE, EXAMPLE, site.example),
         ):
             if halves is None:
@@ -198,7 +202,7 @@ def _load_here(
     for site in sites:
         place = site.place.name
         for who, key, halves in (
-            (OURS, PRODUCER, site.consumer),
+            (OURS, DURABLE, site.consumer),
             (EXAMPLE, EXAMPLE, site.example),
         ):
             if halves is None:
@@ -220,9 +224,9 @@ def _save_table(sites: Sequence[Site], sizes: Sequence[float], readings: Reading
     table = Table(
         "Saving one embedding: how long its step is held up",
         ("MB", "store", "who", "copy ms", "durable wait ms", "held up ms", "x copy"),
-        "`copy`: the hooks after the encoder; `durable wait`: the hook at the end of the step. An "
-        "ec_producer's step ends when the embedding is stored and published to its own host; an "
-        "ec_both, which also decodes, does not wait. ECExampleConnector writes to the page cache "
+        "`copy`: the hooks after the encoder; `durable wait`: the hook at the end of the step. A "
+        "durable save's step ends when the embedding is stored and published to its own host; an "
+        "announced one is stored behind later steps. ECExampleConnector writes to the page cache "
         "and does not sync; a reader may see half a file.",
     )
     for size in sizes:
@@ -234,7 +238,7 @@ def _save_table(sites: Sequence[Site], sizes: Sequence[float], readings: Reading
             place = site.place.name
             raw_s = readings.median((size, place, site.raw_name, "total"))
             table.add(size, place, site.raw_name, *_timed(None, raw_s, raw_s, base_s=base_s))
-            for who in (PRODUCER, BOTH, EXAMPLE):
+            for who in (DURABLE, ANNOUNCED, EXAMPLE):
                 if (size, place, who, "total") not in readings:
                     table.add(size, place, f"{who}: cannot use S3", None, None, None, None)
                     continue

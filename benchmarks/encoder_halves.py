@@ -114,6 +114,7 @@ class Halves:
         )
         self.scheduler = connector(config, ECConnectorRole.SCHEDULER)
         self.worker = connector(config, ECConnectorRole.WORKER)
+        self._num_saved = 0
 
     def save(self, identifier: str, tensor: Tensor) -> tuple[float, float]:
         """Encode and save an item nobody has. Returns the seconds the step is held up: by the hooks
@@ -138,14 +139,14 @@ class Halves:
 
     def settle(self, num_saved: int) -> None:
         """Step on until the worker has reported `num_saved` more items as saved."""
-        left = num_saved
+        goal = self._num_saved + num_saved
 
         def are_saved() -> bool:
-            nonlocal left
             self.worker.get_finished(set())
             report = self.worker.build_connector_worker_meta()
-            left -= int(getattr(report, "counts", {}).get("items/saved", 0))
-            return left <= 0
+            for sums in getattr(report, "totals", {}).values():
+                self._num_saved = max(self._num_saved, int(sums.get("items/saved", 0)))
+            return self._num_saved >= goal
 
         wait_until(are_saved, _GIVE_UP_S)
 
@@ -159,7 +160,7 @@ class Halves:
         request = request_for(identifier, num_embeds)
         start_s = perf_counter()
         # vLLM was seen to ask again about once a millisecond.
-        wait_until(lambda: self.scheduler.ensure_cache_available(request, 0), _GIVE_UP_S)
+        wait_until(lambda: self._is_ready(request), _GIVE_UP_S)
         ready_s = perf_counter() - start_s
         if not self.scheduler.has_cache_item(identifier):
             raise NotStored(identifier)
@@ -179,7 +180,14 @@ class Halves:
         self.worker.shutdown()
         self.scheduler.shutdown()
 
+    def _is_ready(self, request: Request) -> bool:
+        """Ask, and end the step without scheduling anything if the answer is no."""
+        if self.scheduler.ensure_cache_available(request, 0):
+            return True
+        self.scheduler.build_connector_meta(step_of())
+        return False
+
     def _schedule(self, request: Request) -> ECConnectorMetadata:
-        wait_until(lambda: self.scheduler.ensure_cache_available(request, 0), _GIVE_UP_S)
+        wait_until(lambda: self._is_ready(request), _GIVE_UP_S)
         self.scheduler.update_state_after_alloc(request, 0)
         return self.scheduler.build_connector_meta(step_of(request))

@@ -66,7 +66,8 @@ def _store(
 ) -> None:
     """Store every other item."""
     with places.host_folder() as host:
-        own = {"host_cache_dir": str(host)} if connector is ECShareConnector else {}
+        ours = {"host_cache_dir": str(host), "save": "durable"}
+        own = ours if connector is ECShareConnector else {}
         with closing(Halves(connector, config, "ec_producer", {**extra, **own})) as producer:
             for number in range(0, num_items, 2):
                 producer.save(f"hook-{number}", item)

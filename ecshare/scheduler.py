@@ -213,6 +213,8 @@ class EncoderScheduler:
         item = self._items.get(feature.identifier)
         if item is None or request.request_id not in item.waiters:
             item = self._join(request, feature, item)
+        elif item.phase is Phase.ASKED:
+            self._items.flush()  # nothing to do, unless the last step had no `orders`
         if item.phase is Phase.ASKED:
             self._items.check_time(item)
         if item.phase is Phase.ASKED:

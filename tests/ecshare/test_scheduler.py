@@ -440,13 +440,22 @@ def test_a_step_costs_one_look_up_and_one_wake_up(
     monkeypatch.setattr(scheduler._engine, "submit", lambda *jobs: submitted.append(jobs))
     asked = request(*(feature(name, offset=20 * n) for n, name in enumerate("abc")))
     assert not scheduler.ready(asked, 0)
-    assert not scheduler.ready(asked, 0)
     assert submitted == []
     scheduler.orders({})
     scheduler.orders({})
     ((job,),) = submitted
     assert isinstance(job, Lookup)
     assert len(set(job.keys)) == 3
+
+
+def test_who_asks_again_without_a_step_in_between_has_an_answer_too(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature())
+    until_s = time.monotonic() + 5
+    while not scheduler.ready(asked, 0):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert counted(scheduler)["misses/missing"] == 1
 
 
 def test_an_identifier_of_megabytes_is_encoded_and_never_stored(start: Start) -> None:
