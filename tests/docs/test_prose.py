@@ -81,7 +81,7 @@ def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def modules_with_help() -> set[str]:
