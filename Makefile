@@ -3,15 +3,17 @@ PYTHON ?= python3
 # For `make demo`: STORE=folder or STORE=s3; MODEL=a folder or a name (default: made on the spot).
 STORE ?= folder
 MODEL ?=
+# For `make test-matrix`: releases, such as VLLM="0.31.0 0.32.0" (default: all that we serve).
+VLLM ?=
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit engines test-faults docs clean
+.PHONY: help setup demo test lint unit engines test-matrix docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
 	@echo "make lint | unit | engines                one part of the above"
-	@echo "make test-faults                          real engines whose store fails: minutes"
+	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (40 minutes)"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make setup | clean                        make or remove .venv and .cache"
 
@@ -34,10 +36,8 @@ unit: setup
 engines: setup
 	$(BIN)/python -m pytest -v -m engine
 
-# In a mount namespace of its own, where the system gives one: some cases fill up disks.
-test-faults: setup
-	@if unshare -rm true 2>/dev/null; then own="unshare -rm"; fi; \
-	$$own $(BIN)/python -m pytest -v -m faults
+test-matrix:
+	@$(PYTHON) scripts/matrix.py $(VLLM)
 
 docs: setup
 	$(BIN)/python scripts/write_config_docs.py

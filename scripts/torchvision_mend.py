@@ -6,7 +6,7 @@ not load, so its import ends with "operator torchvision::nms does not exist", an
 processors of Qwen-VL models need that import. Declaring the two operators' schemas first is
 enough: nothing here ever calls them.
 
-`setup.py` copies this file into the environment with a `.pth` file beside it. It waits for the
+`environment.py` copies this file into the environment, with a `.pth` file. It waits for the
 first import of torchvision, so that a Python that never imports torchvision pays nothing.
 """
 

@@ -30,6 +30,7 @@ ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
     "--ec-transfer-config",
     "--kv-transfer-config",
+    "--mm-processor-cache-gb",
     "--model",
     "--tensor-parallel-size",
 }
@@ -145,7 +146,11 @@ def test_options_named_in_the_text_exist(page: Path) -> None:
 def known_flags() -> set[str]:
     """Return the arguments of vLLM that the pages may name, of the router and of our programs."""
     ours = {name for action in make_parser("")._actions for name in action.option_strings}
-    programs = [*(ROOT / name for name in RUN_BY_TESTS), *(ROOT / "benchmarks").glob("*.py")]
+    programs = [
+        *(ROOT / name for name in RUN_BY_TESTS),
+        *(ROOT / "benchmarks").glob("*.py"),
+        ROOT / "ecshare" / "testing" / "conformance" / "__main__.py",
+    ]
     for program in programs:
         ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))
     return ours | VLLM_OPTIONS

@@ -83,3 +83,8 @@ def announced(answer: Answer, uuid: str) -> dict[str, Any]:
     metadata = answer.body["ec_transfer_params"][uuid]["metadata"]
     assert metadata
     return {"type": "image_embeds", "image_embeds": metadata, "uuid": uuid}
+
+
+def passed_on(answer: Answer) -> dict[str, Any]:
+    """Return what a router adds to the next request: the consumer then waits for the items."""
+    return {"ec_transfer_params": answer.body["ec_transfer_params"]}

@@ -8,7 +8,8 @@ import pytest
 
 from ecshare.testing.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import announced, ask, counts, picture, text
+from tests.engines.chat import announced, ask, counts, passed_on, picture, text
+from tests.releases import RESENDING, needs_encoder_metrics
 
 pytestmark = pytest.mark.engine
 
@@ -46,7 +47,7 @@ def fleet(
     first = (
         engine("plain", model=model),
         engine("encoder", producer, model=model),
-        engine("consumer", consumer, "--enable-mm-embeds", model=model),
+        engine("consumer", consumer, "--enable-mm-embeds", *RESENDING, model=model),
     )
     for started in first:
         started.wait_ready()
@@ -63,13 +64,18 @@ def test_a_consumer_without_pixels_gives_the_plain_engines_tokens(fleet: Fleet) 
     encoded = ask(fleet.encoder, fleet.model, [picture(1, "one"), picture(2, "two")])
     content = [announced(encoded, "one"), announced(encoded, "two"), QUESTION]
     plain = ask(fleet.plain, fleet.model, [picture(1), picture(2), QUESTION])
-    before = counts(fleet.consumer)
-    assert ask(fleet.consumer, fleet.model, content).tokens == plain.tokens
-    assert counts(fleet.consumer)["ecshare_items/loaded"] == (
-        before.get("ecshare_items/loaded", 0) + 2
-    )
+    assert ask(fleet.consumer, fleet.model, content, **passed_on(encoded)).tokens == plain.tokens
     other = ask(fleet.plain, fleet.model, [picture(2), picture(1), QUESTION])
     assert other.tokens != plain.tokens, "the tokens do not depend on the pictures: no test"
+
+
+@needs_encoder_metrics
+def test_loads_are_counted(fleet: Fleet) -> None:
+    encoded = ask(fleet.encoder, fleet.model, [picture(3, "three"), picture(9, "nine")])
+    content = [announced(encoded, "three"), announced(encoded, "nine"), QUESTION]
+    before = counts(fleet.consumer).get("ecshare_items/loaded", 0)
+    ask(fleet.consumer, fleet.model, content, **passed_on(encoded))
+    assert counts(fleet.consumer)["ecshare_items/loaded"] == before + 2
 
 
 def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fleet) -> None:
@@ -98,7 +104,7 @@ def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
     encoded = ask(fleet.encoder, fleet.model, [picture(7, uuid)])
     plain = ask(fleet.plain, fleet.model, [picture(7), QUESTION])
     content = [announced(encoded, uuid), QUESTION]
-    assert ask(fleet.consumer, fleet.model, content).tokens == plain.tokens
+    assert ask(fleet.consumer, fleet.model, content, **passed_on(encoded)).tokens == plain.tokens
     outside = [path for path in fleet.root.rglob("*evil*") if path.is_dir()]
     assert not outside
 

@@ -8,7 +8,8 @@ import pytest
 from ecshare.testing.engines import ec_argument
 from ecshare.testing.s3 import SeaweedFS
 from tests.conftest import StartEngine
-from tests.engines.chat import announced, ask, counts, picture, text
+from tests.engines.chat import announced, ask, counts, passed_on, picture, text
+from tests.releases import VLLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.s3]
 
@@ -33,6 +34,7 @@ def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
     encoded = ask(encoder, str(vlm), [picture(1, "one"), picture(2, "two")])
     content = [announced(encoded, "one"), announced(encoded, "two"), question]
     expected = ask(plain, str(vlm), [picture(1), picture(2), question])
-    assert ask(consumer, str(vlm), content).tokens == expected.tokens
-    assert counts(consumer)["ecshare_items/loaded"] == 2
+    assert ask(consumer, str(vlm), content, **passed_on(encoded)).tokens == expected.tokens
+    if VLLM >= (0, 31):  # older ones do not ask for metrics
+        assert counts(consumer)["ecshare_items/loaded"] == 2
     assert ask(plain, str(vlm), [picture(2), picture(1), question]).tokens != expected.tokens

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM the tests run on, and what the older ones lack."""
+
+import pytest
+from vllm import __version__
+
+VLLM = tuple(int(part) for part in __version__.split(".")[:2])
+
+needs_encoder_metrics = pytest.mark.skipif(
+    VLLM < (0, 31), reason="vLLM asks encoder-cache connectors for metrics since 0.31"
+)
+# Until 0.31, a request with a picture is given what an earlier one, without the picture, left in
+# the engine's cache of inputs under the same uuid.
+RESENDING = () if VLLM >= (0, 31) else ("--mm-processor-cache-gb=0",)
