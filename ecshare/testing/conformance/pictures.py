@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures whose embedding is known, requests that hold them, and the encoder that makes it.
+
+The types are vLLM's own. A picture's embedding follows from its seed: whoever loads it can be
+compared with it, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+# Qwen2-VL merges 2 x 2 patches into one embedding.
+_PATCHES_AN_EMBEDDING = 4
+_FIELD = MultiModalSharedField(batch_size=1)
+_TOKEN = 5
+_NUM_LAST_WORDS = 16
+_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One media item. Equal seeds are equal contents; the identifier is the client's choice."""
+
+    seed: int
+    identifier: str
+    num_embeds: int = 16
+    has_pixels: bool = True
+    modality: str = "image"
+    is_strided: bool = False
+    """Whether the encoder makes a tensor of it that is not contiguous."""
+
+    def without_pixels(self) -> "Picture":
+        """The item as a router sends it on: what the encoder reported of it, nothing to encode."""
+        return replace(self, has_pixels=False)
+
+    def feature(self, offset: int) -> MultiModalFeatureSpec:
+        """vLLM's form of it, at token `offset` of a prompt."""
+        grid = torch.tensor([1, 2, 2 * self.num_embeds])
+        fields = {_GRIDS[self.modality]: MultiModalFieldElem(data=grid, field=_FIELD)}
+        if self.has_pixels:
+            pixels = torch.full((_PATCHES_AN_EMBEDDING * self.num_embeds, 8), float(self.seed))
+            pixels[0, 1] = self.is_strided
+            fields[_PIXELS[self.modality]] = MultiModalFieldElem(data=pixels, field=_FIELD)
+        return MultiModalFeatureSpec(
+            data=MultiModalKwargsItem(fields),
+            modality=self.modality,
+            identifier=self.identifier,
+            mm_position=PlaceholderRange(offset=offset, length=self.num_embeds),
+        )
+
+
+def picture(seed: int, identifier: str | None = None, num_embeds: int = 16) -> Picture:
+    """Return a picture; its identifier follows from the seed unless given."""
+    return Picture(seed, f"picture-{seed}" if identifier is None else identifier, num_embeds)
+
+
+def embedding(seed: int, num_embeds: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return what the encoder makes of a picture: [num_embeds, width]."""
+    generator = torch.Generator().manual_seed(seed * 1000 + num_embeds)
+    return torch.randn(num_embeds, width, generator=generator).to(dtype)
+
+
+def encode(feature: MultiModalFeatureSpec, width: int, dtype: torch.dtype) -> Tensor | None:
+    """Play the encoder; None where there are no pixels to encode."""
+    assert feature.data is not None
+    pixels = feature.data.get_data().get(_PIXELS[feature.modality])
+    if pixels is None:
+        return None
+    assert isinstance(pixels, Tensor)
+    made = embedding(int(pixels[0, 0]), feature.mm_position.get_num_embeds(), width, dtype)
+    return made.T.contiguous().T if pixels[0, 1] else made
+
+
+def request_for(
+    request_id: str, pictures: Sequence[Picture], *, max_tokens: int, params: Any, hasher: Any
+) -> Request:
+    """Return a request: two words, each picture with a word behind it, and a few words more."""
+    features, offset = [], 2
+    for each in pictures:
+        features.append(each.feature(offset))
+        offset += each.num_embeds + 1
+    extra = None if params is None else {"ec_transfer_params": params}
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[_TOKEN] * (offset + _NUM_LAST_WORDS),
+        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
+        pooling_params=None,
+        mm_features=features,
+        block_hasher=hasher,
+    )

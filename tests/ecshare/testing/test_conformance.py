@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ECShareConnector under the conformance kit: every rule, both runners."""
+
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing import conformance
+from ecshare.testing.conformance import ROLES, RULES, RUNNERS, Verdict
+
+OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 2}
+
+
+@pytest.fixture(scope="module")
+def ours(vlm: Path) -> conformance.Subject:
+    # Patience for a machine that does much else beside.
+    return conformance.Subject("ecshare.connector", "ECShareConnector", OPTIONS, vlm, patience_s=60)
+
+
+# An ec_both engine loads from its host's cache what the store has lost, and does not store it.
+KNOWN = {("stores_again_what_was_lost", "both")}
+CASES = [
+    pytest.param(name, runner, roles, marks=[pytest.mark.xfail] if (name, roles) in KNOWN else [])
+    for name in RULES
+    for runner in RUNNERS
+    for roles in ROLES
+]
+
+
+@pytest.mark.parametrize(("name", "runner", "roles"), CASES)
+def test_ecshare_keeps_every_rule(
+    ours: conformance.Subject, name: str, runner: str, roles: str
+) -> None:
+    result = conformance.play(ours, RULES[name], runner, roles)  # type: ignore[arg-type]
+    assert result.verdict is not Verdict.BROKEN, result.said
+    if result.verdict is Verdict.NOT_APPLICABLE:
+        pytest.skip(result.said)
