@@ -127,7 +127,7 @@ def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
     def start_gated(kv_role: str = "kv_both", **more: object) -> ToyEngine:
         store = {
             "url": "gated://bucket",
-            "wait_s": 0.2,
+            "wait_s": 25.0,
             "io_timeout_s": 5.0,
             "host_cache_dir": f"{tmp_path}/host-{next(hosts)}",
         }
@@ -274,7 +274,7 @@ def announced(num_tokens: object) -> dict[str, object]:
 
 def test_an_announced_prefix_is_waited_for(gated: StartEngine) -> None:
     """D gets its request while P's objects are still on their way."""
-    producer, decoder = gated("kv_producer"), gated("kv_consumer", wait_s=25.0)
+    producer, decoder = gated("kv_producer"), gated("kv_consumer")
     GatedFileSystem.close_gate("put")
     producer.add(make_request("p", PROMPT, 1))
     spin(producer, lambda: producer.answers["p"].kv_transfer_params is not None)
@@ -293,7 +293,7 @@ def test_an_announced_prefix_is_waited_for(gated: StartEngine) -> None:
 
 def test_an_announced_prefix_that_never_comes_costs_a_bounded_wait(gated: StartEngine) -> None:
     serve(gated(), PROMPT[:10])
-    engine = gated()
+    engine = gated(wait_s=0.2)
     request = make_request("d", PROMPT, 3, kv_transfer_params=announced(len(PROMPT) - 1))
     (answer,) = engine.run(request)
     assert answer.tokens == expected_answer(PROMPT, 3)
