@@ -163,9 +163,13 @@ class Server:
             self._process.wait(self.grace_s + STOP_MARGIN_S)
             self._process = None
 
-    def _signal(self, sent: signal.Signals) -> None:
+    def processes(self) -> list[int]:
+        """The ids of all its processes, while it runs."""
         assert self._process is not None
-        for process in descendants(self._process.pid):
+        return descendants(self._process.pid)
+
+    def _signal(self, sent: signal.Signals) -> None:
+        for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, sent)
 

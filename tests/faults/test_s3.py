@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An S3 server, or what is between it and the engines, fails while requests run."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+import s3fs
+
+from ecshare.testing.engines import EngineProcess, ec_argument
+from ecshare.testing.faultproxy import FaultProxy, Method
+from ecshare.testing.faults import Fault
+from ecshare.testing.processes import LOOPBACK
+from ecshare.testing.s3 import BUCKET, SeaweedFS
+from tests.conftest import LOGS, StartEngine
+from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item
+
+pytestmark = pytest.mark.faults
+
+# In the middle of a stored embedding: behind the prologue, before the end.
+MIDDLE = 9000
+OBJECTS = "/ec/"
+
+
+@dataclass(kw_only=True)
+class S3Fleet(Fleet):
+    """Engines that reach `server` through `proxy`; `encoder` answers before its upload is done."""
+
+    durable: EngineProcess
+    """An encoder that answers afterwards."""
+    server: SeaweedFS
+    proxy: FaultProxy
+
+    def store(self) -> Item:
+        return replace(self, encoder=self.durable).encode()
+
+
+@pytest.fixture(scope="module")
+def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Fleet]:
+    hosts = tmp_path_factory.mktemp("hosts")
+    with (
+        SeaweedFS(LOGS, "seaweedfs-faults") as server,
+        FaultProxy(LOOPBACK, server.port.number) as proxy,
+    ):
+
+        def argument(role: str, save: str = "announced") -> str:
+            return ec_argument(
+                role,
+                server.url,
+                storage_options=server.storage_options | {"endpoint_url": proxy.url},
+                host_cache_dir=str(hosts / role),
+                save=save,
+                **SHORT_WAITS,
+            )
+
+        durable = engine("durable", argument("producer", "durable"))
+        fleet = S3Fleet(
+            engine("plain"),
+            engine("encoder", argument("producer")),
+            engine("consumer", argument("consumer"), "--enable-mm-embeds"),
+            durable=durable,
+            server=server,
+            proxy=proxy,
+        )
+        fleet.wait_ready()
+        durable.wait_ready()
+        yield fleet
+
+
+FAULTS: dict[str, tuple[Fault, Method]] = {
+    "503": (Fault.answer(503), "any"),
+    "403": (Fault.answer(403), "any"),
+    "404": (Fault.answer(404), "any"),
+    "clock skewed": (Fault.answer(403, "RequestTimeTooSkewed"), "any"),
+    "slow": (Fault.slow(2.0), "any"),
+    "silent": (Fault.slow(3600.0), "any"),
+    "answers cut": (Fault.cut(MIDDLE), "GET"),
+    "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),
+    "answers reset": (Fault.reset(MIDDLE), "GET"),
+    "uploads reset": (Fault.reset(MIDDLE, "upload"), "PUT"),
+    "answers stalled": (Fault.stall(MIDDLE), "GET"),
+    "uploads stalled": (Fault.stall(MIDDLE, "upload"), "PUT"),
+    "bits flipped in answers": (Fault.flip(MIDDLE), "GET"),
+    "bits flipped in uploads": (Fault.flip(MIDDLE, "upload"), "PUT"),
+}
+
+
+UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_the_proxy_does_costs_hits_and_no_more(fleet: S3Fleet, name: str) -> None:
+    check_fault(fleet, name)
+
+
+@pytest.mark.parametrize("name", [*UPLOADS, "503", "silent"])
+def test_a_durable_encoder_answers_all_the_same(fleet: S3Fleet, name: str) -> None:
+    check_fault(replace(fleet, encoder=fleet.durable), name)
+
+
+def check_fault(fleet: S3Fleet, name: str) -> None:
+    fault, on = FAULTS[name]
+
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        before = fleet.proxy.num_hits
+        fleet.proxy.fail(fault, on=on)
+        yield
+        fleet.proxy.heal()
+        assert fleet.proxy.num_hits > before, "nobody met the fault"
+
+    survive(fleet, failing, reads=on == "PUT")
+
+
+def test_refused_connections_cost_hits_and_no_more(fleet: S3Fleet) -> None:
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        fleet.proxy.fail(Fault.refuse())
+        yield
+        fleet.proxy.heal()
+
+    survive(fleet, failing)
+
+
+def test_a_stopped_server_costs_hits_and_no_more(fleet: S3Fleet) -> None:
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        fleet.server.pause()
+        try:
+            yield
+        finally:
+            fleet.server.resume()
+
+    survive(fleet, failing)
+
+
+def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
+    s3 = s3fs.S3FileSystem(**fleet.server.storage_options, use_listings_cache=False)
+
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        s3.rm(BUCKET, recursive=True)
+        with contextlib.suppress(FileNotFoundError):
+            s3.rmdir(BUCKET)
+        assert not s3.exists(BUCKET)
+        yield
+        with contextlib.suppress(FileExistsError):  # SeaweedFS makes it for who uploads
+            s3.mkdir(BUCKET)
+
+    survive(fleet, failing)
+
+
+def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet) -> None:
+    with Decoding(fleet), ThreadPoolExecutor() as asking:
+        hits = fleet.proxy.num_hits
+        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        encoding = asking.submit(fleet.encode)
+        fleet.proxy.wait_hit(hits + 1, 60)
+        with down(fleet):
+            lost = encoding.result()
+            fleet.check_with_pixels()
+            fleet.check_announced(lost)
+    fleet.check_recovers(lost)
+
+
+def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
+    kept = fleet.store()
+    with Decoding(fleet), ThreadPoolExecutor() as asking:
+        hits = fleet.proxy.num_hits
+        fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
+        loading = asking.submit(fleet.without_pixels, kept)
+        fleet.proxy.wait_hit(hits + 1, 60)
+        with down(fleet):
+            fleet.is_right(kept, loading.result())
+            fleet.check_with_pixels(kept.uuid, kept.seed)
+    fleet.check_recovers(kept)
+
+
+def test_an_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
+    with Decoding(fleet):
+        hits = fleet.proxy.num_hits
+        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        known = fleet.encode()
+        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.encoder.kill()
+        fleet.proxy.disconnect()
+        fleet.proxy.heal()
+        assert not fleet.is_right(known, fleet.without_pixels(known)), "it was never stored"
+        fleet.check_with_pixels(known.uuid, known.seed)
+    fleet.encoder.start()
+    fleet.encoder.wait_ready()
+    fleet.check_recovers(known)
+
+
+def test_a_consumer_killed_while_it_loads_finds_its_host_cache_again(fleet: S3Fleet) -> None:
+    loaded, loading = fleet.store(), fleet.store()
+    assert fleet.is_right(loaded, fleet.without_pixels(loaded))
+    with ThreadPoolExecutor() as asking:
+        hits = fleet.proxy.num_hits
+        fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
+        asked = asking.submit(fleet.without_pixels, loading)
+        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.consumer.kill()
+        assert isinstance(asked.exception(), OSError)
+    fleet.proxy.heal()
+    fleet.consumer.start()
+    fleet.consumer.wait_ready()
+    fleet.proxy.fail(Fault.refuse())
+    assert fleet.is_right(loaded, fleet.without_pixels(loaded)), "it was in the host cache"
+    fleet.proxy.heal()
+    fleet.check_recovers(loading)
+
+
+@contextlib.contextmanager
+def down(fleet: S3Fleet) -> Iterator[None]:
+    """Kill the server, with what is in the proxy on its way; then start it again."""
+    fleet.server.kill()
+    fleet.proxy.disconnect()
+    fleet.proxy.heal()
+    yield
+    fleet.server.start()
+    fleet.server.wait_ready()
+
+
+def survive(
+    fleet: S3Fleet,
+    failing: Callable[[], contextlib.AbstractContextManager[None]],
+    *,
+    reads: bool = False,
+) -> None:
+    """Ask everything while it fails; `reads`: what is stored can be read all the same."""
+    kept, unread = fleet.store(), fleet.store()
+    with Decoding(fleet):
+        with failing():
+            lost = fleet.encode()
+            fleet.check_with_pixels()
+            is_right = fleet.is_right(kept, fleet.without_pixels(kept))
+            assert is_right or not reads
+            fleet.check_announced(lost)
+            fleet.check_with_pixels(unread.uuid, unread.seed)
+            fleet.check_with_pixels(lost.uuid, lost.seed)
+        fleet.check_with_pixels()
+    fleet.check_recovers(lost)
