@@ -18,14 +18,24 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from ecshare.plugin.identity import Namespace, adapter_fingerprint
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Run, StoredObject
+from ecshare.transfer.jobs import (
+    Backfill,
+    Done,
+    Fetch,
+    Job,
+    Lookup,
+    Outcome,
+    Run,
+    StoredObject,
+    Tier,
+)
 from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -69,6 +79,13 @@ class Embeddings(Struct, frozen=True):
         return PROLOGUE_BYTES + num_embeds * self.width * item_bytes
 
 
+class Role(NamedTuple):
+    """What an engine does with embeddings; "ec_both" does both."""
+
+    is_producer: bool
+    is_consumer: bool
+
+
 @dataclass(slots=True, eq=False)
 class Item:
     """One identifier that live requests need; see the module's docstring for the phases."""
@@ -97,14 +114,14 @@ class Items:
         embeddings: Embeddings,
         stats: Stats,
         *,
-        is_consumer: bool,
+        role: Role,
         wait_s: float,
     ) -> None:
         """Ask `engine` for `embeddings`, each for `wait_s` at most; count into `stats`."""
         self._engine = engine
         self._embeddings = embeddings
         self._stats = stats
-        self._is_consumer = is_consumer
+        self._role = role
         self._wait_s = wait_s
         self._items: dict[str, Item] = {}
         self._asking: dict[int, tuple[Item, ...]] = {}  # by the identity of the job
@@ -187,12 +204,13 @@ class Items:
 
     def _seek(self, item: Item) -> None:
         """Have the item's object fetched, or on a producer only, looked up."""
-        if not self._is_consumer:
+        if not self._role.is_consumer:
             self._look_up.append(item)
             return
         left_s = max(0.0, item.deadline_s - time.monotonic())
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
-        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced))
+        accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
+        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts))
 
     def _start(self, item: Item, job: Job) -> None:
         item.job = job
@@ -235,11 +253,12 @@ class Items:
                 self._miss(item, _reason(done.outcome))
         elif stored.entry is None:
             self._miss(item, Outcome.REJECTED.value)
-        elif not self._embeddings.fits(stored.facts, item.num_embeds):
-            self._miss(item, "unfit")
         else:
             self._found(item, Phase.READY)
             item.stored = stored
+            if self._role.is_producer and any(moved.tier is Tier.HOST for moved in done.moved):
+                # It will be announced to other hosts, and the store may have lost it.
+                self._submit.append(Backfill(item.key))
             return True
         return False
 

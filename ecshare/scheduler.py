@@ -15,14 +15,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.ec_transfer.ec_connector.utils import (
-    PlaceholderMetadataResolver,
-    collect_ec_item_metadata,
-)
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
-from ecshare.items import Embeddings, Item, Items, Phase
+from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.placeholders import Placeholders
 from ecshare.plugin.identity import (
     Namespace,
     encoder_namespace,
@@ -32,7 +29,7 @@ from ecshare.plugin.identity import (
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Run, StoredObject
+from ecshare.transfer.jobs import Backfill, Run, StoredObject
 from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import Stats, merged
 
@@ -48,8 +45,7 @@ logger = logging.getLogger(__name__)
 # the other ranks may still be at it, in the same step.
 _UNPIN_UNREPORTED_S = 60.0
 _UNPIN_LOADED_S = 5.0
-# Of so many recent items the placeholder metadata is kept, and that a load was ordered.
-_REMEMBERED_ITEMS = 10_000
+_MAX_UNREPORTED_LOADS = 10_000
 _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
@@ -69,27 +65,26 @@ class EncoderScheduler:
         Raises:
             ConfigError: the store cannot be used; names the option and the fix.
         """
-        role = vllm_config.ec_transfer_config
-        assert role is not None  # or vLLM would not have made the connector
-        self._is_producer: bool = role.is_ec_producer
-        self._is_consumer: bool = role.is_ec_consumer
+        ec_config = vllm_config.ec_transfer_config
+        assert ec_config is not None  # or vLLM would not have made the connector
+        self._role = Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
         self._has_tower_adapters = has_tower_adapters(vllm_config)
-        self._placeholders = PlaceholderMetadataResolver(vllm_config.model_config)
+        self._placeholders = Placeholders(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
         namespace = encoder_namespace(vllm_config, config.epoch, self._engine.integrity)
         self._engine.start_up(
-            namespace.kind, namespace.digest, namespace.facts, write=self._is_producer
+            namespace.kind, namespace.digest, namespace.facts, write=self._role.is_producer
         )
         self._stats = Stats()
         self._items = Items(
             self._engine,
             _embeddings(vllm_config, namespace),
             self._stats,
-            is_consumer=self._is_consumer,
+            role=self._role,
             wait_s=config.wait_s,
         )
         # See EncoderWorker: where vLLM drops the workers' reports.
-        is_told = self._is_producer and not self._is_consumer
+        is_told = self._role == Role(is_producer=True, is_consumer=False)
         self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
         self._next_reading_s = 0.0
         self._known_totals: Totals = {}
@@ -100,7 +95,6 @@ class EncoderScheduler:
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
         self._unpinning: list[tuple[float, int, StoredObject]] = []
         self._num_let_go = 0
-        self._metadata: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     # --- hooks ---
 
@@ -131,7 +125,7 @@ class EncoderScheduler:
         if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
             self._loading[item.key] = None
-            if len(self._loading) > _REMEMBERED_ITEMS:
+            if len(self._loading) > _MAX_UNREPORTED_LOADS:
                 self._loading.popitem(last=False)
             self._stats.add("items/loaded")
             self._stats.add("encodes_avoided")
@@ -145,7 +139,7 @@ class EncoderScheduler:
         """Return what the workers shall do in a step that runs the requests of `scheduled`."""
         self._items.flush()
         loads, self._loads = tuple(self._loads.values()), {}
-        saves = self._save_orders(scheduled) if self._is_producer else ()
+        saves = self._save_orders(scheduled) if self._role.is_producer else ()
         self._unpin(time.monotonic())
         return Orders(loads, saves)
 
@@ -157,9 +151,9 @@ class EncoderScheduler:
         """
         self._lost.discard(request.request_id)
         self._release(request.request_id, set())
-        if not self._is_producer or not request.mm_features:
+        if not self._role.is_producer or not request.mm_features:
             return None
-        return self._announcement(request)
+        return self._placeholders.announcement(request.mm_features)
 
     def take_unavailable(self) -> set[str]:
         """Return the requests to fail, once each; re-sending one runs its encode again."""
@@ -199,6 +193,8 @@ class EncoderScheduler:
         for done in self._items.poll():
             if isinstance(done.job, Run) and done.value:
                 self._take_totals(done.value)
+            elif isinstance(done.job, Backfill) and done.value:
+                self._stats.add("items/saved")
 
     def _take_totals(self, totals: Totals) -> None:
         for name, count in grown(self._known_totals, totals).items():
@@ -209,7 +205,7 @@ class EncoderScheduler:
     def _is_settled(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether it is known what to do with one item of a request; asks the store if need be."""
         if len(feature.identifier) > MAX_IDENTIFIER_CHARS:
-            return self._can_encode(feature) or self._lose(request)
+            return self._placeholders.can_encode(feature) or self._lose(request)
         item = self._items.get(feature.identifier)
         if item is None or request.request_id not in item.waiters:
             item = self._join(request, feature, item)
@@ -219,7 +215,7 @@ class EncoderScheduler:
             self._items.check_time(item)
         if item.phase is Phase.ASKED:
             return False
-        is_lost = item.phase is Phase.ABSENT and not self._can_encode(feature)
+        is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
         # One identifier for two different contents: loading would hand this request rows that do
         # not fit its placeholders. vLLM fails such a request too.
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
@@ -230,7 +226,7 @@ class EncoderScheduler:
         self, request: "Request", feature: "MultiModalFeatureSpec", item: Item | None
     ) -> Item:
         """Note that `request` needs `item`, and ask the store for one that nobody asked for yet."""
-        is_announced = self._is_consumer and self._is_announced(request, feature)
+        is_announced = self._role.is_consumer and self._is_announced(request, feature)
         if item is None:
             adapter = request.lora_request if self._has_tower_adapters else None
             item = self._items.ask(
@@ -242,7 +238,8 @@ class EncoderScheduler:
         item.is_announced = item.is_announced or is_announced
         item.waiters.add(request.request_id)
         self._wanted.setdefault(request.request_id, set()).add(item.identifier)
-        item.metadata = item.metadata or self._placeholder_metadata(feature)
+        if self._role.is_producer and not item.metadata:
+            item.metadata = self._placeholders.metadata(feature)
         return item
 
     def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
@@ -254,22 +251,11 @@ class EncoderScheduler:
         """
         params = getattr(request, "ec_transfer_params", None)
         is_told = isinstance(params, dict) and feature.identifier in params
-        return is_told or not self._can_encode(feature)
+        return is_told or not self._placeholders.can_encode(feature)
 
     def _lose(self, request: "Request") -> bool:
         self._lost.add(request.request_id)
         return False
-
-    def _can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the request carries pixels (or sound), not placeholder metadata alone."""
-        if feature.data is None:
-            return False
-        known = self._placeholders.fields_for(feature.modality)
-        return any(
-            value is not None
-            for name, value in feature.data.get_data().items()
-            if name not in known
-        )
 
     def _release(self, request_id: str, needed: set[str]) -> None:
         """Let go of all items of a request but those `needed`; the last to let go unpins, later.
@@ -313,27 +299,6 @@ class EncoderScheduler:
                 attributes = {"num_embeds": item.num_embeds, "metadata": item.metadata}
                 saves.append(SaveOrder(item.identifier, item.key, attributes))
         return tuple(saves)
-
-    def _placeholder_metadata(self, feature: "MultiModalFeatureSpec") -> dict[str, Any]:
-        """Return what a consumer needs to size the placeholder, and remember it.
-
-        vLLM leaves `feature.data` out where a later process has it cached, so it is remembered.
-        """
-        if not self._is_producer:
-            return {}
-        entry = collect_ec_item_metadata([feature], self._placeholders)[feature.identifier]
-        metadata: dict[str, Any] = entry["metadata"] or self._metadata.get(feature.identifier, {})
-        self._metadata[feature.identifier] = metadata
-        self._metadata.move_to_end(feature.identifier)
-        if len(self._metadata) > _REMEMBERED_ITEMS:
-            self._metadata.popitem(last=False)
-        return metadata
-
-    def _announcement(self, request: "Request") -> dict[str, Any]:
-        entries = collect_ec_item_metadata(request.mm_features, self._placeholders)
-        for identifier, entry in entries.items():
-            entry["metadata"] = entry["metadata"] or self._metadata.get(identifier, {})
-        return entries
 
 
 def _end(feature: "MultiModalFeatureSpec") -> int:

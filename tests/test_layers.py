@@ -24,7 +24,7 @@ ALLOWED = {
     "ecshare.router": STORE,
     "ecshare.front": BELOW_CONNECTORS | {"ecshare.encoder", "ecshare.router"},  # cli, testing
 }
-ENCODER = {"connector", "scheduler", "items", "worker", "messages", "config"}
+ENCODER = {"connector", "scheduler", "items", "placeholders", "worker", "messages", "config"}
 FRONT = {"cli", "doctor", "testing", "__main__"}
 # Groups that must work where torch or vLLM is not installed, or is slow to import.
 WITHOUT = {

@@ -55,7 +55,7 @@ METRICS: dict[str, dict[str, Metric]] = {
             {
                 "reason": (
                     *("missing", "corrupt", "unavailable", "rejected", "cancelled"),
-                    *("late", "unfit", "unidentified"),
+                    *("late", "unidentified"),
                 )
             },
         ),

@@ -363,8 +363,7 @@ class HostCache:
         try:
             for _ in range(_TRIES):
                 try:
-                    os.link(draft.path or "", path)
-                    os.unlink(draft.path or "")
+                    self._room.rename(draft.path or "", path)
                     draft.path = None
                     # The lock that kept the temporary file alive is the entry's pin from now on.
                     return Entry(key, path, draft.hand_over(), draft.num_bytes)

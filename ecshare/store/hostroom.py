@@ -10,7 +10,6 @@ counted or removed.
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-logger = logging.getLogger(__name__)
+from ecshare.store.errors import ConfigError
 
 LOW_WATER = 0.9
 
@@ -33,7 +32,6 @@ _TALLY_WAIT_S = (
     1.0  # somebody who holds it longer was stopped by a debugger, or is dead in the kernel
 )
 _NEVER_EVICT = 1 << 62  # later than any time of last use
-_STALE_S = 60.0  # an unlocked temporary file of that age belongs to nobody
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 # Of any version of the keys: nobody else would ever remove what an older release left.
 _ENTRY = re.compile(
@@ -45,11 +43,18 @@ class Room:
     """Who may write how much into the folder `root`. Safe from several threads and processes."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
-        """Count what is there."""
+        """Count what is there. ConfigError names `host_cache_dir`: it cannot be used."""
         self.root = root
         self.limit_bytes = limit_bytes
-        with self._tally() as tally:
-            tally.write(sum(found.num_bytes for found in self._scan()))
+        try:
+            with self._tally() as tally:
+                tally.write(sum(found.num_bytes for found in self._scan()))
+        except TimeoutError:
+            return  # whoever holds it has counted
+        except OSError as exc:
+            raise ConfigError(
+                f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
+            ) from exc
 
     def admit(self, num_bytes: int, free_bytes: int, make: Callable[[str], T]) -> T | None:
         """Account for a file of `num_bytes` and `make` it, at the temporary path it is given.
@@ -69,6 +74,15 @@ class Room:
             made = make(f"{self.root}/.{secrets.token_hex(8)}.tmp")
             tally.add(num_bytes)
             return made
+
+    def rename(self, temporary: str, path: str) -> None:
+        """Give a finished file its name. FileExistsError: it is taken; OSError: it cannot be.
+
+        Under the tally's lock too: a scan in between could see two files, or none.
+        """
+        with self._tally():
+            os.link(temporary, path)
+            os.unlink(temporary)
 
     def remove(self, path: str) -> None:
         """Unlink the file and take it off the account. Nothing happens if it is not there."""
@@ -134,9 +148,9 @@ class Room:
                         continue
                     each = _Found(status.st_atime_ns, status.st_size, entry.name)
                     if is_temporary:
-                        if time.time() - status.st_mtime > _STALE_S and self._unlink_unpinned(each):
+                        # It got its lock under ours: without one, its writer is dead.
+                        if self._unlink_unpinned(each):
                             continue
-                        # Being written: it takes room, and its writer's lock protects it.
                         each = each._replace(used_ns=_NEVER_EVICT)
                     found.append(each)
         return found
@@ -181,7 +195,8 @@ class _Tally:
     def read(self) -> int | None:
         """None: nobody knows; scan."""
         raw = os.pread(self._fd, _TALLY.size, 0)
-        return _TALLY.unpack(raw)[0] if len(raw) == _TALLY.size else None
+        used = _TALLY.unpack(raw)[0] if len(raw) == _TALLY.size else -1
+        return used if used >= 0 else None
 
     def write(self, used_bytes: int) -> None:
         """Replace what is believed by what was counted."""

@@ -6,8 +6,9 @@ vLLM hook submits and polls, and never waits or sees an I/O error.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store. A Fetch
 asks the host cache, then the store; what comes from the store is verified and published, so that
-every process of this host reads the same verified bytes. A Lookup asks the host cache for each key
-and the store for the rest, in one batch. A Run is work of another kind that a hook must not do.
+every process of this host reads the same verified bytes. A Backfill stores what the host cache has
+and the store has lost. A Lookup asks the host cache for each key and the store for the rest, in one
+batch. A Run is work of another kind that a hook must not do.
 """
 
 import asyncio
@@ -29,10 +30,11 @@ from ecshare.store.hostcache import Entry, HostCache, default_root
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import write_manifest
-from ecshare.store.objects import ObjectStore, open_store, probe
+from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.fetching import Fetcher
 from ecshare.transfer.jobs import (
+    Backfill,
     Done,
     Fetch,
     Job,
@@ -302,6 +304,8 @@ class TransferEngine:
                 return None, await self._put(job)
             case Fetch():
                 return await self._fetcher.fetch(job, started_s + job.timeout_s)
+            case Backfill():
+                return await self._backfill(job)
             case Lookup():
                 return await self._look_up(job, started_s + job.timeout_s), ()
             case Run():
@@ -309,20 +313,34 @@ class TransferEngine:
 
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
-        num_bytes = len(job.slab.body)
         entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
         try:
-            started_s = time.monotonic()
-            await self._access.ask(
-                lambda store: store.put(job.key, job.slab.body, entry.path if entry else None),
-                Urgency.SAVE,
-                num_bytes,
-            )
+            stored = await self._write(job.key, job.slab.body, entry)
         finally:
             if entry is not None:
                 entry.close()
-        stored = Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
         return published, stored
+
+    async def _write(self, key: str, body: Buffer, entry: Entry | None) -> Moved:
+        started_s = time.monotonic()
+        await self._access.ask(
+            lambda store: store.put(key, body, entry.path if entry else None),
+            Urgency.SAVE,
+            len(body),
+        )
+        return Moved("write", Tier.STORE, len(body), time.monotonic() - started_s)
+
+    async def _backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
+        entry = self.host.open(job.key)
+        if entry is None:
+            raise ObjectMissing(job.key)
+        with entry:
+            (is_stored,) = await self._access.ask(
+                lambda store: store.exists([job.key]), Urgency.SAVE
+            )
+            if is_stored:
+                return False, ()
+            return True, (await self._write(job.key, entry.body, entry),)
 
     def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
         """Seal the slab and publish it to this host. Copy thread."""

@@ -96,7 +96,7 @@ class Fetcher:
         # Whoever holds the claim may have been stopped; after half the time, go without.
         patience_s = started_s + (deadline_s - started_s) / 2
         while True:
-            here = open_object(self._host, job.key)
+            here = self._open(job)
             if here is not None:
                 seconds = time.monotonic() - started_s
                 return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
@@ -106,7 +106,7 @@ class Fetcher:
             await self._appearance(job.key, patience_s - time.monotonic(), is_claimed=True)
         try:
             tier = Tier.HOST
-            here = open_object(self._host, job.key)  # published just before the claim was free
+            here = self._open(job)  # published just before the claim was free
             if here is None:
                 here, tier = await self._from_store(job, deadline_s), Tier.STORE
             seconds = time.monotonic() - started_s
@@ -114,6 +114,15 @@ class Fetcher:
         finally:
             if claim is not None:
                 claim.release()
+
+    def _open(self, job: Fetch) -> StoredObject | None:
+        """What this host has already, if the job has a use for it."""
+        here = open_object(self._host, job.key)
+        if here is None or job.accepts is None or job.accepts(here.facts):
+            return here
+        here.release()
+        self._host.discard(job.key)
+        return None
 
     async def _appearance(self, key: str, timeout_s: float, *, is_claimed: bool = False) -> None:
         """Return when `key` is in the host cache, or after `timeout_s`.
@@ -157,13 +166,13 @@ class Fetcher:
                 job.limit_bytes,
                 deadline_s,
             )
-            return await self._verified(job.key, incoming)
+            return await self._verified(job, incoming)
         finally:
             incoming.discard()
 
-    async def _verified(self, key: str, incoming: Incoming) -> StoredObject:
+    async def _verified(self, job: Fetch, incoming: Incoming) -> StoredObject:
         loop = asyncio.get_running_loop()
-        admission = loop.run_in_executor(self._copies, self._admit, key, incoming)
+        admission = loop.run_in_executor(self._copies, self._admit, job, incoming)
         try:
             return await asyncio.shield(admission)
         except asyncio.CancelledError:
@@ -172,14 +181,17 @@ class Fetcher:
                 (await admission).release()
             raise
 
-    def _admit(self, key: str, incoming: Incoming) -> StoredObject:
+    def _admit(self, job: Fetch, incoming: Incoming) -> StoredObject:
         """Verify what came, and publish it to this host. Copy thread."""
-        sealed = unseal(incoming.body, key, integrity=self._integrity)
+        sealed = unseal(incoming.body, job.key, integrity=self._integrity)
+        if job.accepts is not None and not job.accepts(sealed.facts):
+            said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
+            raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
         entry = incoming.publish()
         if entry is None:
-            return StoredObject(key, sealed.facts, sealed.payload, None)
-        body = unseal(entry.body, key, verify=False)
-        return StoredObject(key, body.facts, body.payload, entry)
+            return StoredObject(job.key, sealed.facts, sealed.payload, None)
+        body = unseal(entry.body, job.key, verify=False)
+        return StoredObject(job.key, body.facts, body.payload, entry)
 
     async def _remove(self, key: str, deadline_s: float) -> None:
         """Take a damaged object out of the way of the next save: puts are create-only."""

@@ -45,6 +45,8 @@ class Fetch:
     """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
 
     `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
+    `accepts`: a tensor that it says no to counts as damaged too, so that a usable one can take the
+    place. Any thread.
     `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
     over: look again, on this host every few milliseconds, in the store ever less often.
     """
@@ -53,6 +55,14 @@ class Fetch:
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
+    accepts: Callable[[TensorFacts], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """Store what this host's cache holds under `key`, unless the store has it."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class Run:
     work: Callable[[], Any]
 
 
-Job = Put | Fetch | Lookup | Run
+Job = Put | Fetch | Backfill | Lookup | Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +122,9 @@ class Moved:
 class Done:
     """What became of `job`.
 
-    `value`: a StoredObject for a Fetch that is OK (the receiver owns it), a tuple of bools in the
-    order of the keys for a Lookup that is OK, what the work returned for a Run, else None.
+    `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it), a tuple of bools in
+    the order of the keys for a Lookup, whether the object had to be stored for a Backfill, what the
+    work returned for a Run; else None.
     `seconds`: from submit to the end.
     """
 

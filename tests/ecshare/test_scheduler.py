@@ -324,6 +324,23 @@ def test_a_producer_encodes_again_what_only_its_own_host_still_has(
     assert not producer.has("picture")
 
 
+def test_what_one_host_has_and_the_store_has_lost_is_stored_again_by_who_announces_it(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    both = start("ec_both")
+    store(both, tmp_path, shape)
+    (stored,) = (path for path in (tmp_path / "store").rglob("ec/1/*/*/*") if path.is_file())
+    for name, role in (("cold", "ec_both"), ("warm", "ec_both"), ("consumer", "ec_consumer")):
+        scheduler = both if role == "ec_both" else start(role)
+        asked = request(feature(), name=name)
+        assert until_ready(scheduler, asked)
+        scheduler.orders({name: 1})
+        scheduler._engine.drain(10)
+        assert stored.exists() is (name != "consumer")
+        scheduler.finished(asked)
+        stored.unlink(missing_ok=True)
+
+
 def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> None:
     scheduler = start("ec_producer")
     first = request(feature(), name="first")

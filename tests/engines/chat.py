@@ -4,6 +4,9 @@
 import json
 import urllib.error
 import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,21 +73,50 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def picture(seed: int, uuid: str | None = None) -> dict[str, Any]:
+def picture(seed: int, uuid: str | None = None, size: int = 224) -> dict[str, Any]:
     """Return a picture item; each `seed` gives another picture."""
-    url = asking.picture(seed, size=224)
-    item: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    return _item("image", asking.picture(seed, size), uuid)
+
+
+def video(seed: int, uuid: str | None = None, frames_per_s: int = 2) -> dict[str, Any]:
+    """Return a video item; as `picture`."""
+    return _item("video", asking.video(seed, frames_per_s), uuid)
+
+
+def sound(seed: int, uuid: str | None = None) -> dict[str, Any]:
+    """Return a sound item; as `picture`."""
+    return _item("audio", asking.sound(seed), uuid)
+
+
+def _item(modality: str, url: str, uuid: str | None) -> dict[str, Any]:
+    kind = f"{modality}_url"
+    item: dict[str, Any] = {"type": kind, kind: {"url": url}}
     return item if uuid is None else item | {"uuid": uuid}
 
 
-def announced(answer: Answer, uuid: str) -> dict[str, Any]:
+def announced(answer: Answer, uuid: str, modality: str = "image") -> dict[str, Any]:
     """Return the metadata-only item that an encoder's answer announces for `uuid`."""
     assert answer.status == 200, answer.body
     metadata = answer.body["ec_transfer_params"][uuid]["metadata"]
     assert metadata
-    return {"type": "image_embeds", "image_embeds": metadata, "uuid": uuid}
+    kind = f"{modality}_embeds"
+    return {"type": kind, kind: metadata, "uuid": uuid}
 
 
-def passed_on(answer: Answer) -> dict[str, Any]:
+def passed_on(*encoded: Answer) -> dict[str, Any]:
     """Return what a router adds to the next request: the consumer then waits for the items."""
-    return {"ec_transfer_params": answer.body["ec_transfer_params"]}
+    params: dict[str, Any] = {}
+    for answer in encoded:
+        assert answer.status == 200, answer.body
+        params |= answer.body["ec_transfer_params"]
+    return {"ec_transfer_params": params}
+
+
+@contextmanager
+def counting(server: Server) -> Iterator[Counter[str]]:
+    """What the engine counted inside the block, by `family/event`; filled in when it ends."""
+    gained: Counter[str] = Counter()
+    before = counts(server)
+    yield gained
+    after = counts(server)
+    gained.update({name: int(value - before.get(name, 0)) for name, value in after.items()})

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,48 @@ async def test_an_object_is_one_plain_file_of_that_name(store: Directory, tmp_pa
     await store.put(KEY, b"body")
     assert files(tmp_path / "store") == [KEY]
     assert (tmp_path / "store" / KEY).read_bytes() == b"body"
+
+
+@pytest.mark.parametrize(
+    ("mode", "folder_mode", "gid", "linked"),
+    [
+        (0o444, 0o755, None, True),
+        (0o400, 0o755, None, True),
+        (0o644, 0o755, None, False),  # somebody may write to it
+        (0o444, 0o2755, None, True),
+        (0o440, 0o2755, 12345, False),  # the folder's group could not read it
+        (0o444, 0o2755, 12345, True),
+    ],
+)
+async def test_a_file_that_is_offered_is_linked_if_it_serves_as_well(
+    store: Directory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int,
+    folder_mode: int,
+    gid: int | None,
+    linked: bool,
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"body")
+    file.chmod(mode)
+    folder = (tmp_path / "store" / KEY).parent
+    folder.mkdir(parents=True)
+    folder.chmod(folder_mode)
+    stat = os.stat
+
+    def of_another_group(path: Any, **options: Any) -> os.stat_result:
+        status = stat(path, **options)
+        if gid is None or str(path) != str(folder):
+            return status
+        return os.stat_result([*status[:5], gid, *status[6:]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", of_another_group)
+        assert await store.put(KEY, b"body", str(file))
+    assert (stat(file).st_nlink == 2) is linked
+    assert (tmp_path / "store" / KEY).read_bytes() == b"body"
+    assert files(folder) == [KEY.rpartition("/")[2]]
 
 
 async def test_a_failed_write_leaves_nothing(

@@ -17,17 +17,9 @@ def ours(vlm: Path) -> conformance.Subject:
     return conformance.Subject("ecshare.connector", "ECShareConnector", OPTIONS, vlm, patience_s=60)
 
 
-# An ec_both engine loads from its host's cache what the store has lost, and does not store it.
-KNOWN = {("stores_again_what_was_lost", "both")}
-CASES = [
-    pytest.param(name, runner, roles, marks=[pytest.mark.xfail] if (name, roles) in KNOWN else [])
-    for name in RULES
-    for runner in RUNNERS
-    for roles in ROLES
-]
-
-
-@pytest.mark.parametrize(("name", "runner", "roles"), CASES)
+@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", RULES)
 def test_ecshare_keeps_every_rule(
     ours: conformance.Subject, name: str, runner: str, roles: str
 ) -> None:

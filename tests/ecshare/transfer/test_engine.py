@@ -14,7 +14,7 @@ from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectInfo, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetching import open_object
-from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 
 NAMESPACE = "0" * 32
@@ -152,6 +152,18 @@ def test_lookup_asks_host_and_store_in_the_order_of_the_keys(
     stored_file(tmp_path, "b").unlink()
     assert finish(engine, Lookup(keys, 5)).value == (False, True, True, False)
     assert finish(engine, Lookup(keys, 5, store_only=True)).value == (False, True, False, False)
+
+
+def test_what_the_store_has_lost_and_this_host_has_is_stored_again(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    assert finish(engine, Backfill(key("a"))).value is False
+    stored_file(tmp_path, "a").unlink()
+    assert finish(engine, Backfill(key("a"))).value is True
+    found = value(finish(elsewhere, Fetch(key("a"), 5)))
+    assert torch.equal(as_tensor(found.payload, found.facts), TENSOR)
+    assert finish(engine, Backfill(key("b"))).outcome is Outcome.MISSING
 
 
 def test_a_full_host_cache_still_serves_this_process(

@@ -246,6 +246,18 @@ def test_a_damaged_object_is_removed_so_that_the_next_save_replaces_it(
     assert not list(engine.host.root.glob("[!.]*")), "nothing of it stays on this host"
 
 
+def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start: Start) -> None:
+    """Also where it lies on this host already: whoever brought it may have wanted no other."""
+    store.objects[KEY] = sealed()
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+    unusable = Fetch(KEY, 10, accepts=lambda facts: facts.dtype == "I8")
+    assert finish(engine, unusable).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+    assert finish(engine, unusable).outcome is Outcome.MISSING
+    assert not list(engine.host.root.glob("[!.]*")), "nothing of it stays on this host"
+
+
 def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
     store: Scripted, start: Start
 ) -> None:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer tells of its media items, so that a consumer can do without the pixels."""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.utils import (
+    PlaceholderMetadataResolver,
+    collect_ec_item_metadata,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import ModelConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+_REMEMBERED_ITEMS = 10_000
+# What models of the Qwen2.5-VL and Omni families compute token positions from, though vLLM
+# publishes neither, and the value that they take where it is absent: with any other one, a consumer
+# without the video would answer from wrong positions.
+_ASSUMED = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
+
+
+class Placeholders:
+    """Knows the placeholder metadata of items. Ownership: vLLM's scheduler thread."""
+
+    def __init__(self, model_config: "ModelConfig") -> None:
+        """Ask vLLM which fields the model needs, when the first item of a modality comes."""
+        self._resolver = PlaceholderMetadataResolver(model_config)
+        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Whether the item comes with pixels (or sound), not with placeholder metadata alone."""
+        if feature.data is None:
+            return False
+        fields = self._resolver.fields_for(feature.modality)
+        return any(
+            value is not None
+            for name, value in feature.data.get_data().items()
+            if name not in fields
+        )
+
+    def metadata(self, feature: "MultiModalFeatureSpec") -> dict[str, Any]:
+        """Return what a consumer needs to size the item's placeholder, and remember it.
+
+        Empty: a consumer needs the media itself. vLLM leaves `feature.data` out where a later
+        process has it cached, hence the memory.
+        """
+        (entry,) = collect_ec_item_metadata([feature], self._resolver).values()
+        metadata = self._checked(feature, entry["metadata"])
+        self._known[feature.identifier] = metadata
+        self._known.move_to_end(feature.identifier)
+        if len(self._known) > _REMEMBERED_ITEMS:
+            self._known.popitem(last=False)
+        return metadata
+
+    def announcement(self, features: "Sequence[MultiModalFeatureSpec]") -> dict[str, Any]:
+        """Return vLLM's `ec_transfer_params` of a request: by identifier, each item's metadata."""
+        entries: dict[str, Any] = collect_ec_item_metadata(list(features), self._resolver)
+        for feature in features:
+            entry = entries[feature.identifier]
+            entry["metadata"] = self._checked(feature, entry["metadata"])
+        return entries
+
+    def _checked(
+        self, feature: "MultiModalFeatureSpec", collected: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the metadata that vLLM has `collected`, or what is right instead."""
+        if self._falls_short(feature):
+            return {}
+        return collected or self._known.get(feature.identifier, {})
+
+    def _falls_short(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Whether the item's tokens lie elsewhere than a consumer with the metadata would think."""
+        if feature.data is None:
+            return False
+        published = self._resolver.fields_for(feature.modality)
+        values = feature.data.get_data()
+        return any(
+            name in values
+            and name not in published
+            and not torch.all(torch.as_tensor(values[name]) == assumed)
+            for name, assumed in _ASSUMED.items()
+        )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several pictures, one picture twice, videos; and engines too small for what they are shown.
+
+An encoder and its consumers over S3, each with a host cache of its own, as on hosts of their own.
+"""
+
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from ecshare.testing.asking import counters
+from ecshare.testing.engines import EngineProcess, ec_argument
+from ecshare.testing.processes import LOOPBACK
+from ecshare.testing.proxy import ProxyProcess
+from ecshare.testing.s3 import SeaweedFS
+from tests.conftest import StartEngine
+from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, text, video
+
+pytestmark = [pytest.mark.engine, pytest.mark.s3]
+
+QUESTION = text("what is to be seen here, and where?")
+ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
+SHOWS_VIDEOS = '--limit-mm-per-prompt={"image": 4, "video": 1}'
+LARGE = 644
+"""Pixels; such a picture has 529 tokens."""
+CUT_PREFILLS = ("--enable-chunked-prefill", "--max-num-batched-tokens=48")
+"""No step takes a whole picture."""
+SMALL = (
+    *CUT_PREFILLS,
+    # vLLM's encoder cache then holds the largest picture that the model takes, 1024 tokens. With
+    # --enable-mm-embeds it would hold a whole prompt's.
+    '--limit-mm-per-prompt={"image": 4, "video": 0}',
+    # 2112 tokens of KV, for all requests together.
+    "--block-size=32",
+    "--num-gpu-blocks-override=66",
+    "--max-model-len=2048",
+    "--no-enable-prefix-caching",
+)
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    encoder: EngineProcess
+    roomy: EngineProcess
+    """A consumer that reaches the store through `proxy`."""
+    small: EngineProcess
+    """A consumer with less than it needs of everything; see SMALL."""
+    proxy: ProxyProcess
+
+    def encode(self, *content: dict[str, Any], **fields: Any) -> Answer:
+        return ask(self.encoder, self.encoder.model, list(content), **fields)
+
+    def ask_roomy(self, encoded: Answer, *content: dict[str, Any]) -> Answer:
+        """Ask about what the encoder has just encoded."""
+        return ask(self.roomy, self.roomy.model, [*content, QUESTION], **passed_on(encoded))
+
+    def expected(self, *content: dict[str, Any], **fields: Any) -> list[int]:
+        return ask(self.plain, self.plain.model, [*content, QUESTION], **fields).tokens
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    engine: StartEngine, seaweed: SeaweedFS, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+
+    def option(name: str, role: str, endpoint_url: str) -> str:
+        return ec_argument(
+            role,
+            f"{seaweed.url}/modalities",
+            storage_options={**seaweed.storage_options, "endpoint_url": endpoint_url},
+            host_cache_dir=str(root / name),
+            wait_s=20,
+            io_timeout_s=30,
+        )
+
+    direct = seaweed.base_url
+    with ProxyProcess(LOOPBACK, seaweed.port.number) as proxy:
+        fleet = Fleet(
+            engine("plain", SHOWS_VIDEOS),
+            engine("encoder", SHOWS_VIDEOS, option("encoder", "producer", direct)),
+            engine(
+                *("roomy", SHOWS_VIDEOS, *CUT_PREFILLS, "--enable-mm-embeds", "--block-size=32"),
+                option("roomy", "consumer", proxy.url),
+            ),
+            engine("small", *SMALL, option("small", "consumer", direct)),
+            proxy,
+        )
+        for started in fleet[:4]:
+            started.wait_ready()
+        yield fleet
+
+
+def test_one_picture_twice_and_another_are_two_items(fleet: Fleet) -> None:
+    shown = [picture(1, "one"), picture(2, "two"), picture(1, "one")]
+    with counting(fleet.encoder) as first:
+        encoded = fleet.encode(*shown)
+    with counting(fleet.encoder) as second:
+        fleet.encode(*shown)
+    assert (first[ENCODED], second[ENCODED]) == (2, 0)
+    content = [announced(encoded, uuid) for uuid in ("one", "two", "one")]
+    with counting(fleet.roomy) as gained:
+        answer = fleet.ask_roomy(encoded, *content)
+    assert answer.tokens == fleet.expected(*shown)
+    assert (gained[LOADED], gained[ENCODED]) == (2, 0)
+    assert answer.tokens != fleet.expected(*shown[:2])
+
+
+@pytest.mark.parametrize("has_frames", [True, False])
+def test_a_video_is_loaded(fleet: Fleet, has_frames: bool) -> None:
+    film, still = f"film {has_frames}", f"still {has_frames}"
+    # Without its frames, a consumer of this model takes a video for one of two frames a second.
+    shown = [video(1, film, frames_per_s=1 if has_frames else 2), picture(3, still)]
+    with counting(fleet.encoder) as first:
+        encoded = fleet.encode(*shown)
+    with counting(fleet.encoder) as second:
+        fleet.encode(*shown)
+    assert (first[ENCODED], second[ENCODED]) == (2, 0)
+    content = shown
+    if not has_frames:
+        content = [announced(encoded, film, "video"), announced(encoded, still)]
+    with counting(fleet.roomy) as gained:
+        answer = fleet.ask_roomy(encoded, *content)
+    assert answer.tokens == fleet.expected(*shown)
+    assert (gained[LOADED], gained[ENCODED]) == (2, 0)
+    assert answer.tokens != fleet.expected(video(5), shown[1])
+
+
+def test_what_prefix_caching_covers_is_not_loaded_again(fleet: Fleet) -> None:
+    shown = [picture(11, "eleven", 448), picture(12, "twelve")]
+    other = [shown[0], picture(13, "thirteen")]
+    encoded, another = fleet.encode(*shown), fleet.encode(other[1])
+    content = [announced(encoded, "eleven"), announced(encoded, "twelve")]
+    cold = fleet.ask_roomy(encoded, *content)
+    content[1] = announced(another, "thirteen")
+    with counting(fleet.roomy) as gained:
+        half = fleet.ask_roomy(another, *content)
+    assert cold.tokens == fleet.expected(*shown)
+    assert half.tokens == fleet.expected(*other)
+    assert cold.num_cached_tokens == 0
+    assert half.num_cached_tokens > 256, "the first picture has 256 tokens"
+    assert (gained[LOADED], gained[ENCODED]) == (1, 0)
+
+
+def test_prefills_cut_inside_pictures_that_the_encoder_cache_cannot_hold(fleet: Fleet) -> None:
+    shown = [picture(20 + number, f"large {number}", LARGE) for number in range(3)]
+    encoded = fleet.encode(*shown)
+    small = fleet.small
+    with counting(small) as gained:
+        answer = ask(small, small.model, [*shown, QUESTION], **passed_on(encoded))
+    assert answer.tokens == fleet.expected(*shown)
+    assert (gained[LOADED], gained[ENCODED]) == (3, 0)
+    with counting(small) as gained:
+        again = ask(small, small.model, [*shown, QUESTION], **passed_on(encoded))
+    assert again.tokens == answer.tokens
+    assert again.num_cached_tokens == 0
+    assert gained[LOADED] >= 2, "the last one may still be in the encoder cache"
+    assert gained[ENCODED] == 0
+
+
+def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
+    shown = [picture(30 + number, f"preempted {number}", LARGE) for number in range(6)]
+    encoded = [fleet.encode(each) for each in shown]
+    expected = [fleet.expected(each, max_tokens=100) for each in shown]
+    assert len({tuple(tokens) for tokens in expected}) == len(shown)
+
+    def answer(number: int) -> list[int]:
+        content, params = [shown[number], QUESTION], passed_on(encoded[number])
+        return ask(fleet.small, fleet.small.model, content, max_tokens=100, **params).tokens
+
+    before = sample(fleet.small, "num_preemptions_total")
+    with counting(fleet.small) as gained, ThreadPoolExecutor(len(shown)) as clients:
+        answers = list(clients.map(answer, range(len(shown))))
+    assert answers == expected
+    assert sample(fleet.small, "num_preemptions_total") > before
+    assert gained[LOADED] >= len(shown)
+    assert gained[ENCODED] == 0
+
+
+def test_a_client_that_leaves_while_its_embedding_is_on_its_way(fleet: Fleet) -> None:
+    encoded = fleet.encode(picture(40, "forty"))
+    content = announced(encoded, "forty")
+    roomy = fleet.roomy
+    fleet.proxy.stall()
+    try:
+        leaving = post(roomy, [content, QUESTION], **passed_on(encoded))
+        wait_for_requests(roomy, 1)
+        beside = ask(roomy, roomy.model, [text("Why is the sky blue?")])
+        leaving.close()
+        wait_for_requests(roomy, 0)
+    finally:
+        fleet.proxy.resume()
+    sky = ask(fleet.plain, fleet.plain.model, [text("Why is the sky blue?")])
+    assert beside.tokens == sky.tokens
+    with counting(roomy) as gained:
+        answer = fleet.ask_roomy(encoded, content)
+    assert answer.tokens == fleet.expected(picture(40))
+    assert gained[LOADED] == 1
+
+
+def sample(engine: EngineProcess, name: str) -> float:
+    return counters(engine.base_url)[f"vllm:{name}", ""]
+
+
+def wait_for_requests(engine: EngineProcess, number: int) -> None:
+    """Return when so many requests are with the engine; the test run's own limit bounds it."""
+    while sum(sample(engine, f"num_requests_{at}") for at in ("waiting", "running")) != number:
+        pass
+
+
+def post(
+    engine: EngineProcess, content: list[dict[str, Any]], **fields: Any
+) -> http.client.HTTPConnection:
+    """Send a chat request and do not read the answer."""
+    body = {
+        "model": engine.model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        **fields,
+    }
+    connection = http.client.HTTPConnection(LOOPBACK, engine.port.number)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    return connection
