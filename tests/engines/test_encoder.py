@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
 
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,14 +90,24 @@ def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fle
     assert ask(fleet.consumer, fleet.model, [picture(5), QUESTION]).tokens == plain.tokens
 
 
+def stored_since(fleet: Fleet, known: set[Path]) -> Path:
+    """The next object: an encoder's answer is here before what it announces is stored."""
+    deadline_s = time.monotonic() + 30
+    while not (new := objects(fleet) - known):
+        assert time.monotonic() < deadline_s, "nothing was stored"
+        time.sleep(0.05)
+    (path,) = new
+    return path
+
+
 def test_an_object_lost_from_the_store_is_stored_again(fleet: Fleet) -> None:
     known = objects(fleet)
     ask(fleet.encoder, fleet.model, [picture(6, "six")])
-    (path,) = objects(fleet) - known
+    path = stored_since(fleet, known)
     path.unlink()
     # The encoder's own cache still holds it, so vLLM will not encode it again.
     ask(fleet.encoder, fleet.model, [picture(6, "six")])
-    assert path.is_file()
+    assert stored_since(fleet, known) == path
 
 
 @pytest.mark.parametrize("uuid", ["../../evil/x", "/evil", "e\u0301vil " * 50])
