@@ -54,6 +54,12 @@ _DENIED = {
     "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
 }  # fmt: skip
 
+# Answered with 400 too, but it says nothing about what the server understands.
+_BROKEN_ON_THE_WAY = {
+    "BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+}  # fmt: skip
+
 MEANING: dict[type[Exception], type[Exception]] = {
     foreign.AlreadyExistsError: FileExistsError,
     foreign.PreconditionError: FileExistsError,
@@ -306,6 +312,8 @@ def _meant(exc: Exception, key: str) -> Exception:
         words = str(exc).partition("\n")[0]
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
         return StoreDenied(words)
+    if code in _BROKEN_ON_THE_WAY:
+        return StoreUnavailable(words)
     if status in (400, 405, 501) or isinstance(
         exc, NotImplementedError | foreign.NotSupportedError
     ):
