@@ -2,7 +2,7 @@
 """What an object is called. Pure.
 
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>[.part]     an object
-    <kind>/<format version>/<namespace>/manifest                             the namespace's facts
+    <kind>/<format version>/manifests/<namespace>                            the namespace's facts
 
 Every string that a client can choose is hashed before it becomes part of a key.
 """
@@ -57,7 +57,23 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
 
 def manifest_key(kind: Kind, namespace: str) -> str:
     """The key of the facts behind `namespace`."""
-    return f"{_space(kind, namespace)}/manifest"
+    return manifests_prefix(kind) + _checked(namespace)
+
+
+def manifests_prefix(kind: Kind) -> str:
+    """What the keys of all manifests of a kind begin with: apart from the objects, of which there
+    may be millions, so that they can be listed."""
+    return f"{Kind(kind)}/{FORMAT_VERSION}/manifests/"
+
+
+def namespace_prefix(kind: Kind, namespace: str) -> str:
+    """What the keys of all objects of `namespace` begin with."""
+    return f"{_space(kind, namespace)}/"
+
+
+def is_namespace(text: str) -> bool:
+    """Whether `namespace_digest` could have made this text."""
+    return _NAMESPACE.fullmatch(text) is not None
 
 
 def namespace_digest(facts: Mapping[str, JSON]) -> str:
@@ -106,6 +122,10 @@ def _check_names(value: JSON) -> None:
 
 
 def _space(kind: Kind, namespace: str) -> str:
-    if not _NAMESPACE.fullmatch(namespace):
+    return f"{Kind(kind)}/{FORMAT_VERSION}/{_checked(namespace)}"
+
+
+def _checked(namespace: str) -> str:
+    if not is_namespace(namespace):
         raise ValueError(f"a namespace is 32 hex digits, got {namespace!r}")
-    return f"{Kind(kind)}/{FORMAT_VERSION}/{namespace}"
+    return namespace

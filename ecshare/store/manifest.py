@@ -2,27 +2,58 @@
 """The facts behind a namespace, stored beside its objects, so that a person can ask why two
 engines do not share."""
 
+import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
-from ecshare.store.keys import JSON, Kind, manifest_key, namespace_digest
-from ecshare.store.objects import ObjectStore, read
+from ecshare.store.keys import (
+    JSON,
+    Kind,
+    is_namespace,
+    manifest_key,
+    manifests_prefix,
+    namespace_digest,
+)
+from ecshare.store.objects import ObjectInfo, ObjectStore, read
 
 MAX_BYTES = 1 << 20
+# Whoever may write to the store decides how many there are.
+_MOST_LISTED = 10_000
+_MOST_READ = 64
+_LONGEST_VALUE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a store says of one namespace."""
+
+    namespace: str
+    facts: Mapping[str, JSON]
+    modified_s: float
+    """Seconds since the epoch: when the first engine of that namespace started."""
 
 
 async def write_manifest(
     store: ObjectStore, kind: Kind, namespace: str, facts: Mapping[str, JSON]
 ) -> None:
-    """Store `facts`, whose digest is `namespace`, unless they are there.
+    """Store `facts`, whose digest is `namespace`, unless they are there. Replaces damaged ones.
 
     Raises ValueError: `namespace` is the digest of other facts.
     """
     if namespace_digest(facts) != namespace:
         raise ValueError(f"namespace {namespace} is not the digest of these facts")
     text = json.dumps(facts, indent=2, sort_keys=True, allow_nan=False)
-    await store.put(manifest_key(kind, namespace), text.encode() + b"\n")
+    key, body = manifest_key(kind, namespace), text.encode() + b"\n"
+    if await store.put(key, body):
+        return
+    try:
+        await read_manifest(store, kind, namespace)
+    except ObjectCorrupt:
+        await store.delete([key])
+        await store.put(key, body)
 
 
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:
@@ -43,19 +74,63 @@ async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[
     raise ObjectCorrupt(f"the manifest of {namespace} holds the facts of another namespace")
 
 
+async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
+    """Return the manifests of a kind, the youngest first: of very many, the youngest 64.
+
+    What is no manifest, and damaged ones, are left out.
+    """
+    prefix = manifests_prefix(kind)
+    listed: list[ObjectInfo] = []
+    async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
+        async for info in found:
+            if is_namespace(info.key.removeprefix(prefix)) and info.num_bytes <= MAX_BYTES:
+                listed.append(info)
+            if len(listed) == _MOST_LISTED:
+                break
+    listed.sort(key=lambda info: info.modified_s, reverse=True)
+
+    async def one(info: ObjectInfo) -> Manifest | None:
+        namespace = info.key.removeprefix(prefix)
+        with suppress(ObjectCorrupt):
+            if (facts := await read_manifest(store, kind, namespace)) is not None:
+                return Manifest(namespace, facts, info.modified_s)
+        return None
+
+    manifests = await asyncio.gather(*map(one, listed[:_MOST_READ]))
+    return [manifest for manifest in manifests if manifest]
+
+
+def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | None:
+    """Return which of `others` differs from `facts` in the fewest fields, but in some."""
+    differing = [manifest for manifest in others if differences(facts, manifest.facts)]
+    return min(
+        differing, key=lambda manifest: len(differences(facts, manifest.facts)), default=None
+    )
+
+
 def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
     """One line for each fact that differs, "field: a != b", sorted. Empty: the same namespace."""
     lines = []
     for name in sorted({*a, *b}):
         if name not in a or name not in b:
             left, right = (_shown(facts[name]) if name in facts else "(none)" for facts in (a, b))
-            lines.append(f"{name}: {left} != {right}")
+            lines.append(f"{_plain(name)}: {left} != {right}")
         elif isinstance(a[name], Mapping) and isinstance(b[name], Mapping):
-            lines += [f"{name}.{line}" for line in differences(a[name], b[name])]
-        elif _shown(a[name]) != _shown(b[name]):
-            lines.append(f"{name}: {_shown(a[name])} != {_shown(b[name])}")
+            lines += [f"{_plain(name)}.{line}" for line in differences(a[name], b[name])]
+        elif _text(a[name]) != _text(b[name]):
+            lines.append(f"{_plain(name)}: {_shown(a[name])} != {_shown(b[name])}")
     return lines
 
 
-def _shown(value: JSON) -> str:
+def _text(value: JSON) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def _shown(value: JSON) -> str:
+    """For a log: facts come from the store, whoever wrote them."""
+    text = _text(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def _plain(name: str) -> str:
+    return _shown(name)[1:-1]

@@ -250,7 +250,7 @@ class StoreContract:
             await store.put(key, bytes(size))
         assert await self._listed(store, "") == sizes
         assert await self._listed(store, "ec/1/") == {KEY: 10, OTHER: 20}
-        assert await self._listed(store, f"kv/1/{NAMESPACE}/") == {manifest: 30}
+        assert await self._listed(store, "kv/1/manifests/") == {manifest: 30}
         assert await self._listed(store, "kv/2/") == {}
 
     async def test_a_listing_knows_when_objects_were_stored(self, store: ObjectStore) -> None:

@@ -47,6 +47,7 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.namespaces import NamespaceWatch
 from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class TransferEngine:
         self._fetcher = Fetcher(self.host, self._access, self._copies, self._integrity)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
+        self._watch: NamespaceWatch | None = None  # of an engine that only reads
+        self._comparing: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="ecshare-io", daemon=True)
         self._thread.start()
         self._carrier = threading.Thread(target=self._carry, name="ecshare-inbox", daemon=True)
@@ -117,14 +120,21 @@ class TransferEngine:
     def start_up(
         self, kind: Kind, namespace: str, facts: Mapping[str, Any], *, write: bool
     ) -> None:
-        """Do what `probe` does; a writer also leaves `facts` as the manifest of its namespace.
+        """Do what `probe` does, and tell the user how `facts` differ from those of other engines.
+
+        A writer also leaves them as the manifest of its namespace.
 
         Raises:
             ConfigError: as `probe`.
         """
         self.probe(write=write)
+        watch = NamespaceWatch(self._access, kind, namespace, facts)
+        # Not within a time-out of ours: it has its own, and says nothing where it fails.
+        asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
         if write:
             self._block_on(write_manifest(self._store, kind, namespace, facts))
+        else:
+            self._watch = watch
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on the I/O thread and wait for it; only while the engine starts."""
@@ -245,7 +255,7 @@ class TransferEngine:
         """Serve jobs until `close` stops the loop; then cancel what is left and close the store."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._comparing] if self._comparing else [])]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -284,6 +294,15 @@ class TransferEngine:
             # After a cancellation that came too late to be noticed, too.
             del self._tasks[id(job)]
         self._finish(job, outcome, started_s, value, moved)
+        if outcome in (Outcome.OK, Outcome.MISSING):
+            self._note(job, value)
+
+    def _note(self, job: Job, value: Any) -> None:
+        """Compare namespaces once more where an engine that only reads finds nothing."""
+        is_hit = any(value) if isinstance(value, tuple) else value is not None
+        is_read = isinstance(job, Fetch | Lookup)
+        if is_read and self._watch and self._watch.is_due(is_hit=is_hit):
+            self._comparing = self._loop.create_task(self._watch.compare())
 
     def _finish(
         self,

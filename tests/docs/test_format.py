@@ -96,7 +96,7 @@ async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
     await write_manifest(store, Kind.EC, namespace, facts)
     await probe(store, write=True)
     await store.close()
-    assert json.loads((tmp_path / "ec" / "1" / namespace / "manifest").read_bytes()) == facts
+    assert json.loads((tmp_path / "ec" / "1" / "manifests" / namespace).read_bytes()) == facts
     assert (tmp_path / "probe" / "object").read_bytes() == b"ecshare"
 
 

@@ -34,7 +34,7 @@ def test_a_key_is_written_down() -> None:
         object_key(Kind.KV, NAMESPACE, b"\x00\x01", "r0")
         == f"kv/1/{NAMESPACE}/{digest[:2]}/{digest}.r0"
     )
-    assert manifest_key(Kind.EC, NAMESPACE) == f"ec/1/{NAMESPACE}/manifest"
+    assert manifest_key(Kind.EC, NAMESPACE) == f"ec/1/manifests/{NAMESPACE}"
     assert (
         namespace_digest({"b": [1], "a": None})
         == (hashlib.sha256(b'{"a":null,"b":[1]}').hexdigest()[:32])

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
+import time
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.keys import Kind, manifest_key, namespace_digest
-from ecshare.store.manifest import MAX_BYTES, differences, read_manifest, write_manifest
+from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
+from ecshare.store.manifest import (
+    MAX_BYTES,
+    Manifest,
+    differences,
+    list_manifests,
+    nearest,
+    read_manifest,
+    write_manifest,
+)
 from ecshare.store.objects import ObjectStore, open_store
 
 FACTS = {"model": "qwen", "weights": {"a.safetensors": 123}, "dtype": "bfloat16"}
@@ -58,6 +69,52 @@ async def test_odd_manifests_are_refused(store: ObjectStore, body: bytes) -> Non
         await read_manifest(store, Kind.EC, NAMESPACE)
 
 
+async def test_a_damaged_manifest_is_replaced(store: ObjectStore) -> None:
+    await store.put(manifest_key(Kind.EC, NAMESPACE), b"{}")
+    await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
+    assert await read_manifest(store, Kind.EC, NAMESPACE) == FACTS
+
+
+async def test_manifests_are_listed_and_nothing_else(store: ObjectStore) -> None:
+    assert await list_manifests(store, Kind.EC) == []
+    await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
+    other = FACTS | {"epoch": "2"}
+    await write_manifest(store, Kind.EC, namespace_digest(other), other)
+    await write_manifest(store, Kind.KV, NAMESPACE, FACTS)
+    await store.put(manifest_key(Kind.EC, "0" * 32), json.dumps(FACTS).encode())
+    await store.put(manifest_key(Kind.EC, "1" * 32), b" " * (MAX_BYTES + 1))
+    await store.put("ec/1/manifests/readme.txt", b"hello")
+    await store.put(object_key(Kind.EC, NAMESPACE, "x"), b"an object")
+    found = await list_manifests(store, Kind.EC)
+    assert {manifest.namespace: manifest.facts for manifest in found} == {
+        NAMESPACE: FACTS,
+        namespace_digest(other): other,
+    }
+    assert all(abs(manifest.modified_s - time.time()) < 120 for manifest in found)
+
+
+async def test_of_very_many_manifests_the_youngest_are_read(tmp_path: Path) -> None:
+    store = open_store(StoreConfig(url=str(tmp_path)), "options")
+    for number in range(70):
+        facts = {"epoch": str(number)}
+        await write_manifest(store, Kind.EC, namespace_digest(facts), facts)
+        path = tmp_path / manifest_key(Kind.EC, namespace_digest(facts))
+        os.utime(path, (1e9 + number, 1e9 + number))
+    epochs = [manifest.facts["epoch"] for manifest in await list_manifests(store, Kind.EC)]
+    assert epochs == [str(number) for number in range(69, 5, -1)]
+    await store.close()
+
+
+def test_the_nearest_differs_in_the_fewest_fields_but_in_some() -> None:
+    facts = {"a": 1, "b": 2, "c": 3}
+    far, near, same = ({**facts, **change} for change in ({"a": 0, "b": 0}, {"c": 0}, {}))
+    others = [Manifest(namespace_digest(each), each, 0.0) for each in (far, near, same)]
+    found = nearest(facts, others)
+    assert found is not None
+    assert found.facts == near
+    assert nearest(facts, others[2:]) is None
+
+
 def test_the_fields_that_differ_are_named() -> None:
     other = {"model": "qwen", "weights": {"a.safetensors": 124, "b": 1}, "epoch": "2"}
     assert differences(FACTS, other) == [
@@ -70,3 +127,10 @@ def test_the_fields_that_differ_are_named() -> None:
     assert differences({"shape": (1, 2)}, {"shape": [1, 2]}) == []
     assert differences({"a": {"b": 1}}, {"a": 1}) == ['a: {"b": 1} != 1']
     assert differences({"a": 1}, {"a": True}) == ["a: 1 != true"]
+
+
+def test_what_others_wrote_cannot_forge_a_log_nor_flood_it() -> None:
+    odd = {"a\n2026 ERROR": "\x1b[31m" + "x" * 500, "b": "y" * 400 + "1"}
+    lines = differences({"b": "y" * 400 + "2"}, odd)
+    assert len(lines) == 2
+    assert all(len(line) < 500 and line.isprintable() for line in lines)

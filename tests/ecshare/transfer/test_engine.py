@@ -198,7 +198,7 @@ def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path
     facts = {"model": "m"}
     digest = namespace_digest(facts)
     engine.start_up(Kind.EC, digest, facts, write=True)
-    assert (tmp_path / "store" / "ec" / "1" / digest / "manifest").is_file()
+    assert (tmp_path / "store" / "ec" / "1" / "manifests" / digest).is_file()
     engine.close()
     (tmp_path / "plain-file").touch()
     blocked = StoreConfig(

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the user why an engine finds nothing: which facts keep it from what others have stored."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ecshare.store.errors import StoreError
+from ecshare.store.keys import Kind
+from ecshare.store.manifest import differences, list_manifests, nearest, read_manifest
+from ecshare.store.objects import ObjectStore
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.lanes import Urgency
+
+logger = logging.getLogger(__name__)
+
+_WHAT = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
+_SHOWN = 10
+# After so many misses and no hit, an engine that only reads looks again: 1, 16, 256, ...
+_PATIENCE_GROWTH = 16
+
+
+class NamespaceWatch:
+    """Compares the facts of this engine's namespace with those of the others in its store.
+
+    Once at start, and again while an engine that only reads finds nothing: whoever should have
+    stored it may have started later. Ownership: the I/O thread.
+    """
+
+    def __init__(
+        self, access: StoreAccess, kind: Kind, namespace: str, facts: Mapping[str, Any]
+    ) -> None:
+        self._access = access
+        self._kind = kind
+        self._namespace = namespace
+        self._facts = facts
+        self._num_misses = 0
+        self._next_look = 1
+        self._last_said = ""
+
+    def is_due(self, *, is_hit: bool) -> bool:
+        """Note a hit or a miss of this engine; whether to `compare` now."""
+        if is_hit:
+            self._next_look = 0  # it shares with somebody: misses are ordinary from now on
+        self._num_misses += not is_hit
+        if is_hit or self._num_misses != self._next_look:
+            return False
+        self._next_look *= _PATIENCE_GROWTH
+        return True
+
+    async def compare(self) -> None:
+        """Log how the most similar other namespace differs; no word twice, never raises."""
+        try:
+            known, others = await self._access.ask(self._ask, Urgency.SAVE)
+        except (StoreError, TimeoutError) as exc:
+            logger.debug("cannot compare namespaces: %s", exc)
+            return
+        other = nearest(self._facts, others)
+        if other is None:
+            return
+        lines = differences(self._facts, other.facts)
+        fields = {line.partition(":")[0] for line in lines}
+        # Two models in one bucket are no mistake.
+        is_mistake = not known and not {"model", "weights"} <= fields
+        said = self._sentence(is_known=known, lines=lines)
+        if said != self._last_said:
+            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", said)
+        self._last_said = said
+
+    async def _ask(self, store: ObjectStore) -> tuple[bool, list[Any]]:
+        try:
+            known = await read_manifest(store, self._kind, self._namespace) is not None
+        except ValueError:  # damaged
+            known = False
+        return known, await list_manifests(store, self._kind)
+
+    def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
+        what = _WHAT[self._kind]
+        if is_known:
+            said = f"{what} are shared in namespace {self._namespace}"
+        else:
+            said = (
+                f"no engine has stored {what} in this engine's namespace {self._namespace} yet, "
+                "and others store elsewhere: nothing of theirs is found"
+            )
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        told = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])
+        return f"{said}; the most similar other namespace differs in (this engine != other):{told}"
