@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
 
+import re
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -120,7 +121,10 @@ def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
     assert not outside
 
 
-def test_engines_with_other_weights_share_nothing(fleet: Fleet) -> None:
+def test_engines_with_other_weights_share_nothing_and_say_so(fleet: Fleet) -> None:
+    # The log of this run only: the file may be older.
+    log = fleet.stranger.log_path.read_text().partition(str(fleet.root))[2]
+    assert re.search(r'differs in .*:\n.*weights: "\w+" != "\w+"\n', log)
     encoded = ask(fleet.stranger, fleet.model, [picture(8, "eight")])
     assert ask(fleet.consumer, fleet.model, [announced(encoded, "eight"), QUESTION]).status == 500
     plain = ask(fleet.plain, fleet.model, [picture(8), QUESTION])

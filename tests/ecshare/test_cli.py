@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ecshare doctor`: what it finds, and what it says of arguments that make no sense."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ecshare.cli import main
+from ecshare.store.config import StoreConfig
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
+from ecshare.testing.processes import Port
+from ecshare.testing.s3 import Rclone, SeaweedFS
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Put
+from ecshare.transfer.staging import Staging
+from tests.conftest import LOGS
+
+FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
+NAMESPACE = namespace_digest(FACTS)
+KEY = object_key(Kind.EC, NAMESPACE, "picture")
+
+Doctor = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
+    """Run the doctor on options; return its status and all that it printed."""
+
+    def run(*arguments: str, **options: Any) -> tuple[int, str]:
+        here = {"url": f"{tmp_path}/store", "host_cache_dir": f"{tmp_path}/host"}
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", json.dumps(here | options), *arguments])
+        printed = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, printed.out + printed.err
+
+    return run
+
+
+def start(tmp_path: Path, facts: dict[str, Any], url: str = "", *keys: str, **options: Any) -> None:
+    """Have an engine of these facts store objects under `keys`."""
+    config = StoreConfig(
+        url=url or f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/other", **options
+    )
+    engine = TransferEngine(config, "options")
+    engine.start_up(Kind.EC, namespace_digest(facts), facts, write=True)
+    staging = Staging(torch.device("cpu"), 1 << 20)
+    for key in keys:
+        slab = staging.reserve(TensorFacts("U8", (1000,), {}))
+        assert slab is not None
+        slab.payload.zero_()
+        engine.submit(Put(key, slab))
+        engine.drain(10)
+    engine.close()
+
+
+def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
+    status, text = doctor()
+    assert status == 0, text
+    assert "PROBLEM" not in text
+    assert "takes objects, gives them back, removes them" in text
+    assert "no engine that stores any" in text
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+
+
+@pytest.mark.s3
+def test_a_bucket_is_examined_too(doctor: Doctor, tmp_path: Path, seaweed: SeaweedFS) -> None:
+    url, options = f"{seaweed.url}/doctor", seaweed.storage_options
+    start(tmp_path, FACTS, url, KEY, storage_options=options)
+    status, text = doctor(url=url, storage_options=options)
+    assert status == 0, text
+    assert f"{NAMESPACE}: 1 objects, 0.0 MB" in text
+    assert f"{NAMESPACE}: 0 of 1 objects that were read are damaged" in text
+
+
+@pytest.mark.s3
+def test_a_server_that_overwrites_is_noted(doctor: Doctor) -> None:
+    with Rclone(LOGS, "rclone-doctor") as server:
+        status, text = doctor(url=server.url, storage_options=server.storage_options)
+    assert status == 0, text
+    assert re.search("^note +store: ignores create-only puts", text, re.MULTILINE)
+
+
+def test_the_facts_that_keep_namespaces_apart_are_named_once(
+    doctor: Doctor, tmp_path: Path
+) -> None:
+    other = FACTS | {"epoch": "2", "dtype": "float16"}
+    start(tmp_path, FACTS, "", KEY, object_key(Kind.EC, NAMESPACE, "other"))
+    start(tmp_path, other)
+    (tmp_path / "store" / KEY).with_name("readme.txt").write_text("not ours")
+    status, text = doctor()
+    assert status == 0, text
+    assert f"{NAMESPACE}: 2 objects" in text
+    assert "1 files there are none of ours" in text
+    assert text.count("share nothing") == 1
+    one, two = sorted((NAMESPACE, namespace_digest(other)))
+    facts = {NAMESPACE: FACTS, namespace_digest(other): other}
+    assert f"engines of {one} and of {two} share nothing, because of:\n" in text
+    for field in ("dtype", "epoch"):
+        assert f'{field}: "{facts[one][field]}" != "{facts[two][field]}"' in text
+
+
+def test_damaged_objects_are_named(doctor: Doctor, tmp_path: Path) -> None:
+    start(tmp_path, FACTS, "", KEY)
+    path = tmp_path / "store" / KEY
+    body = bytearray(path.read_bytes())
+    body[PROLOGUE_BYTES] ^= 1
+    path.unlink()
+    path.write_bytes(body)
+    status, text = doctor()
+    assert status == 1
+    assert "1 of 1 objects that were read are damaged" in text
+    assert KEY.rpartition("/")[2] in text
+    assert doctor("--sample", "0")[0] == 0
+
+
+def test_objects_of_another_integrity_key_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
+    start(tmp_path, FACTS, "", KEY)
+    status, text = doctor(integrity_key="0123456789abcdef")
+    assert status == 0, text
+    assert f"{NAMESPACE}: not sampled, it was written with another integrity_key" in text
+    assert "0123456789abcdef" not in text
+
+
+def test_nothing_of_a_hostile_manifest_reaches_the_terminal(doctor: Doctor, tmp_path: Path) -> None:
+    odd = {"model": "\x1b[2J" + "x" * 100_000, "a\nok      store: fine": 1}
+    start(tmp_path, FACTS)
+    path = tmp_path / "store" / manifest_key(Kind.EC, namespace_digest(odd))
+    path.write_text(json.dumps(odd))
+    status, text = doctor()
+    assert status == 0
+    assert "\x1b" not in text
+    assert "\nok      store: fine" not in text
+    assert len(text) < 10_000
+
+
+def test_a_store_that_is_down_is_a_problem(doctor: Doctor) -> None:
+    port = Port()
+    storage = {"key": "a", "secret": "b", "endpoint_url": f"http://127.0.0.1:{port.number}"}
+    status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=0.5)
+    port.release()
+    assert status == 1
+    assert re.search("^PROBLEM +store: .*check the url and storage_options", text, re.MULTILINE)
+    assert "host cache" not in text, "what comes next rests on the store"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_folder_that_cannot_be_written_is_a_problem_unless_asked(
+    doctor: Doctor, tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir(mode=0o555)
+    assert doctor()[0] == 1
+    assert doctor("--read-only")[0] == 0
+
+
+def test_a_host_cache_that_others_may_enter_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir(mode=0o777)
+    (tmp_path / "host").chmod(0o777)
+    status, text = doctor()
+    assert status == 1
+    assert "chmod 700" in text
+
+
+def test_read_only_writes_nothing(doctor: Doctor, tmp_path: Path) -> None:
+    status, text = doctor("--read-only")
+    assert status == 0, text
+    assert "takes objects" not in text
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+def test_engines_own_options_are_understood(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    extra = {"url": f"{tmp_path}/store", "host_cache_dir": f"{tmp_path}/host"}
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"kv_connector": "K", "kv_connector_extra_config": extra}))
+    own = extra | {"save": "durable"}
+    whole = json.dumps({"ec_connector": "E", "ec_connector_extra_config": own})
+    for text, kind in ((whole, "ec"), (f"@{file}", "kv")):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", text])
+        assert ended.value.code == 0
+        expected = f"{kind}_connector_extra_config are well-formed"
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "COMMAND"),
+        (("doctor",), "store"),
+        (("doctor", "relative/folder"), "options.url: .*absolute folder"),
+        (("doctor", '{"url": "/x", "wait": 1}'), "options.wait: unknown option"),
+        (("doctor", '{"ec_connector": "x"}'), "ec_connector_extra_config.url: missing"),
+        (("doctor", "{"), "argument store: not JSON"),
+        (("doctor", "@/no/such/file"), "argument store: /no/such/file cannot be read"),
+        (("doctor", "/tmp", "--sample", "x"), "--sample"),
+        (("doctor", '{"url": "/x", "integrity_key": "short"}'), "integrity_key: it holds 5 bytes"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(
+    refused: Callable[..., str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert re.search(words, refused(*arguments))
+
+
+def test_it_runs_as_a_module_without_torch_or_vllm(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    (tmp_path / "vllm.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", "ecshare", "doctor", f"{tmp_path}/store"]
+    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
