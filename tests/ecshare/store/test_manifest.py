@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 import json
 import os
 import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt
@@ -134,3 +138,32 @@ def test_what_others_wrote_cannot_forge_a_log_nor_flood_it() -> None:
     lines = differences({"b": "y" * 400 + "2"}, odd)
     assert len(lines) == 2
     assert all(len(line) < 500 and line.isprintable() for line in lines)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+)
+
+
+@given(st.one_of(st.binary(max_size=300), JSON.map(lambda value: json.dumps(value).encode())))
+def test_any_manifest_is_facts_or_is_refused(body: bytes) -> None:
+    async def ask() -> object:
+        store = open_store(StoreConfig(url=f"memory://{uuid.uuid4().hex}"), "options")
+        await store.put(manifest_key(Kind.EC, NAMESPACE), body)
+        listed = await list_manifests(store, Kind.EC)
+        try:
+            return await read_manifest(store, Kind.EC, NAMESPACE), listed
+        except ObjectCorrupt:
+            return None, listed
+
+    assert asyncio.run(ask()) == (None, []), "nobody can make up facts of a given digest"
+
+
+@given(JSON, JSON)
+def test_any_two_facts_are_compared(one: Any, two: Any) -> None:
+    lines = differences({"a": one}, {"a": two})
+    assert all(line.isprintable() for line in lines)
+    assert bool(lines) == (json.dumps(one, sort_keys=True) != json.dumps(two, sort_keys=True))
