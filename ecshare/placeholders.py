@@ -36,11 +36,12 @@ class Placeholders:
         if feature.data is None:
             return False
         fields = self._resolver.fields_for(feature.modality)
-        return any(
-            value is not None
-            for name, value in feature.data.get_data().items()
-            if name not in fields
-        )
+        # Twice for every item of every request: past UserDict's own iteration, which is ten times
+        # slower than its dict's.
+        for name, element in feature.data.data.items():
+            if element.data is not None and name not in fields:
+                return True
+        return False
 
     def metadata(self, feature: "MultiModalFeatureSpec") -> dict[str, Any]:
         """Return what a consumer needs to size the item's placeholder, and remember it.

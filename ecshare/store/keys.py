@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of them
@@ -121,6 +122,7 @@ def _check_names(value: JSON) -> None:
             _check_names(inner)
 
 
+@lru_cache(maxsize=8)
 def _space(kind: Kind, namespace: str) -> str:
     return f"{Kind(kind)}/{FORMAT_VERSION}/{_checked(namespace)}"
 
