@@ -18,7 +18,7 @@ from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.plugin.ledger import open_ledger
 from ecshare.plugin.ranks import Rank
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import TensorFacts
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetching import open_object
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, Run, StoredObject
@@ -81,13 +81,14 @@ class EncoderWorker:
         writes to them. On return they are usable on the current stream.
         """
         for order in orders.loads:
-            stored = open_object(self._engine.host, order.key) or self._fetch(order)
-            if stored is None:
+            tensor = self._here(order) if self._device.type == "cpu" else None
+            if tensor is None:
+                tensor = self._brought(order)
+            if tensor is None:
                 self._stats.add("items/failed")
                 logger.error("embedding %s was promised and cannot be loaded", order.key)
                 continue
-            encoder_cache[order.identifier] = self._tensor(stored)
-            stored.release()
+            encoder_cache[order.identifier] = tensor
             self._loaded.add(order.key)
 
     def begin_saves(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
@@ -137,11 +138,22 @@ class EncoderWorker:
         """Let uploads end, briefly, and stop the I/O thread."""
         self._engine.close()
 
-    def _tensor(self, stored: StoredObject) -> Tensor:
-        """Return a verified embedding as a tensor on the device that nobody else can change."""
-        if self._device.type != "cpu" or stored.entry is None:
-            return as_tensor(stored.payload, stored.facts).to(self._device, copy=True)
-        return as_tensor(stored.entry.copy_on_write()[PROLOGUE_BYTES:], stored.facts)
+    def _here(self, order: LoadOrder) -> Tensor | None:
+        """Return an embedding as a tensor that nobody else can change, if this host has it; CPU."""
+        stored = open_object(self._engine.host, order.key, own=True)
+        if stored is None or stored.entry is None:
+            return None
+        stored.entry.close()  # and no more: the tensor holds the payload
+        return as_tensor(stored.payload, stored.facts)
+
+    def _brought(self, order: LoadOrder) -> Tensor | None:
+        """Return a copy of an embedding on the device, wherever it is; None: nowhere."""
+        stored = open_object(self._engine.host, order.key) or self._fetch(order)
+        if stored is None:
+            return None
+        tensor = as_tensor(stored.payload, stored.facts).to(self._device, copy=True)
+        stored.release()
+        return tensor
 
     def _reserve(self, tensor: Tensor, order: SaveOrder) -> Slab | None:
         """Return a slab for `tensor`; None if it cannot be stored, or the budget stays spent."""

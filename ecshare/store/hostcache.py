@@ -41,21 +41,31 @@ logger = logging.getLogger(__name__)
 _CLAIMS_NAME = ".claims"
 _TRIES = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class Entry:
-    """An object in the cache, pinned and mapped until `close`. One owner, any thread."""
+    """An object in the cache, pinned until `close`. One owner, any thread.
+
+    Mapped when its bytes are asked for: that costs more than all the rest. OSError: it cannot be.
+    """
 
     def __init__(self, key: str, path: str, fd: int, num_bytes: int) -> None:
         self.key = key
         self.path = path
         """Its file, which never changes; it may be evicted once the entry is closed."""
+        self.num_bytes = num_bytes
         self._fd = fd
-        self._map = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ)
-        self.body = memoryview(self._map)
-        """Read only. Take no view of it that outlives the entry, unless the bytes may go any time
-        after the view does."""
+        self._map: mmap.mmap | None = None
+        self._body = memoryview(b"")
+
+    @property
+    def body(self) -> memoryview:
+        """The object, read only. Take no view of it that outlives the entry, unless the bytes may
+        go any time after the view does."""
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_READ)
+            self._body = memoryview(self._map)
+        return self._body
 
     def copy_on_write(self) -> memoryview:
         """Return the whole object as memory of our own, to read and to write.
@@ -63,10 +73,8 @@ class Entry:
         Its pages are the cache's until they are written to; what is written nobody else sees. It
         stays valid after `close` and eviction.
         """
-        own = mmap.mmap(self._fd, len(self.body), access=mmap.ACCESS_COPY)
-        with contextlib.suppress(OSError):  # saves a page fault for every 4 KiB that is read
-            own.madvise(_MADV_POPULATE_READ)
-        return memoryview(own)
+        # Not populated: the kernel maps 16 pages at a fault, and madvise was seen to take longer.
+        return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
         """Unpin. Views that still exist stay readable; the memory goes with the last of them."""
@@ -75,8 +83,9 @@ class Entry:
         fd, self._fd = self._fd, -1
         _unlock_and_close(fd)
         with contextlib.suppress(BufferError):
-            self.body.release()
-            self._map.close()
+            self._body.release()
+            if self._map is not None:
+                self._map.close()
 
     def __enter__(self) -> Self:
         return self

@@ -31,21 +31,26 @@ _SHUNNED_S = 60.0
 _MAX_SHUNNED = 10_000
 
 
-def open_object(host: HostCache, key: str) -> StoredObject | None:
+def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject | None:
     """Open the object under `key` in the host cache, pinned; None if it is not there.
 
-    It was verified when it was published, so the checksum is not computed again. Any thread; reads
-    memory only.
+    It was verified when it was published, so the checksum is not computed again. `own`: the payload
+    is memory of our own (see Entry.copy_on_write), as long as a view of it exists. Any thread;
+    reads memory only.
     """
     entry = host.open(key)
     if entry is None:
         return None
     try:
-        sealed = unseal(entry.body, key, verify=False)
+        sealed = unseal(entry.copy_on_write() if own else entry.body, key, verify=False)
     except ObjectCorrupt as exc:
         logger.warning("host cache: dropping a damaged entry: %s", exc)
         entry.close()
         host.discard(key)
+        return None
+    except OSError as exc:
+        logger.warning("host cache: an entry cannot be mapped: %s", exc)
+        entry.close()
         return None
     return StoredObject(key, sealed.facts, sealed.payload, entry)
 

@@ -72,8 +72,7 @@ def as_tensor(payload: memoryview, facts: TensorFacts) -> Tensor:
     if not facts.num_bytes:
         return torch.empty(facts.shape, dtype=torch_dtype(facts.dtype))
     _warn_of_read_only_memory()
-    flat = torch.frombuffer(payload, dtype=torch.uint8)
-    return flat.view(torch_dtype(facts.dtype)).view(facts.shape)
+    return torch.frombuffer(payload, dtype=torch_dtype(facts.dtype)).view(facts.shape)
 
 
 @cache
