@@ -133,6 +133,12 @@ def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
     )
 
 
+def stream(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Send `body` and yield the answer's chunks as they come. Raises RequestFailed."""
+    with _post(f"{base_url}/v1/chat/completions", {**body, "stream": True}) as reply:
+        yield from _events(reply)
+
+
 def _post(url: str, body: dict[str, Any]) -> HTTPResponse:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -101,6 +101,13 @@ def kv_argument(role: str, url: str, **options: Any) -> str:
     return _transfer_argument("kv", role, "KVShareConnector", extra)
 
 
+def example_argument(role: str, folder: str | Path) -> str:
+    """The flag that loads vLLM's own ECExampleConnector, to compare with."""
+    return _transfer_argument(
+        "ec", role, "ECExampleConnector", {"shared_storage_path": str(folder)}
+    )
+
+
 def _transfer_argument(kind: str, role: str, connector: str, extra: dict[str, Any]) -> str:
     config = {
         f"{kind}_connector": connector,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import seal
@@ -333,12 +334,19 @@ class TransferEngine:
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
         entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
+        claim = self._claim_storing(job.key)
         try:
             stored = await self._write(job.key, job.slab.body, entry)
         finally:
+            if claim is not None:
+                claim.release()
             if entry is not None:
                 entry.close()
         return published, stored
+
+    def _claim_storing(self, key: str) -> Claim | None:
+        """Tell the processes of this host that the object is on its way to the store."""
+        return self.host.claim(f"{key}.storing")
 
     async def _write(self, key: str, body: Buffer, entry: Entry | None) -> Moved:
         started_s = time.monotonic()
@@ -354,12 +362,17 @@ class TransferEngine:
         if entry is None:
             raise ObjectMissing(job.key)
         with entry:
-            (is_stored,) = await self._access.ask(
-                lambda store: store.exists([job.key]), Urgency.SAVE
-            )
-            if is_stored:
-                return False, ()
-            return True, (await self._write(job.key, entry.body, entry),)
+            claim = self._claim_storing(job.key)
+            if claim is None:
+                return False, ()  # somebody here is storing it already
+            with claim:
+                return await self._store_again(job.key, entry)
+
+    async def _store_again(self, key: str, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
+        (is_stored,) = await self._access.ask(lambda store: store.exists([key]), Urgency.SAVE)
+        if is_stored:
+            return False, ()
+        return True, (await self._write(key, entry.body, entry),)
 
     def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
         """Seal the slab and publish it to this host. Copy thread."""

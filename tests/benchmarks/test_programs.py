@@ -22,6 +22,7 @@ EXCUSE = "cannot use S3"
         # No engine is started, but to load and configure vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
         pytest.param("kv_cache", marks=pytest.mark.engine),
+        pytest.param("encoder_engines", marks=pytest.mark.engine),
     ],
 )
 def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:

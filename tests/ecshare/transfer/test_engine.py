@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,34 @@ def test_what_the_store_has_lost_and_this_host_has_is_stored_again(
     found = value(finish(elsewhere, Fetch(key("a"), 5)))
     assert torch.equal(as_tensor(found.payload, found.facts), TENSOR)
     assert finish(engine, Backfill(key("b"))).outcome is Outcome.MISSING
+
+
+def test_what_somebody_on_this_host_is_storing_is_not_stored_again(
+    engine: TransferEngine, staging: Staging, tmp_path: Path
+) -> None:
+    finish(engine, Put(key("a"), filled(staging)))
+    stored_file(tmp_path, "a").unlink()
+    storing = engine.host.claim(f"{key('a')}.storing")
+    assert storing is not None
+    assert finish(engine, Backfill(key("a"))).value is False
+    assert not stored_file(tmp_path, "a").exists()
+    storing.release()
+    assert finish(engine, Backfill(key("a"))).value is True
+
+
+def test_a_put_says_so_while_it_is_stored(
+    tmp_path: Path, staging: Staging, failing: "Failing"
+) -> None:
+    engine = TransferEngine(config(tmp_path, io_timeout_s=1.0), "options", store=failing)
+    failing.stalls = True
+    engine.submit(Put(key("a"), filled(staging)))
+    deadline_s = time.monotonic() + 10
+    while not failing.calls:
+        assert time.monotonic() < deadline_s
+    assert engine.host.claim(f"{key('a')}.storing") is None
+    assert [done.outcome for done in engine.drain(10)] == [Outcome.UNAVAILABLE]
+    engine.close()
+    assert engine.host.claim(f"{key('a')}.storing") is not None
 
 
 def test_a_full_host_cache_still_serves_this_process(
