@@ -14,8 +14,9 @@ import pytest
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
 from ecshare.testing.engines import ec_argument
 from tests.conftest import StartEngine
+from tests.engines.chat import ask, picture, text
 from tests.faults.disks import SmallDisk
-from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item
+from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item
 
 pytestmark = pytest.mark.faults
 
@@ -27,7 +28,7 @@ STORES_WITHIN_S = 20.0
 
 @dataclass(kw_only=True)
 class FolderFleet(Fleet):
-    """The consumer is an `ec_both`: it decodes, loads and stores."""
+    """The consumer is an `ec_both`, and `durable`: it decodes, loads, and waits for its saves."""
 
     disks: tuple[SmallDisk, ...]
 
@@ -59,14 +60,14 @@ def fleet(engine: StartEngine, disks: tuple[SmallDisk, ...]) -> FolderFleet:
     store, *hosts = (disk.folder for disk in disks)
     (store / "store").mkdir()
 
-    def argument(role: str, host: Path) -> str:
-        options = {"host_cache_dir": str(host / "host"), **SHORT_WAITS}
+    def argument(role: str, host: Path, save: str) -> str:
+        options = {"host_cache_dir": str(host / "host"), "save": save, **SHORT_WAITS}
         return ec_argument(role, str(store / "store"), **options)
 
     fleet = FolderFleet(
         engine("plain"),
-        engine("encoder", argument("producer", hosts[0])),
-        engine("consumer", argument("both", hosts[1]), "--enable-mm-embeds"),
+        engine("encoder", argument("producer", hosts[0], "announced")),
+        engine("consumer", argument("both", hosts[1], "durable"), "--enable-mm-embeds"),
         disks=disks,
     )
     fleet.wait_ready()
@@ -166,12 +167,26 @@ def test_a_failing_folder_costs_hits_and_no_more(fleet: FolderFleet, failing: Fa
             lost = fleet.encode()
             fleet.check_with_pixels()
             is_right = fleet.is_right(kept, fleet.without_pixels(kept))
-            assert is_right or failing in UNREADABLE
+            assert is_right is (failing in READABLE)
             fleet.check_announced(lost)
             fleet.check_with_pixels(unread.uuid, unread.seed)
             fleet.check_with_pixels(lost.uuid, lost.seed)
         fleet.check_with_pixels()
     fleet.check_recovers(lost)
+
+
+def test_what_the_store_has_lost_is_stored_again_by_who_loads_it(fleet: FolderFleet) -> None:
+    item, path = fleet.encode_stored()
+    whole = path.read_bytes()
+    assert fleet.is_right(item, fleet.without_pixels(item))
+    path.unlink()
+    # Another beginning, or the KV of the first request would do.
+    before = text("Once more:")
+    expected = ask(fleet.plain, fleet.plain.model, [before, picture(item.seed), QUESTION])
+    with Decoding(fleet):
+        answer = ask(fleet.consumer, fleet.consumer.model, [before, item.content, QUESTION])
+        assert answer.tokens == expected.tokens
+        wait_until(lambda: path.exists() and path.read_bytes() == whole, "it is still lost")
 
 
 # --- objects that no engine put there ---

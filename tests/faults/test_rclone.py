@@ -18,13 +18,16 @@ pytestmark = pytest.mark.faults
 def test_embeddings_pass_through_a_server_that_overwrites(
     engine: StartEngine, tmp_path: Path
 ) -> None:
-    """Two encoders, each on a host of its own, store the same pictures at the same time."""
+    """Two encoders, one a mode, each on a host of its own, store the same pictures at once."""
     with Rclone(LOGS, "rclone-faults") as server:
 
-        def argument(role: str, host: str) -> str:
-            options = server.storage_options
+        def argument(role: str, host: str, save: str = "announced") -> str:
             return ec_argument(
-                role, server.url, storage_options=options, host_cache_dir=str(tmp_path / host)
+                role,
+                server.url,
+                storage_options=server.storage_options,
+                host_cache_dir=str(tmp_path / host),
+                save=save,
             )
 
         fleet = Fleet(
@@ -33,7 +36,7 @@ def test_embeddings_pass_through_a_server_that_overwrites(
             engine("consumer", argument("consumer", "three"), "--enable-mm-embeds"),
         )
         other = Fleet(
-            fleet.plain, engine("other", argument("producer", "two")), fleet.consumer
+            fleet.plain, engine("other", argument("producer", "two", "durable")), fleet.consumer
         ).wait_ready()
         fleet.wait_ready()
         with Decoding(fleet), ThreadPoolExecutor() as asking:

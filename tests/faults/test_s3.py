@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import s3fs
@@ -15,7 +16,8 @@ from ecshare.testing.faults import Fault
 from ecshare.testing.processes import LOOPBACK
 from ecshare.testing.s3 import BUCKET, SeaweedFS
 from tests.conftest import LOGS, StartEngine
-from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item
+from tests.faults.clock import Clock
+from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item, new_uuid
 
 pytestmark = pytest.mark.faults
 
@@ -32,6 +34,8 @@ class S3Fleet(Fleet):
     """An encoder that answers afterwards."""
     server: SeaweedFS
     proxy: FaultProxy
+    clock: Clock | None
+    """The engines', not the server's. None: it cannot be moved."""
 
     def store(self) -> Item:
         return replace(self, encoder=self.durable).encode()
@@ -40,6 +44,10 @@ class S3Fleet(Fleet):
 @pytest.fixture(scope="module")
 def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Fleet]:
     hosts = tmp_path_factory.mktemp("hosts")
+    clock = None
+    with contextlib.suppress(FileNotFoundError):
+        clock = Clock(tmp_path_factory.mktemp("clock"))
+    clocked = partial(engine, environment=clock.environment if clock else {})
     with (
         SeaweedFS(LOGS, "seaweedfs-faults") as server,
         FaultProxy(LOOPBACK, server.port.number) as proxy,
@@ -55,25 +63,35 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 **SHORT_WAITS,
             )
 
-        durable = engine("durable", argument("producer", "durable"))
+        durable = clocked("durable", argument("producer", "durable"))
         fleet = S3Fleet(
             engine("plain"),
-            engine("encoder", argument("producer")),
-            engine("consumer", argument("consumer"), "--enable-mm-embeds"),
+            clocked("encoder", argument("producer")),
+            clocked("consumer", argument("consumer"), "--enable-mm-embeds"),
             durable=durable,
             server=server,
             proxy=proxy,
+            clock=clock,
         )
         fleet.wait_ready()
         durable.wait_ready()
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def healed(fleet: S3Fleet) -> Iterator[None]:
+    """Whatever became of the last case, the next one begins with nothing failing."""
+    yield
+    fleet.proxy.heal()
+    if fleet.clock is not None:
+        fleet.clock.move(0)
+
+
 FAULTS: dict[str, tuple[Fault, Method]] = {
     "503": (Fault.answer(503), "any"),
     "403": (Fault.answer(403), "any"),
     "404": (Fault.answer(404), "any"),
-    "clock skewed": (Fault.answer(403, "RequestTimeTooSkewed"), "any"),
+    "a little slow": (Fault.slow(0.3), "any"),
     "slow": (Fault.slow(2.0), "any"),
     "silent": (Fault.slow(3600.0), "any"),
     "answers cut": (Fault.cut(MIDDLE), "GET"),
@@ -88,6 +106,11 @@ FAULTS: dict[str, tuple[Fault, Method]] = {
 
 
 UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
+READABLE = [*UPLOADS, "a little slow"]
+"""While these last, what is stored can be loaded."""
+# How far the clock is moved, and whether an S3 server still takes what is signed by it.
+CLOCKS = {"an hour ahead": (3600, False), "an hour behind": (-3600, False),
+          "five minutes ahead": (300, True), "five minutes behind": (-300, True)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -111,7 +134,7 @@ def check_fault(fleet: S3Fleet, name: str) -> None:
         fleet.proxy.heal()
         assert fleet.proxy.num_hits > before, "nobody met the fault"
 
-    survive(fleet, failing, reads=on == "PUT")
+    survive(fleet, failing, reads=name in READABLE)
 
 
 def test_refused_connections_cost_hits_and_no_more(fleet: S3Fleet) -> None:
@@ -136,6 +159,22 @@ def test_a_stopped_server_costs_hits_and_no_more(fleet: S3Fleet) -> None:
     survive(fleet, failing)
 
 
+@pytest.mark.parametrize("name", CLOCKS)
+def test_a_clock_that_is_moved_costs_hits_and_no_more(fleet: S3Fleet, name: str) -> None:
+    ahead_s, is_taken = CLOCKS[name]
+    clock = fleet.clock
+    if clock is None:
+        pytest.skip("no C compiler (cc)")
+
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        clock.move(ahead_s)
+        yield
+        clock.move(0)
+
+    survive(fleet, failing, reads=is_taken)
+
+
 def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
     s3 = s3fs.S3FileSystem(**fleet.server.storage_options, use_listings_cache=False)
 
@@ -152,7 +191,10 @@ def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
     survive(fleet, failing)
 
 
-def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet) -> None:
+@pytest.mark.parametrize("save", ["announced", "durable"])
+def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet, save: str) -> None:
+    if save == "durable":
+        fleet = replace(fleet, encoder=fleet.durable)
     with Decoding(fleet), ThreadPoolExecutor() as asking:
         hits = fleet.proxy.num_hits
         fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
@@ -194,6 +236,24 @@ def test_an_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
     fleet.check_recovers(known)
 
 
+def test_a_durable_encoder_killed_before_its_upload_is_done(fleet: S3Fleet) -> None:
+    """Whoever asked has no answer, and asks another encoder."""
+    uuid, seed = new_uuid()
+    with Decoding(fleet), ThreadPoolExecutor() as asking:
+        hits = fleet.proxy.num_hits
+        fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
+        asked = asking.submit(replace(fleet, encoder=fleet.durable).encode, uuid, seed)
+        fleet.proxy.wait_hit(hits + 1, 60)
+        fleet.durable.kill()
+        assert isinstance(asked.exception(), OSError)
+        fleet.proxy.disconnect()
+        fleet.proxy.heal()
+        fleet.check_recovers(fleet.encode(uuid, seed))
+    fleet.durable.start()
+    fleet.durable.wait_ready()
+    replace(fleet, encoder=fleet.durable).check_recovers()
+
+
 def test_a_consumer_killed_while_it_loads_finds_its_host_cache_again(fleet: S3Fleet) -> None:
     loaded, loading = fleet.store(), fleet.store()
     assert fleet.is_right(loaded, fleet.without_pixels(loaded))
@@ -230,14 +290,17 @@ def survive(
     *,
     reads: bool = False,
 ) -> None:
-    """Ask everything while it fails; `reads`: what is stored can be read all the same."""
+    """Ask everything while it fails; `reads`: what is stored can be read all the same.
+
+    If not, nobody may have read it: the fault did not bite.
+    """
     kept, unread = fleet.store(), fleet.store()
     with Decoding(fleet):
         with failing():
             lost = fleet.encode()
             fleet.check_with_pixels()
             is_right = fleet.is_right(kept, fleet.without_pixels(kept))
-            assert is_right or not reads
+            assert is_right is reads, "it was loaded" if is_right else "it was not loaded"
             fleet.check_announced(lost)
             fleet.check_with_pixels(unread.uuid, unread.seed)
             fleet.check_with_pixels(lost.uuid, lost.seed)
