@@ -19,9 +19,10 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig, masked_url
@@ -57,8 +58,7 @@ logger = logging.getLogger(__name__)
 _COPY_THREADS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
+class _Message(Struct, frozen=True):
     """From the thread that submits to the I/O thread."""
 
     started_s: float

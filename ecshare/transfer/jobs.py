@@ -2,9 +2,10 @@
 """What is asked of the transfer engine, and how it ended. Plain values; no I/O."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
 
 from ecshare.store.format import TensorFacts
 from ecshare.store.hostcache import Entry
@@ -32,16 +33,14 @@ class Tier(Enum):
     STORE = "store"
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, frozen=True):
     """Store the object in `slab` under `key`. The engine owns `slab` from now on."""
 
     key: str
     slab: Slab
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(Struct, frozen=True):
     """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
 
     `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
@@ -58,15 +57,13 @@ class Fetch:
     accepts: Callable[[TensorFacts], bool] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Backfill:
+class Backfill(Struct, frozen=True):
     """Store what this host's cache holds under `key`, unless the store has it."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
+class Lookup(Struct, frozen=True):
     """Ask which of `keys` exist, within `timeout_s`.
 
     In the host cache or the store; `store_only` asks what other hosts can read as well.
@@ -77,8 +74,7 @@ class Lookup:
     store_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Call `work` off vLLM's threads; what it returns is the value. `name` says what for."""
 
     name: str
@@ -88,8 +84,7 @@ class Run:
 Job = Put | Fetch | Backfill | Lookup | Run
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(Struct, frozen=True):
     """A verified object on this host, valid until `release`.
 
     `payload` is read-only. It lies in the host cache, pinned by `entry`; or, where the cache had no
@@ -108,8 +103,7 @@ class StoredObject:
             self.entry.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Struct, frozen=True):
     """Bytes that a job has moved."""
 
     direction: str  # "read" or "write"
@@ -118,8 +112,7 @@ class Moved:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """What became of `job`.
 
     `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it), a tuple of bools in
