@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers of the time before V1: on a folder, on S3, in one process and in many."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ecshare.store.errors import ConfigError
+from ecshare.testing.s3 import Rclone, SeaweedFS
+from kvshare.buffers import KVLookupBuffer, KVStoreBuffer
+from tests.conftest import LOGS
+
+TOKENS = list(range(100, 140))
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "folder":
+        return {"url": str(tmp_path / "store")}
+    server: SeaweedFS = request.getfixturevalue("seaweed")
+    return {"url": f"{server.url}/{tmp_path.name}", "storage_options": server.storage_options}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> dict[str, Any]:
+    return {"url": str(tmp_path / "store")}
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open a buffer of a class; it is closed at the end."""
+    buffers = []
+
+    def opened(kind: type[Any], options: dict[str, Any], **more: Any) -> Any:
+        buffers.append(kind(options, **more))
+        return buffers[-1]
+
+    yield opened
+    for buffer in buffers:
+        buffer.close()
+
+
+# --- a dictionary of tensors ---
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12, dtype=torch.float32).view(3, 4),
+        torch.randn(2, 3, 5).to(torch.bfloat16).transpose(0, 2),
+        torch.tensor(7),
+        torch.tensor([True, False]),
+        torch.empty(0, 4),
+    ],
+)
+def test_a_tensor_comes_back(opened: Open, folder: dict[str, Any], tensor: Tensor) -> None:
+    opened(KVStoreBuffer, folder).put("a key", tensor)
+    found = opened(KVStoreBuffer, folder).get("a key")
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+
+
+def test_putting_again_replaces_and_none_deletes(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVStoreBuffer, options)
+    assert buffer.get("key") is None
+    for value in (1.0, 2.0):
+        buffer.put("key", torch.full((3,), value))
+        assert torch.equal(buffer.get("key"), torch.full((3,), value))
+    buffer.put("key", None)
+    buffer.put("key", None)
+    assert buffer.get("key") is None
+    assert buffer.counters == {"missing": 2, "stored": 2, "found": 2, "deleted": 2}
+
+
+@pytest.mark.parametrize("key", ["", "../../evil", "/etc/passwd", "x" * 100_000, "\ud800\0ä"])
+def test_any_text_is_a_key(opened: Open, folder: dict[str, Any], tmp_path: Path, key: str) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put(key, torch.ones(2))
+    assert torch.equal(buffer.get(key), torch.ones(2))
+    assert buffer.get(key + "x") is None
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
+
+
+def test_buffers_of_other_names_epochs_and_keys_are_apart(
+    opened: Open, folder: dict[str, Any]
+) -> None:
+    opened(KVStoreBuffer, folder).put("key", torch.ones(1))
+    assert opened(KVStoreBuffer, folder, name="other").get("key") is None
+    assert opened(KVStoreBuffer, folder | {"epoch": "2"}).get("key") is None
+    assert opened(KVStoreBuffer, folder | {"integrity_key": "k" * 16}).get("key") is None
+
+
+def test_a_damaged_tensor_is_none_and_can_be_replaced(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put("key", torch.ones(100))
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.unlink()
+    path.write_bytes(body)
+    assert buffer.get("key") is None
+    assert buffer.counters["corrupt"] == 1
+    buffer.put("key", torch.ones(100))
+    assert torch.equal(buffer.get("key"), torch.ones(100))
+
+
+def test_a_store_that_is_gone_costs_misses(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").touch()
+    dictionary.put("key", torch.ones(1))
+    assert dictionary.get("key") is None
+    insert(lookup, TOKENS)
+    assert take(lookup, TOKENS) is None
+    assert take(lookup, None) is None
+    assert (dictionary.counters["not stored"], dictionary.counters["unavailable"]) == (1, 1)
+    assert (lookup.counters["not inserted"], lookup.counters["unavailable"]) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", [KVStoreBuffer, KVLookupBuffer])
+def test_wrong_options_are_named_and_a_closed_buffer_says_so(
+    kind: type[Any], folder: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"options\.urll: unknown option"):
+        kind({"urll": "/x"})
+    buffer = kind(folder)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        buffer.get("key") if kind is KVStoreBuffer else buffer.drop_select(None, None)
+
+
+# --- KV caches by their tokens ---
+
+
+def insert(
+    buffer: KVLookupBuffer, tokens: list[int], mark: float = 0.0, roi: list[int] | None = None
+) -> None:
+    """Insert an entry of these tokens that is told from others by `mark`."""
+    mask = torch.tensor(roi or [1] * len(tokens), dtype=torch.bool)
+    cache = torch.full((2, len(tokens), 4), mark)
+    buffer.insert(torch.tensor(tokens), mask, cache, cache + 0.5, torch.full((1, 8), mark))
+
+
+def take(
+    buffer: KVLookupBuffer, tokens: list[int] | None, roi: list[int] | None = None
+) -> float | None:
+    """Take an entry; return its mark, None if there is none."""
+    if tokens is None:
+        found = buffer.drop_select(None, None)
+    else:
+        mask = torch.tensor(roi or [1] * len(tokens), dtype=torch.bool)
+        found = buffer.drop_select(torch.tensor(tokens), mask)
+    entry = [tensor for tensor in found if tensor is not None]
+    if not entry:
+        return None
+    input_tokens, roi_found, key, value, hidden = entry
+    mark = float(hidden[0, 0])
+    assert key.shape == value.shape == (2, len(input_tokens), 4)
+    assert torch.equal(key, torch.full_like(key, mark))
+    assert torch.equal(value, torch.full_like(value, mark + 0.5))
+    assert roi_found.dtype == torch.bool
+    return mark
+
+
+def test_an_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
+    one, two = opened(KVLookupBuffer, options), opened(KVLookupBuffer, options)
+    insert(one, TOKENS, 3.0)
+    assert take(two, TOKENS) == 3.0
+    assert take(one, TOKENS) is None
+    assert take(two, None) is None
+    assert one.counters == {"inserted": 1, "missing": 1}
+
+
+def test_two_entries_of_the_same_tokens_are_two(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    insert(buffer, TOKENS, 1.0)
+    insert(buffer, TOKENS, 2.0)
+    assert {take(buffer, TOKENS), take(buffer, TOKENS), take(buffer, TOKENS)} == {1.0, 2.0, None}
+
+
+def test_the_most_tokens_in_common_win(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    stored = {8: 8.0, 20: 20.0, 30: 30.0, 40: 40.0}
+    for length, mark in stored.items():
+        insert(buffer, TOKENS[:length], mark)
+    insert(buffer, [*TOKENS[:20], 7, 7], -1.0)
+    insert(buffer, [7, *TOKENS[1:]], -2.0)
+    assert take(buffer, TOKENS[:30]) == 30.0, "all of it, and nothing beyond"
+    assert take(buffer, TOKENS[:30]) == 40.0, "all of it, and more"
+    assert take(buffer, TOKENS[:30]) == 20.0, "the longest beginning"
+    assert take(buffer, TOKENS[:30]) == 8.0
+    assert take(buffer, TOKENS[:30]) is None
+    assert take(buffer, [7]) == -2.0
+    assert take(buffer, TOKENS[:3]) == -1.0
+
+
+def test_only_tokens_of_interest_count(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    roi = [1] * 20 + [0] * 20
+    insert(buffer, TOKENS, 1.0, roi)
+    assert take(buffer, TOKENS[20:]) is None
+    assert take(buffer, [*TOKENS[:20], 5, 6]) == 1.0
+    insert(buffer, TOKENS, 2.0, [0, *[1] * 39])
+    assert take(buffer, TOKENS) is None
+    assert take(buffer, [9, *TOKENS[1:]], [0, *[1] * 39]) == 2.0
+
+
+def test_hash_collisions_of_names_are_no_matches(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshare.entries._digest", lambda _: "0" * 12)
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    assert take(buffer, TOKENS[::-1]) is None
+    assert take(buffer, TOKENS) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "roi", "words"),
+    [
+        (torch.ones(3), torch.ones(3), "input_tokens: expected integers"),
+        (torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1), "input_tokens: .* one dimension"),
+        (torch.arange(3), torch.ones(2, dtype=torch.bool), "roi: expected a mask of 3 tokens"),
+        (torch.arange(3), torch.zeros(3, dtype=torch.bool), "roi: no token is of interest"),
+    ],
+)
+def test_odd_tokens_and_masks_are_named(
+    opened: Open, folder: dict[str, Any], tokens: Tensor, roi: Tensor, words: str
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    with pytest.raises(ValueError, match=words):
+        buffer.insert(tokens, roi, tokens, tokens, tokens)
+    with pytest.raises(ValueError, match=words):
+        buffer.drop_select(tokens, roi)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        buffer.drop_select(tokens, None)
+
+
+def test_damaged_entries_are_removed_and_others_taken(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    body = path.read_bytes()
+    path.unlink()
+    path.write_bytes(body[:-1])
+    insert(buffer, TOKENS[:20], 2.0)
+    assert take(buffer, TOKENS) == 2.0
+    assert not path.exists()
+    assert buffer.counters["corrupt"] == 1
+
+
+@pytest.mark.s3
+def test_a_server_that_overwrites_is_refused() -> None:
+    with Rclone(LOGS, "rclone-buffers") as server:
+        options = {"url": server.url, "storage_options": server.storage_options}
+        with pytest.raises(ConfigError, match=r"options\.url: .*overwrites"):
+            KVLookupBuffer(options)
+        buffer = KVStoreBuffer(options)
+        buffer.put("key", torch.ones(1))
+        buffer.put("key", torch.zeros(1))
+        found = buffer.get("key")
+        buffer.close()
+    assert found is not None
+    assert torch.equal(found, torch.zeros(1))
+
+
+# --- exactly once ---
+
+TAKER = """
+import json, sys, torch
+from kvshare.buffers import KVLookupBuffer
+buffer = KVLookupBuffer(json.loads(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+idle = 0
+while idle < 3:
+    found = buffer.drop_select(None, None)
+    if found[0] is None:
+        idle += 1
+        continue
+    print("taken", int(found[4][0, 0]), flush=True)
+buffer.close()
+"""
+
+
+def takers(options: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
+    """Start processes that take whatever there is, and let them go at once."""
+    command = [sys.executable, "-c", TAKER, json.dumps(options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return started
+
+
+def told(process: subprocess.Popen[str]) -> list[int]:
+    out, _ = process.communicate()
+    return [int(line.split()[1]) for line in out.splitlines() if line.startswith("taken")]
+
+
+def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(40):
+        insert(buffer, [number, *TOKENS], float(number))
+    taken = [number for process in takers(options, 4) for number in told(process)]
+    assert sorted(taken) == list(range(40))
+    assert take(buffer, None) is None
+
+
+def test_killed_takers_take_nothing_twice_and_at_most_one_each(
+    opened: Open, options: dict[str, Any]
+) -> None:
+    """kill -9 at any moment; what was being taken then may go with the dead."""
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(60):
+        insert(buffer, [number, *TOKENS], float(number))
+    started = takers(options, 4)
+    doomed, spared = started[:3], started[3:]
+    for turn, process in enumerate(doomed):
+        for _ in range(2 + turn):
+            os.read(process.stdout.fileno(), 1)  # type: ignore[union-attr]
+        process.send_signal(signal.SIGKILL)
+    taken = Counter(number for process in spared for number in told(process))
+    for process in doomed:
+        out, _ = process.communicate()
+        # The first bytes were read above; whole lines only.
+        taken.update(int(each.split()[-1]) for each in out.splitlines() if " " in each)
+    while (mark := take(buffer, None)) is not None:
+        taken[int(mark)] += 1
+    assert max(taken.values()) == 1, "twice"
+    assert len(taken) >= 60 - 2 * len(doomed), "more was lost than was in their hands"
+
+
+def test_what_the_dead_left_is_swept_after_an_hour(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    insert(buffer, TOKENS[:20], 2.0)
+    died = RuntimeError("killed")
+
+    async def die(*_: object) -> None:
+        raise died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(buffer._store), "delete", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            take(buffer, TOKENS)
+    assert take(buffer, TOKENS) == 2.0, "the dead one's is not touched"
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    left = [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+    assert len(left) == 2, "the entry and its marker"
+    for path in left:
+        os.utime(path, (time.time() - 4000,) * 2)
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    assert not [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
