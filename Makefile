@@ -8,11 +8,12 @@ VLLM ?=
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit engines test-faults test-matrix docs clean
+.PHONY: help setup demo test lint unit engines test-models test-faults test-matrix docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
 	@echo "make lint | unit | engines                one part of the above"
+	@echo "make test-models                          real engines of further model families: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (40 minutes)"
 	@echo "make docs                                 write docs/config.md from the option types"
@@ -35,7 +36,10 @@ unit: setup
 	$(BIN)/python -m pytest -q -m "not engine"
 
 engines: setup
-	$(BIN)/python -m pytest -v -m engine
+	$(BIN)/python -m pytest -v -m "engine and not models"
+
+test-models: setup
+	$(BIN)/python -m pytest -v -m models
 
 # In a mount namespace of its own, where the system gives one: some cases fill up disks.
 test-faults: setup

@@ -3,7 +3,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,21 +37,17 @@ def seaweed() -> Iterator[SeaweedFS]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, vlm: Path) -> Iterator[StartEngine]:
-    """Start engines that live as long as the test module, unless it stops them itself.
-
-    `engine(name, *arguments, model=, environment=)` returns at once: start all, then call
-    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
-    """
-    logs = LOGS / request.module.__name__
+@contextmanager
+def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
+    """Give a function that starts engines, which live as long as the block; see `engine`."""
     shutil.rmtree(logs, ignore_errors=True)
+    default = model
     with ExitStack() as stack:
 
         def start(
             name: str,
             *arguments: str,
-            model: Path = vlm,
+            model: Path = default,
             environment: Mapping[str, str] | None = None,
         ) -> EngineProcess:
             arguments = (*SMALL_ENGINE, *arguments)
@@ -60,4 +56,15 @@ def engine(request: pytest.FixtureRequest, vlm: Path) -> Iterator[StartEngine]:
             process.start()
             return process
 
+        yield start
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, vlm: Path) -> Iterator[StartEngine]:
+    """Start engines that live as long as the test module, unless it stops them itself.
+
+    `engine(name, *arguments, model=, environment=)` returns at once: start all, then call
+    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
+    """
+    with engines(LOGS / request.module.__name__, vlm) as start:
         yield start

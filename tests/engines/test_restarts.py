@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plain engine that offloads its embeddings, and finds them again after a restart."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing.engines import EngineProcess, ec_argument
+from tests.conftest import StartEngine
+from tests.engines.chat import ask, counting, picture, text
+
+pytestmark = pytest.mark.engine
+
+QUESTION = text("what is to be seen here, and where?")
+
+
+def test_what_was_encoded_before_a_restart_is_loaded(engine: StartEngine, tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    option = ec_argument("both", str(tmp_path / "store"), host_cache_dir=str(host))
+    plain, offloading = engine("plain"), engine("offloading", option)
+    expected = tokens(plain.wait_ready())
+    assert expected != ask(plain, plain.model, [picture(2), picture(1), QUESTION]).tokens
+    assert run(offloading) == (expected, 2, 0)
+    offloading.start()
+    assert run(offloading) == (expected, 0, 2)
+    shutil.rmtree(host)
+    offloading.start()
+    assert run(offloading) == (expected, 0, 2)
+
+
+def run(engine: EngineProcess) -> tuple[list[int], int, int]:
+    """Ask an engine that was just started, and stop it; return how much it encoded and loaded."""
+    with counting(engine.wait_ready()) as gained:
+        answer = tokens(engine)
+    engine.stop()
+    return answer, gained["ecshare_items/encoded"], gained["ecshare_items/loaded"]
+
+
+def tokens(engine: EngineProcess) -> list[int]:
+    return ask(engine, engine.model, [picture(1, "one"), picture(2, "two"), QUESTION]).tokens
