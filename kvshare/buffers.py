@@ -33,7 +33,6 @@ from kvshare.taking import Taker
 
 logger = logging.getLogger(__name__)
 
-_PATH = "options"
 _TRIES = 8
 
 
@@ -74,11 +73,11 @@ class KVLookupBufferBase(KVCacheBufferBase):
 class _Buffer:
     """What both buffers share: a store, a thread for it, and counters."""
 
-    def __init__(self, options: Mapping[str, Any], kind: str, name: str) -> None:
-        config = parse(KVConfig, options, _PATH)
+    def __init__(self, options: Mapping[str, Any], kind: str, name: str, path: str) -> None:
+        config = parse(KVConfig, options, path)
         self.counters: Counter[str] = Counter()
         """Events since the start, by name: what a caller may publish. Any thread may read."""
-        self._integrity = open_integrity(config.integrity_key, _PATH)
+        self._integrity = open_integrity(config.integrity_key, path)
         self._facts = {
             "buffer": kind,
             "name": name,
@@ -87,10 +86,10 @@ class _Buffer:
             "integrity": self._integrity.fingerprint if self._integrity else "",
         }
         self._namespace = namespace_digest(self._facts)
-        self._store: ObjectStore = open_store(config, _PATH)
+        self._store: ObjectStore = open_store(config, path)
         self._session = Session(self._store, config.io_timeout_s)
         try:
-            self._session.start(probe(self._store, write=True), f"{_PATH}.url")
+            self._session.start(probe(self._store, write=True), f"{path}.url")
         except BaseException:
             self._session.close()
             raise
@@ -131,9 +130,13 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
         *,
         name: str = "default",
         device: torch.device | str = "cpu",
+        path: str = "options",
     ) -> None:
-        """`options`: as in `kv_connector_extra_config`. ConfigError names a wrong one."""
-        super().__init__(options, "store", name)
+        """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
+
+        ConfigError names a wrong one.
+        """
+        super().__init__(options, "store", name, path)
         self._device = torch.device(device)
 
     def put(self, key: str, value: Tensor | None) -> None:
@@ -193,14 +196,18 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         *,
         name: str = "default",
         device: torch.device | str = "cpu",
+        path: str = "options",
     ) -> None:
-        """`options`: as in `kv_connector_extra_config`. ConfigError names a wrong one."""
-        super().__init__(options, "lookup", name)
+        """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
+
+        ConfigError names a wrong one.
+        """
+        super().__init__(options, "lookup", name, path)
         self._device = torch.device(device)
         self._taker = Taker(self._store, namespace_digest({**self._facts, "what": "taken"}))
         try:
-            self._session.start(self._taker.check(), f"{_PATH}.url")
-            self._session.start(self._taker.sweep(), f"{_PATH}.url")
+            self._session.start(self._taker.check(path), f"{path}.url")
+            self._session.start(self._taker.sweep(), f"{path}.url")
         except BaseException:
             self.close()
             raise

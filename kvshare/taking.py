@@ -27,14 +27,14 @@ class Taker:
         self._store = store
         self._namespace = namespace
 
-    async def check(self) -> None:
-        """ConfigError: the store overwrites, so that nothing can be taken once only."""
+    async def check(self, path: str) -> None:
+        """ConfigError, naming `path`.url: the store overwrites, so nothing is taken only once."""
         key = f"probe/taking-{secrets.token_hex(8)}"
         try:
             await self._store.put(key, b"1")
             if await self._store.put(key, b"2"):
                 raise ConfigError(
-                    "options.url: this store overwrites objects that are there (S3 servers should "
+                    f"{path}.url: this store overwrites objects that are there (S3 servers should "
                     "answer If-None-Match), so that two processes could take the same entry; "
                     "choose another store"
                 )

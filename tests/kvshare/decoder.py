@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real decoder, small: causal attention over a paged KV cache, driven as before V1.
+
+`python -m tests.kvshare.decoder JOB` prefills prompts in a process of its own, and sends them.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvshare.legacy import KVShareLegacyConnector
+from tests.kvshare.toy import vllm_config
+
+LAYERS, HEADS, HEAD_SIZE, BLOCK, NUM_BLOCKS, VOCAB = 2, 2, 8, 4, 64, 97
+WIDTH = HEADS * HEAD_SIZE
+
+
+class Decoder(nn.Module):
+    """Two layers, seeded: two processes have the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.place = nn.Embedding(512, WIDTH)
+        self.mix = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(LAYERS))
+        self.out = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    @torch.no_grad()
+    def forward(self, model_input: Any, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Return the hidden states of the input's tokens, and fill the caches with their KV."""
+        attention = model_input.attn_metadata
+        hidden: Tensor = self.embed(model_input.input_tokens)
+        hidden = hidden + self.place(model_input.input_positions)
+        for mix, out, cache in zip(self.mix, self.out, kv_caches, strict=True):
+            query, key, value = mix(hidden).view(-1, 3, HEADS, HEAD_SIZE).unbind(1)
+            slots = attention.slot_mapping
+            cache[:, slots // BLOCK, slots % BLOCK] = torch.stack((key, value))
+            parts = []
+            spans = pairwise(attention.query_start_loc.tolist())
+            for (start, end), table in zip(spans, attention.slot_tables, strict=True):
+                seen, own = cache[:, table // BLOCK, table % BLOCK], query[start:end]
+                scores = torch.einsum("qhd,khd->hqk", own, seen[0]) / HEAD_SIZE**0.5
+                places = model_input.input_positions[start:end]
+                hides = torch.arange(len(table))[None] > places[:, None]
+                weights = scores.masked_fill(hides[None], -torch.inf).softmax(-1)
+                parts.append(torch.einsum("hqk,khd->qhd", weights, seen[1]).reshape(-1, WIDTH))
+            hidden = hidden + out(torch.cat(parts)).tanh()
+        return hidden
+
+    def next_token(self, hidden: Tensor) -> int:
+        return int((hidden @ self.embed.weight.T).argmax())
+
+
+def fresh_caches() -> list[Tensor]:
+    """Garbage, so that what nobody wrote is noticed."""
+    shape = (2, NUM_BLOCKS, BLOCK, HEADS, HEAD_SIZE)
+    return [torch.full(shape, -9.0) for _ in range(LAYERS)]
+
+
+def batch(
+    *sequences: Sequence[int], computed: Sequence[int] = (), num_decodes: int = 0, first: int = 0
+) -> Any:
+    """Return the input that computes the tokens of `sequences` behind the first `computed` ones.
+
+    Each sequence has 32 slots of its own, in an order of its own, from sequence number `first` on.
+    The last `num_decodes` are decodes.
+    """
+    computed = list(computed) or [0] * len(sequences)
+    tables = []
+    for number, sequence in enumerate(sequences, first):
+        blocks = torch.randperm(8, generator=torch.Generator().manual_seed(number)) + 8 * number
+        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+        tables.append(slots[: len(sequence)])
+    parts = list(zip(sequences, computed, tables, strict=True))
+    lengths = [len(sequence) - before for sequence, before, _ in parts]
+    attention = SimpleNamespace(
+        seq_lens=[len(sequence) for sequence in sequences],
+        slot_mapping=torch.cat([table[before:] for _, before, table in parts]),
+        num_prefill_tokens=sum(lengths[: len(lengths) - num_decodes]),
+        query_start_loc=torch.tensor([0, *lengths]).cumsum(0),
+        context_lens_tensor=torch.tensor(computed),
+        max_query_len=max(lengths),
+        slot_tables=tables,
+    )
+    return SimpleNamespace(
+        input_tokens=torch.tensor([t for sequence, c, _ in parts for t in sequence[c:]]),
+        input_positions=torch.cat([torch.arange(c, len(sequence)) for sequence, c, _ in parts]),
+        attn_metadata=attention,
+    )
+
+
+def last_hidden(hidden: Tensor, model_input: Any) -> list[Tensor]:
+    """Return the hidden state of each sequence's last token."""
+    return [hidden[end - 1] for end in model_input.attn_metadata.query_start_loc[1:].tolist()]
+
+
+def decode(
+    model: Decoder, caches: Sequence[Tensor], prompts: Sequence[Sequence[int]], last: list[Tensor]
+) -> list[list[int]]:
+    """Decode eight tokens behind each prompt, whose KV is in the caches, all in one batch."""
+    sequences = [list(prompt) for prompt in prompts]
+    for _ in range(8):
+        for sequence, hidden in zip(sequences, last, strict=True):
+            sequence.append(model.next_token(hidden))
+        computed = [len(sequence) - 1 for sequence in sequences]
+        step = batch(*sequences, computed=computed, num_decodes=len(sequences))
+        last = last_hidden(model(step, caches), step)
+    return [s[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+
+
+def main(job: Path) -> None:
+    said = json.loads(job.read_text())
+    config = vllm_config(Path(said["model"]), said["options"], "kv_producer")
+    connector = KVShareLegacyConnector(0, 0, config)
+    model, caches = Decoder(), fresh_caches()
+    for prompts in said["batches"]:
+        given = batch(*prompts)
+        hidden = model(given, caches)
+        connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
+    print(json.dumps(connector.counters))
+    connector.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
