@@ -2,6 +2,7 @@
 """An S3 server, or what is between it and the engines, fails while requests run."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.faults
 # In the middle of a stored embedding: behind the prologue, before the end.
 MIDDLE = 9000
 OBJECTS = "/ec/"
+TRIES = 3
+STARTS_WITHIN_S = 12.0  # ordinarily one or two
 
 
 @dataclass(kw_only=True)
@@ -280,8 +283,20 @@ def down(fleet: S3Fleet) -> Iterator[None]:
     fleet.proxy.disconnect()
     fleet.proxy.heal()
     yield
-    fleet.server.start()
-    fleet.server.wait_ready()
+    start_again(fleet.server)
+
+
+def start_again(server: SeaweedFS) -> None:
+    """A killed one was seen to hang in its next start; it is killed once more then."""
+    for _ in range(TRIES):
+        server.start()
+        deadline_s = time.monotonic() + STARTS_WITHIN_S
+        while time.monotonic() < deadline_s:
+            if server.is_ready():
+                return
+            time.sleep(0.1)
+        server.kill()
+    raise server.failure("does not start again")
 
 
 def survive(
