@@ -158,7 +158,7 @@ class Directory:
         )
 
     def _put_copy(self, body: Buffer, path: str) -> bool:
-        # Unique on every host that shares the folder; a crash leaves it, a sweep removes it.
+        # Unique on every host that shares the folder; a crash leaves it.
         folder = os.path.dirname(path)
         temporary = f"{folder}/.{secrets.token_hex(8)}.{os.getpid()}.tmp"
         # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
