@@ -23,9 +23,11 @@ ITEM_BYTES = 512 * 1024
 _NOTE = (
     "One call each, for one request with one picture of 0.5 MB; every other picture is stored. "
     f"{RUNNING} requests at once, a step a millisecond. `first`: the call that finds a picture it "
-    "does not know yet; `again`: those that follow until the answer is True. In a black hole the "
-    "store was there at the start and falls silent. ECExampleConnector cannot use S3, and its "
-    "`ensure_cache_available` is vLLM's own, which does nothing."
+    "does not know yet; `again`: those that follow until the answer is True. Either one takes in "
+    "what became of all pictures since the last call. `all of a step, an item`: all calls of a "
+    "step, divided by its requests. In a black hole the store was there at the start and falls "
+    "silent. ECExampleConnector cannot use S3, and its `ensure_cache_available` is vLLM's own, "
+    "which does nothing."
 )
 
 
@@ -36,6 +38,7 @@ HOOKS = (
     "update_state_after_alloc",
     "build_connector_meta",
     "request_finished",
+    "all of a step, an item",
 )
 
 
@@ -108,7 +111,7 @@ def _requests(item: Any, num_items: int) -> list[Request]:
 
 def _drive(halves: Halves, requests: Sequence[Request], clock: HookClock) -> None:
     """Call the scheduler half as vLLM's scheduler does, step by step, until all are scheduled."""
-    first, again, has, allocated, orders, finished = HOOKS
+    first, again, has, allocated, orders, finished, step = HOOKS
     hooks = halves.scheduler
     waiting, running = deque(requests), dict[str, Request]()
     seen = set[str]()
@@ -117,6 +120,7 @@ def _drive(halves: Halves, requests: Sequence[Request], clock: HookClock) -> Non
             request = waiting.popleft()
             running[request.request_id] = request
         scheduled = []
+        num_items, before_s = len(running), clock.total_s
         for name, request in running.items():
             ask = again if name in seen else first
             seen.add(name)
@@ -128,4 +132,5 @@ def _drive(halves: Halves, requests: Sequence[Request], clock: HookClock) -> Non
         for request in scheduled:
             clock.time(finished, hooks.request_finished, request)
             del running[request.request_id]
+        clock.readings.add(step, (clock.total_s - before_s) / num_items)
         time.sleep(STEP_S)

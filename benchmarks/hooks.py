@@ -23,12 +23,16 @@ class HookClock:
 
     def __init__(self) -> None:
         self.readings: Readings[str] = Readings()
+        self.total_s = 0.0
+        """Of all calls so far."""
 
     def time(self, name: str, hook: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what `hook` returns, and note how long it took."""
         start_s = time.perf_counter()
         result = hook(*args, **kwargs)
-        self.readings.add(name, time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
+        self.readings.add(name, seconds)
+        self.total_s += seconds
         return result
 
     def rows(self, names: Sequence[str], connector: str, store: str) -> list[tuple[Cell, ...]]:
