@@ -15,15 +15,14 @@ from contextlib import aclosing
 from datetime import UTC, datetime
 from enum import Enum
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import unseal
-from ecshare.store.hostcache import HostCache, default_root
+from ecshare.store.hostcache import open_host_cache
 from ecshare.store.integrity import Integrity, open_integrity
-from ecshare.store.keys import Kind, is_object_key, namespace_prefix
+from ecshare.store.keys import PROBE_KEY, Kind, is_object_key, namespace_prefix
 from ecshare.store.manifest import Manifest, differences, list_manifests, nearest
 from ecshare.store.objects import ObjectStore, open_store, read
 
@@ -103,7 +102,7 @@ async def _store(store: ObjectStore, *, write: bool) -> AsyncIterator[Finding]:
     seconds = []
     for _ in range(_ROUNDS):
         started_s = time.monotonic()
-        await store.exists(["probe/object"])
+        await store.exists([PROBE_KEY])
         seconds.append(time.monotonic() - started_s)
     yield Finding("store", Level.OK, f"answers; a look-up takes {_ms(seconds)}")
     if not write:
@@ -138,17 +137,12 @@ def _ms(seconds: list[float]) -> str:
 
 
 def _host(config: StoreConfig) -> Iterator[Finding]:
-    root = (
-        Path(config.host_cache_dir)
-        if config.host_cache_dir
-        else default_root(config.host_cache_bytes)
-    )
     try:
-        cache = HostCache(root, config.host_cache_bytes, config.store_id())
+        cache = open_host_cache(config)
     except ConfigError as exc:
         yield Finding("host cache", Level.PROBLEM, str(exc))
         return
-    disk = os.statvfs(root)
+    disk = os.statvfs(cache.root)
     free = disk.f_bavail * disk.f_frsize
     used = sum(path.stat().st_size for path in cache.root.iterdir() if path.is_file())
     yield Finding(

@@ -13,7 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,13 +73,26 @@ class KVLookupBufferBase(KVCacheBufferBase):
 class _Buffer:
     """What both buffers share: a store, a thread for it, and counters."""
 
-    def __init__(self, options: Mapping[str, Any], kind: str, name: str, path: str) -> None:
+    _kind: ClassVar[str]
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        name: str = "default",
+        device: torch.device | str = "cpu",
+        path: str = "options",
+    ) -> None:
+        """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
+
+        ConfigError names a wrong one.
+        """
         config = parse(KVConfig, options, path)
         self.counters: Counter[str] = Counter()
         """Events since the start, by name: what a caller may publish. Any thread may read."""
         self._integrity = open_integrity(config.integrity_key, path)
         self._facts = {
-            "buffer": kind,
+            "buffer": self._kind,
             "name": name,
             "format": 1,
             "epoch": config.epoch,
@@ -88,11 +101,16 @@ class _Buffer:
         self._namespace = namespace_digest(self._facts)
         self._store: ObjectStore = open_store(config, path)
         self._session = Session(self._store, config.io_timeout_s)
+        self._device = torch.device(device)
         try:
-            self._session.start(probe(self._store, write=True), f"{path}.url")
+            self._start(path)
         except BaseException:
             self._session.close()
             raise
+
+    def _start(self, path: str) -> None:
+        """Try the store. ConfigError names `path`.url."""
+        self._session.start(probe(self._store, write=True), f"{path}.url")
 
     def close(self) -> None:
         """End the thread and the connections, once. Calls after it raise RuntimeError."""
@@ -124,20 +142,7 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
     Threads: any, one call at a time each. Tensors come back on `device`, as copies of their own.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        *,
-        name: str = "default",
-        device: torch.device | str = "cpu",
-        path: str = "options",
-    ) -> None:
-        """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
-
-        ConfigError names a wrong one.
-        """
-        super().__init__(options, "store", name, path)
-        self._device = torch.device(device)
+    _kind = "store"
 
     def put(self, key: str, value: Tensor | None) -> None:
         """Keep a copy of `value` under `key` (any text); None deletes.
@@ -190,27 +195,13 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     whoever dies before leaves it to others. What the dead left is removed an hour later.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        *,
-        name: str = "default",
-        device: torch.device | str = "cpu",
-        path: str = "options",
-    ) -> None:
-        """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
+    _kind = "lookup"
 
-        ConfigError names a wrong one.
-        """
-        super().__init__(options, "lookup", name, path)
-        self._device = torch.device(device)
+    def _start(self, path: str) -> None:
+        super()._start(path)
         self._taker = Taker(self._store, namespace_digest({**self._facts, "what": "taken"}))
-        try:
-            self._session.start(self._taker.check(path), f"{path}.url")
-            self._session.start(self._taker.sweep(), f"{path}.url")
-        except BaseException:
-            self.close()
-            raise
+        self._session.start(self._taker.check(path), f"{path}.url")
+        self._session.start(self._taker.sweep(), f"{path}.url")
 
     def insert(
         self, input_tokens: Tensor, roi: Tensor, key: Tensor, value: Tensor, hidden: Tensor

@@ -27,14 +27,13 @@ from types import TracebackType
 from typing import Self
 
 from ecshare.store.claims import Claim
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.hostfolder import default_root, fitting, make_private
 from ecshare.store.hostroom import Room
 from ecshare.store.keys import check_key
 from ecshare.store.links import link_open_file, open_linkable
 from ecshare.store.objects import Buffer, Memory, check_size
-
-__all__ = ["Entry", "HostCache", "Incoming", "default_root"]
 
 logger = logging.getLogger(__name__)
 
@@ -416,6 +415,13 @@ class HostCache:
         if topic not in self._said:
             self._said.add(topic)
             logger.warning(message, *args)
+
+
+def open_host_cache(config: StoreConfig) -> HostCache:
+    """Return the host cache that `config` names. ConfigError names `host_cache_dir`."""
+    folder = config.host_cache_dir
+    root = Path(folder) if folder else default_root(config.host_cache_bytes)
+    return HostCache(root, config.host_cache_bytes, config.store_id())
 
 
 def _is_sound(status: os.stat_result) -> bool:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -28,7 +27,7 @@ from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import seal
-from ecshare.store.hostcache import Entry, HostCache, default_root
+from ecshare.store.hostcache import Entry, open_host_cache
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import write_manifest
@@ -86,12 +85,7 @@ class TransferEngine:
         self._config = config
         self._path = path
         self._store = store or open_store(config, path)
-        root = (
-            Path(config.host_cache_dir)
-            if config.host_cache_dir
-            else default_root(config.host_cache_bytes)
-        )
-        self.host = HostCache(root, config.host_cache_bytes, config.store_id())
+        self.host = open_host_cache(config)
         self.in_flight = 0
         self._is_closed = False
         self.stats = Stats()
@@ -104,7 +98,7 @@ class TransferEngine:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
-        self._comparing: asyncio.Task[None] | None = None
+        self._comparing: asyncio.Task[bool] | None = None
         self._thread = threading.Thread(target=self._run, name="ecshare-io", daemon=True)
         self._thread.start()
         self._carrier = threading.Thread(target=self._carry, name="ecshare-inbox", daemon=True)
@@ -131,10 +125,10 @@ class TransferEngine:
         self.probe(write=write)
         watch = NamespaceWatch(self._access, kind, namespace, facts)
         # Not within a time-out of ours: it has its own, and says nothing where it fails.
-        asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
-        if write:
+        is_known = asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
+        if write and not is_known:
             self._block_on(write_manifest(self._store, kind, namespace, facts))
-        else:
+        if not write:
             self._watch = watch
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:

@@ -48,16 +48,19 @@ class NamespaceWatch:
         self._next_look *= _PATIENCE_GROWTH
         return True
 
-    async def compare(self) -> None:
-        """Log how the most similar other namespace differs; no word twice, never raises."""
+    async def compare(self) -> bool:
+        """Log how the most similar other namespace differs; no word twice, never raises.
+
+        Returns whether the manifest of this engine's own namespace was seen in the store.
+        """
         try:
             known, others = await self._access.ask(self._ask, Urgency.SAVE)
         except (StoreError, TimeoutError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)
-            return
+            return False
         other = nearest(self._facts, others)
         if other is None:
-            return
+            return known
         lines = differences(self._facts, other.facts)
         fields = {line.partition(":")[0] for line in lines}
         # Two models in one bucket are no mistake.
@@ -66,6 +69,7 @@ class NamespaceWatch:
         if said != self._last_said:
             logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", said)
         self._last_said = said
+        return known
 
     async def _ask(self, store: ObjectStore) -> tuple[bool, list[Any]]:
         try:
