@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ECShareConnector(ECConnectorBase):
         Raises:
             ConfigError: an option is wrong or the store cannot be used; names the option.
         """
+        log_as_vllm()
         super().__init__(vllm_config, role)
         transfer = vllm_config.ec_transfer_config
         assert transfer is not None  # super() has checked it

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
 from kvshare.config import OPTIONS_PATH, KVConfig
 
@@ -53,6 +54,7 @@ class KVShareConnector(KVConnectorBase_V1):
         Raises:
             ConfigError: an option is wrong or the store cannot be used; names the option.
         """
+        log_as_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = parse(KVConfig, transfer.kv_connector_extra_config, OPTIONS_PATH)

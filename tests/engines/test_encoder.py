@@ -124,7 +124,7 @@ def test_a_hostile_uuid_stays_inside_the_store(fleet: Fleet, uuid: str) -> None:
 def test_engines_with_other_weights_share_nothing_and_say_so(fleet: Fleet) -> None:
     # The log of this run only: the file may be older.
     log = fleet.stranger.log_path.read_text().partition(str(fleet.root))[2]
-    assert re.search(r'differs in .*:\n.*weights: "\w+" != "\w+"\n', log)
+    assert re.search(r'WARNING .*differs in .*:\n.*weights: "\w+" != "\w+"\n', log)
     encoded = ask(fleet.stranger, fleet.model, [picture(8, "eight")])
     assert ask(fleet.consumer, fleet.model, [announced(encoded, "eight"), QUESTION]).status == 500
     plain = ask(fleet.plain, fleet.model, [picture(8), QUESTION])

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the suite's log lines where vLLM's own are: same stream, same format, same level."""
+
+import logging
+
+# kvshare is its own package and logs under its own name.
+_NAMES = ("ecshare", "kvshare")
+
+
+def log_as_vllm() -> None:
+    """Give our loggers vLLM's handlers and level, unless the user has configured logging.
+
+    Left to Python's defaults, a warning is one import away from silence: packages that vLLM loads
+    were seen to raise the root logger's level (model_hosting_container_standards, with 0.30).
+    Call it where a connector starts: by then vLLM has configured its own logger.
+    """
+    theirs = logging.getLogger("vllm")
+    for name in _NAMES:
+        ours = logging.getLogger(name)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.level)
+        if not ours.handlers and not logging.getLogger().handlers:
+            ours.handlers = list(theirs.handlers)

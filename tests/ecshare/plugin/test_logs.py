@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log lines of the suite stand among vLLM's own, unless the user has configured logging."""
+
+import subprocess
+import sys
+
+REAL = """
+import contextlib
+import vllm.logger
+with contextlib.suppress(ImportError):  # vLLM 0.30 configures its logger on import
+    from vllm.config.logging import LoggingConfig
+    vllm.logger.configure_logging(LoggingConfig())
+"""
+# Enough where vLLM's own part is not in question; to import it takes ten seconds.
+ALIKE = """
+logging.getLogger("vllm").setLevel(logging.INFO)
+logging.getLogger("vllm").addHandler(logging.StreamHandler())
+"""
+WARN = """
+from ecshare.plugin.logs import log_as_vllm
+log_as_vllm()
+log_as_vllm()
+logging.getLogger("ecshare.transfer.engine").warning("from ecshare")
+logging.getLogger("kvshare.worker").info("from kvshare")
+"""
+
+
+def output(program: str) -> list[str]:
+    """The lines in which a fresh process speaks for the suite."""
+    command = [sys.executable, "-c", "import logging" + program]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line for line in (ran.stdout + ran.stderr).splitlines() if "share" in line]
+
+
+def test_lines_are_vllms_even_where_a_package_has_silenced_the_root_logger() -> None:
+    silenced = "logging.getLogger().setLevel(logging.ERROR)"
+    warning, info = sorted(output(REAL + silenced + WARN), key=lambda line: "kvshare" in line)
+    assert "WARNING" in warning
+    assert warning.endswith("from ecshare")
+    assert "INFO" in info
+    assert info.endswith("from kvshare")
+
+
+def test_what_the_user_has_configured_stays() -> None:
+    of_root = ALIKE + "logging.basicConfig(format='root: %(message)s')"
+    assert output(of_root + WARN) == ["root: from ecshare", "root: from kvshare"]
+    of_ours = (
+        ALIKE
+        + """
+logging.getLogger("ecshare").addHandler(logging.StreamHandler())
+logging.getLogger("ecshare").setLevel(logging.ERROR)
+"""
+    )
+    assert output(of_ours + WARN) == ["from kvshare"]
