@@ -48,14 +48,16 @@ class Entry:
     Mapped when its bytes are asked for: that costs more than all the rest. OSError: it cannot be.
     """
 
-    def __init__(self, key: str, path: str, fd: int, num_bytes: int) -> None:
+    def __init__(
+        self, key: str, path: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None
+    ) -> None:
         self.key = key
         self.path = path
         """Its file, which never changes; it may be evicted once the entry is closed."""
         self.num_bytes = num_bytes
         self._fd = fd
-        self._map: mmap.mmap | None = None
-        self._body = memoryview(b"")
+        self._map = mapped
+        self._body = memoryview(mapped or b"")
 
     @property
     def body(self) -> memoryview:
@@ -209,10 +211,10 @@ class _Draft:
             done = os.pwrite(self.fd, rest, offset)
             rest, offset = rest[done:], offset + done
 
-    def hand_over(self) -> int:
-        """Give the file, with its lock, to the entry that it has become."""
+    def hand_over(self, key: str, path: str) -> Entry:
+        """Return the entry that it has become, which owns the file, its lock and its pages."""
         fd, self.fd = self.fd, -1
-        return fd
+        return Entry(key, path, fd, self.num_bytes, self._map)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -374,7 +376,7 @@ class HostCache:
                     self._room.rename(draft.path or "", path)
                     draft.path = None
                     # The lock that kept the temporary file alive is the entry's pin from now on.
-                    return Entry(key, path, draft.hand_over(), draft.num_bytes)
+                    return draft.hand_over(key, path)
                 except FileExistsError:
                     there = self.open(key)
                     if there is not None:
