@@ -125,7 +125,7 @@ def _measure_size(
 ) -> None:
     """All phases for one size. Each round has an embedding of its own; the first one warms up."""
     tensors = [embedding(int(size_mb * MIB), seed) for seed in range(rounds + 1)]
-    for phase in (_copy, _save, _load_cold, _load_here):
+    for phase in (_save, _load_cold, _load_here):
         for turn, tensor in enumerate(tensors):
             kept = readings if turn else Readings()
             phase(sites, f"{size_mb}-{turn}", tensor, size_mb, kept)
@@ -134,14 +134,13 @@ def _measure_size(
             shutil.rmtree(site.place.folder / "example")
 
 
-def _copy(
-    sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
-) -> None:
+def _copy(place: str, tensor: Tensor, size_mb: float, readings: Readings[What]) -> None:
+    """What every save and load is compared with; in turns with them, as the machine changes."""
     ready = torch.zeros_like(tensor)
-    with readings.timed((size_mb, "", MEMCPY, "copy")):
+    with readings.timed((size_mb, place, MEMCPY, "copy")):
         ready.copy_(tensor)
         touch(ready)
-    with readings.timed((size_mb, "", CLONE, "copy")):
+    with readings.timed((size_mb, place, CLONE, "copy")):
         touch(tensor.clone())
 
 
@@ -151,6 +150,7 @@ def _save(
     for site in sites:
         place = site.place.name
         _put_raw(site, name, tensor, size_mb, readings)
+        _copy(place, tensor, size_mb, readings)
         for who, halves in (
             (DURABLE, site.durable),
             (ANNOUNCED, site.announced),
@@ -199,6 +199,7 @@ def _load_here(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
     """Load what is in this host's memory: the host cache, or the page cache of a folder."""
+    _copy("", tensor, size_mb, readings)
     for site in sites:
         place = site.place.name
         for who, key, halves in (
@@ -230,12 +231,12 @@ def _save_table(sites: Sequence[Site], sizes: Sequence[float], readings: Reading
         "and does not sync; a reader may see half a file.",
     )
     for size in sizes:
-        base_s = readings.median((size, "", MEMCPY, "copy"))
-        for who in (MEMCPY, CLONE):
-            copied_s = readings.median((size, "", who, "copy"))
-            table.add(size, "", who, *_timed(copied_s, None, copied_s, base_s=base_s))
         for site in sites:
             place = site.place.name
+            base_s = readings.median((size, place, MEMCPY, "copy"))
+            for who in (MEMCPY, CLONE):
+                copied_s = readings.median((size, place, who, "copy"))
+                table.add(size, place, who, *_timed(copied_s, None, copied_s, base_s=base_s))
             raw_s = readings.median((size, place, site.raw_name, "total"))
             table.add(size, place, site.raw_name, *_timed(None, raw_s, raw_s, base_s=base_s))
             for who in (DURABLE, ANNOUNCED, EXAMPLE):
