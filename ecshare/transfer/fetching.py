@@ -9,9 +9,10 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
-from ecshare.store.format import unseal
+from ecshare.store.format import RunningChecksum, unseal
 from ecshare.store.hostcache import HostCache, Incoming
 from ecshare.store.integrity import Integrity
+from ecshare.store.objects import Buffer
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.lanes import Urgency
@@ -53,6 +54,31 @@ def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject
         entry.close()
         return None
     return StoredObject(key, sealed.facts, sealed.payload, entry)
+
+
+class _Inspected:
+    """A Sink: `incoming`, with the checksum of what passes. One download's own."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self.incoming = incoming
+        self._checksum = RunningChecksum()
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        self.incoming.begin(num_bytes)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        self.incoming.write(offset, piece)
+        self._checksum.take(offset, memoryview(piece).cast("B"))
+
+    def link(self, path: str) -> bool:
+        """See Sink."""
+        return self.incoming.link(path)
+
+    def checksum(self) -> str | None:
+        """Of all bytes; None: it is not known."""
+        return self._checksum.result(len(self.incoming.body))
 
 
 class Fetcher:
@@ -164,20 +190,21 @@ class Fetcher:
 
     async def _download(self, job: Fetch, deadline_s: float) -> StoredObject:
         incoming = self._host.receive(job.key, job.limit_bytes)
+        inspected = _Inspected(incoming)
         try:
             await self._access.ask(
-                lambda store: store.get(job.key, incoming),
+                lambda store: store.get(job.key, inspected),
                 Urgency.LOAD,
                 job.limit_bytes,
                 deadline_s,
             )
-            return await self._verified(job, incoming)
+            return await self._verified(job, inspected)
         finally:
             incoming.discard()
 
-    async def _verified(self, job: Fetch, incoming: Incoming) -> StoredObject:
+    async def _verified(self, job: Fetch, inspected: _Inspected) -> StoredObject:
         loop = asyncio.get_running_loop()
-        admission = loop.run_in_executor(self._copies, self._admit, job, incoming)
+        admission = loop.run_in_executor(self._copies, self._admit, job, inspected)
         try:
             return await asyncio.shield(admission)
         except asyncio.CancelledError:
@@ -186,9 +213,10 @@ class Fetcher:
                 (await admission).release()
             raise
 
-    def _admit(self, job: Fetch, incoming: Incoming) -> StoredObject:
+    def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:
         """Verify what came, and publish it to this host. Copy thread."""
-        sealed = unseal(incoming.body, job.key, integrity=self._integrity)
+        incoming, checksum = inspected.incoming, inspected.checksum()
+        sealed = unseal(incoming.body, job.key, integrity=self._integrity, checksum=checksum)
         if job.accepts is not None and not job.accepts(sealed.facts):
             said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checksum of an object that is added up while the object comes in."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.format import PROLOGUE_BYTES, RunningChecksum, TensorFacts, seal, unseal
+from ecshare.store.keys import Kind, object_key
+
+KEY = object_key(Kind.EC, "0" * 32, "an object")
+FACTS = TensorFacts("U8", (3000,), {"num_embeds": 3})
+SIZE = PROLOGUE_BYTES + FACTS.num_bytes
+
+
+def sealed() -> bytearray:
+    slab = bytearray(PROLOGUE_BYTES) + bytes(n % 251 for n in range(FACTS.num_bytes))
+    seal(memoryview(slab), FACTS, KEY)
+    return slab
+
+
+def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> str | None:
+    """Of pieces that begin at 0 and at each of `cuts`, in the order given."""
+    starts = [0, *cuts]
+    ends = {
+        start: end for start, end in zip(sorted(starts), [*sorted(cuts), len(body)], strict=True)
+    }
+    running = RunningChecksum()
+    for start in starts:
+        running.take(start, memoryview(body)[start : ends[start]])
+    return running.result(len(body))
+
+
+@given(st.lists(st.integers(PROLOGUE_BYTES, SIZE - 1), unique=True, max_size=6))
+def test_it_is_that_of_the_whole_however_it_is_cut(cuts: list[int]) -> None:
+    checksum = added_up(sealed(), sorted(cuts))
+    assert checksum is not None
+    assert unseal(memoryview(sealed()), KEY, checksum=checksum).facts == FACTS
+
+
+@given(st.integers(0, SIZE - 1), st.integers(1, 255))
+def test_a_changed_byte_changes_it_or_leaves_it_to_the_reader(at: int, change: int) -> None:
+    slab = sealed()
+    slab[at] ^= change
+    checksum = added_up(slab, [PROLOGUE_BYTES + 1000])
+    try:
+        facts = unseal(memoryview(slab), KEY, checksum=checksum).facts
+    except ObjectCorrupt:
+        return
+    assert facts == FACTS
+    assert at < PROLOGUE_BYTES, "a byte of the payload was changed"
+
+
+def test_what_the_reader_is_told_is_what_it_compares() -> None:
+    other = sealed()
+    other[-1] ^= 1
+    with pytest.raises(ObjectCorrupt, match="checksum"):
+        unseal(memoryview(sealed()), KEY, checksum=added_up(other, []))
+
+
+@pytest.mark.parametrize(
+    "cuts", [[6000, 5000], [100], [PROLOGUE_BYTES - 1]], ids=["out of order", "short", "shorter"]
+)
+def test_it_is_not_known_of_pieces_in_disorder_or_without_a_prologue(cuts: list[int]) -> None:
+    assert added_up(sealed(), cuts) is None
+
+
+def test_it_is_not_known_before_all_has_come_nor_of_what_came_twice() -> None:
+    slab = memoryview(sealed())
+    running = RunningChecksum()
+    assert running.result(0) is None
+    running.take(0, slab[:5000])
+    assert running.result(SIZE) is None
+    running.take(0, slab[:5000])
+    running.take(5000, slab[5000:])
+    assert running.result(SIZE) is None
+
+
+def test_what_is_no_object_is_left_to_the_reader() -> None:
+    running = RunningChecksum()
+    running.take(0, memoryview(b"x" * SIZE))
+    assert running.result(SIZE) is None
