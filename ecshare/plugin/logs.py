@@ -21,3 +21,4 @@ def log_as_vllm() -> None:
             ours.setLevel(theirs.level)
         if not ours.handlers and not logging.getLogger().handlers:
             ours.handlers = list(theirs.handlers)
+            ours.propagate = theirs.propagate  # not twice, should the root get a handler later

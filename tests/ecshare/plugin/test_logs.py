@@ -15,11 +15,13 @@ with contextlib.suppress(ImportError):  # vLLM 0.30 configures its logger on imp
 ALIKE = """
 logging.getLogger("vllm").setLevel(logging.INFO)
 logging.getLogger("vllm").addHandler(logging.StreamHandler())
+logging.getLogger("vllm").propagate = False
 """
 WARN = """
 from ecshare.plugin.logs import log_as_vllm
 log_as_vllm()
 log_as_vllm()
+logging.basicConfig(format='late: %(message)s')
 logging.getLogger("ecshare.transfer.engine").warning("from ecshare")
 logging.getLogger("kvshare.worker").info("from kvshare")
 """
