@@ -20,16 +20,13 @@ from environment import CACHE, ROOT, Environment, StepFailed
 RELEASES = ("0.30.0", "0.31.0", "0.32.0")
 MATRIX = CACHE / "matrix"
 # What touches vLLM: real engines, both connectors, the plug-ins' shared part, the conformance kit.
-TESTS = (
-    "tests/engines/test_encoder.py",
-    "tests/engines/test_encoder_s3.py",
-    "tests/engines/test_kv.py",
-    "tests/engines/test_kv_parallel.py",
-    "tests/engines/test_refusal.py",
-    "tests/ecshare",
-    "tests/kvshare",
+TESTS = ("tests/engines", "tests/ecshare", "tests/kvshare")
+APART_FROM = (
+    "tests/engines/test_demo.py",
+    "tests/engines/test_examples.py",
+    "tests/ecshare/router",
+    "tests/ecshare/store",
 )
-APART_FROM = ("tests/ecshare/router", "tests/ecshare/store")
 OUTCOMES = ("passed", "failed", "skipped")
 
 

@@ -22,8 +22,9 @@ from tests.engines.chat import (
     text,
     video,
 )
+from tests.releases import needs_encoder_metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs_encoder_metrics]
 
 QUESTION = text("what is to be seen or heard here?")
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"

@@ -19,8 +19,9 @@ from ecshare.testing.proxy import ProxyProcess
 from ecshare.testing.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, text, video
+from tests.releases import needs_encoder_metrics
 
-pytestmark = [pytest.mark.engine, pytest.mark.s3]
+pytestmark = [pytest.mark.engine, pytest.mark.s3, needs_encoder_metrics]
 
 QUESTION = text("what is to be seen here, and where?")
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"

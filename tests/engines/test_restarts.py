@@ -9,8 +9,9 @@ import pytest
 from ecshare.testing.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, counting, picture, text
+from tests.releases import needs_encoder_metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, needs_encoder_metrics]
 
 QUESTION = text("what is to be seen here, and where?")
 
