@@ -134,9 +134,10 @@ def _measure_size(
             shutil.rmtree(site.place.folder / "example")
 
 
-def _copy(place: str, tensor: Tensor, size_mb: float, readings: Readings[What]) -> None:
+def _copy(
+    place: str, tensor: Tensor, ready: Tensor, size_mb: float, readings: Readings[What]
+) -> None:
     """What every save and load is compared with; in turns with them, as the machine changes."""
-    ready = torch.zeros_like(tensor)
     with readings.timed((size_mb, place, MEMCPY, "copy")):
         ready.copy_(tensor)
         touch(ready)
@@ -147,10 +148,11 @@ def _copy(place: str, tensor: Tensor, size_mb: float, readings: Readings[What]) 
 def _save(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
+    ready = torch.zeros_like(tensor)  # as long unused as the slabs of the connector, then
     for site in sites:
         place = site.place.name
         _put_raw(site, name, tensor, size_mb, readings)
-        _copy(place, tensor, size_mb, readings)
+        _copy(place, tensor, ready, size_mb, readings)
         for who, halves in (
             (DURABLE, site.durable),
             (ANNOUNCED, site.announced),
@@ -199,7 +201,7 @@ def _load_here(
     sites: Sequence[Site], name: str, tensor: Tensor, size_mb: float, readings: Readings[What]
 ) -> None:
     """Load what is in this host's memory: the host cache, or the page cache of a folder."""
-    _copy("", tensor, size_mb, readings)
+    _copy("", tensor, torch.zeros_like(tensor), size_mb, readings)
     for site in sites:
         place = site.place.name
         for who, key, halves in (
