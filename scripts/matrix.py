@@ -20,13 +20,18 @@ from environment import CACHE, ROOT, Environment, StepFailed
 RELEASES = ("0.30.0", "0.31.0", "0.32.0")
 MATRIX = CACHE / "matrix"
 # What touches vLLM: real engines, both connectors, the plug-ins' shared part, the conformance kit.
-TESTS = ("tests/engines", "tests/ecshare", "tests/kvshare")
-APART_FROM = (
-    "tests/engines/test_demo.py",
-    "tests/engines/test_examples.py",
-    "tests/ecshare/router",
-    "tests/ecshare/store",
+TESTS = (
+    "tests/engines",
+    "tests/ecshare/plugin",
+    "tests/ecshare/test_connector.py",
+    "tests/ecshare/test_placeholders.py",
+    "tests/ecshare/test_scheduler.py",
+    "tests/ecshare/test_worker.py",
+    "tests/ecshare/testing/test_conformance.py",
+    "tests/ecshare/testing/test_conformance_kit.py",
+    "tests/kvshare",
 )
+APART_FROM = ("tests/engines/test_demo.py", "tests/engines/test_examples.py")
 OUTCOMES = ("passed", "failed", "skipped")
 
 

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 QUOTED_LINES = 15
 STOP_MARGIN_S = 15.0
 POLL_S = 0.1
+PAUSE_POLL_S = 0.001
 
 
 class ServerFailed(RuntimeError):
@@ -149,8 +150,13 @@ class Server:
         self._end()
 
     def pause(self) -> None:
-        """Stop all its processes where they are; what they have open stays open."""
+        """Stop all its processes where they are; what they have open stays open.
+
+        When this returns, none of their threads runs any more.
+        """
         self._signal(signal.SIGSTOP)
+        while any(map(_is_running, self.processes())):
+            time.sleep(PAUSE_POLL_S)
 
     def resume(self) -> None:
         """Let it go on after `pause`."""
@@ -188,6 +194,16 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _is_running(process: int) -> bool:
+    """Whether a thread of it may still run: a signal reaches those of a busy machine in time."""
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            state = stat.read_text(errors="replace").rpartition(")")[2].split()[0]
+            if state not in "TtZX":
+                return True
+    return False
 
 
 def program(name: str) -> str:

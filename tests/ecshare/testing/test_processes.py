@@ -3,6 +3,7 @@
 
 import socket
 import sys
+import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,36 @@ def test_it_serves_inside_the_block_and_is_gone_after_it(tmp_path: Path) -> None
     assert not server.is_running()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, server.port.number))
+
+
+BUSY = ANSWERING.replace(
+    "http.server.HTTPServer",
+    """
+import threading
+def work():
+    while True:
+        pass
+for _ in range(8):
+    threading.Thread(target=work, daemon=True).start()
+http.server.HTTPServer""".strip(),
+)
+
+
+def test_a_busy_server_stands_still_once_it_is_paused(tmp_path: Path) -> None:
+    with Program(BUSY, tmp_path) as server:
+        for _ in range(20):
+            server.pause()
+            used_s = cpu_s(server)
+            time.sleep(0.02)
+            assert cpu_s(server) == used_s
+            server.resume()
+        urllib.request.urlopen(server.base_url).close()
+
+
+def cpu_s(server: Server) -> list[str]:
+    """What its threads have used of the CPU, in the kernel's finest words."""
+    threads = (each for id in server.processes() for each in Path(f"/proc/{id}/task").iterdir())
+    return sorted((thread / "schedstat").read_text() for thread in threads)
 
 
 def test_it_starts_again_on_the_same_port(tmp_path: Path) -> None:
