@@ -15,7 +15,7 @@ help:
 	@echo "make lint | unit | engines                one part of the above"
 	@echo "make test-models                          real engines of further model families: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
-	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (40 minutes)"
+	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make setup | clean                        make or remove .venv and .cache"
 
