@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ecshare.testing import ready_made
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess
@@ -16,6 +17,10 @@ CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests"
 
 StartEngine = Callable[..., EngineProcess]
+
+# A busy machine is no defect: hypothesis would fail what takes it 0.2 s.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")
 
 
 @pytest.fixture(scope="session")
