@@ -317,7 +317,7 @@ class TransferEngine:
             case Put():
                 return None, await self._put(job)
             case Fetch():
-                return await self._fetcher.fetch(job, started_s + job.timeout_s)
+                return await self._fetcher.serve(job, started_s + job.timeout_s)
             case Backfill():
                 return await self._backfill(job)
             case Lookup():

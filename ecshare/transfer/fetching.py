@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 
@@ -99,6 +100,27 @@ class Fetcher:
         self._copies = copies
         self._integrity = integrity
         self._shunned: OrderedDict[str, float] = OrderedDict()
+
+    async def serve(
+        self, job: Fetch, deadline_s: float
+    ) -> tuple[StoredObject | bool, tuple[Moved, ...]]:
+        """Do what `fetch` does; give the object to `job.use`, if there is one, and return True.
+
+        Raises:
+            StoreError, TimeoutError: as `fetch`.
+        """
+        stored, moved = await self.fetch(job, deadline_s)
+        if job.use is None:
+            return stored, moved
+        loop = asyncio.get_running_loop()
+        using = loop.run_in_executor(self._copies, _give, stored, job.use)
+        try:
+            await asyncio.shield(using)
+        except asyncio.CancelledError:
+            # A thread that cannot be stopped writes to somebody's memory; soon over.
+            await using
+            raise
+        return True, moved
 
     async def fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
         """Return the object, pinned, and what was moved for it.
@@ -237,3 +259,11 @@ class Fetcher:
             self._shunned[key] = time.monotonic() + _SHUNNED_S
             if len(self._shunned) > _MAX_SHUNNED:
                 self._shunned.popitem(last=False)
+
+
+def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:
+    """Let `use` have the object, then release it. Copy thread."""
+    try:
+        use(stored)
+    finally:
+        stored.release()

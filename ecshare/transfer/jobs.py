@@ -48,6 +48,8 @@ class Fetch(Struct, frozen=True):
     place. Any thread.
     `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
     over: look again, on this host every few milliseconds, in the store ever less often.
+    `use`: called with the object on a copy thread, which then releases it. The job ends after that,
+    cancelled or not: what `use` writes to is its own no longer once the Done is there.
     """
 
     key: str
@@ -55,6 +57,7 @@ class Fetch(Struct, frozen=True):
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
     accepts: Callable[[TensorFacts], bool] | None = None
+    use: "Callable[[StoredObject], None] | None" = None
 
 
 class Backfill(Struct, frozen=True):
@@ -115,9 +118,9 @@ class Moved(Struct, frozen=True):
 class Done(Struct, frozen=True):
     """What became of `job`.
 
-    `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it), a tuple of bools in
-    the order of the keys for a Lookup, whether the object had to be stored for a Backfill, what the
-    work returned for a Run; else None.
+    `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it; True where `use` had
+    it), a tuple of bools in the order of the keys for a Lookup, whether the object had to be stored
+    for a Backfill, what the work returned for a Run; else None.
     `seconds`: from submit to the end.
     """
 

@@ -137,8 +137,8 @@ class Staging:
 
     Freed slabs are kept and used again: fresh pages cost more than the copy into them.
 
-    Threads: `reserve` and the copies on vLLM's worker thread; `take_back` on any. One lock guards
-    the free list and the two sums, for a few list operations at a time.
+    Threads: `reserve` and `take_back` on any; copies from a GPU on vLLM's worker thread, others on
+    any. One lock guards the free list and the two sums, for a few list operations at a time.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -337,3 +338,41 @@ def test_a_save_that_timed_out_keeps_its_bytes_for_whoever_still_sends_them(
     sent = bytes(body)
     filled(staging, torch.zeros(4, 8))
     assert bytes(body) == sent
+
+
+def test_a_fetched_object_is_given_to_who_can_use_it(
+    engine: TransferEngine, elsewhere: TransferEngine, staging: Staging
+) -> None:
+    finish(engine, Put(key("cat"), filled(staging)))
+    taken = torch.zeros(4, 8)
+
+    def use(stored: StoredObject) -> None:
+        taken.copy_(as_tensor(stored.payload, stored.facts))
+
+    done = finish(elsewhere, Fetch(key("cat"), 5.0, use=use))
+    assert (done.outcome, done.value) == (Outcome.OK, True)
+    assert torch.equal(taken, TENSOR)
+    assert finish(elsewhere, Fetch(key("dog"), 5.0, use=use)).outcome is Outcome.MISSING
+
+
+def test_a_fetch_is_not_over_while_its_object_is_used(
+    engine: TransferEngine, staging: Staging
+) -> None:
+    """Cancelled or not: what is written to must not be given to others before."""
+    finish(engine, Put(key("cat"), filled(staging)))
+    is_using, may_end = threading.Event(), threading.Event()
+    ends: list[str] = []
+
+    def use(stored: StoredObject) -> None:
+        is_using.set()
+        may_end.wait(10)
+        ends.append("used")
+
+    job = Fetch(key("cat"), 5.0, use=use)
+    engine.submit(job)
+    assert is_using.wait(10)
+    engine.cancel(job)
+    assert engine.drain(0.2) == []
+    may_end.set()
+    (done,) = engine.drain(10)
+    assert (done.outcome, ends) == (Outcome.CANCELLED, ["used"])
