@@ -1,10 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of KVShareConnector: what the user writes into `kv_connector_extra_config`."""
+"""The options of KVShareConnector and of KVShareTier.
 
-from ecshare.store.config import StoreConfig
+The user writes the first into `kv_connector_extra_config`, the second into one entry of the list
+`secondary_tiers` there.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from ecshare.store.config import StoreConfig, parse
+from ecshare.store.errors import ConfigError
 
 OPTIONS_PATH = "kv_connector_extra_config"
 
 
 class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the KV connector; today those that both connectors take."""
+
+
+class TierConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the tier for vLLM's own offloading."""
+
+    epoch: Annotated[str, Meta(min_length=1, max_length=128)]
+    """A name for how the engine runs its model; it must not be empty. vLLM tells a tier the model's
+    name, the cache's dtype and shape, and the parallel sizes, but not the revision, dtype,
+    quantization, load format and overrides of the model, its processor's options or the attention
+    backend. Engines share KV where the text is the same: change it when one of these changes, or
+    the weights."""
+
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    """Where the store is, seen from this engine: what a request's `kv_load_tiers` may ask for."""
+
+
+def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
+    """Read the options of a tier, as `parse` does, and say why it must be given an epoch."""
+    if not raw.get("epoch"):
+        raise ConfigError(
+            f"{path}.epoch: missing. vLLM does not tell a tier how the engine runs its model "
+            "(revision, dtype, quantization, overrides, processor options): give that a name, the "
+            "same on engines that run it alike, and change it when something of it changes"
+        )
+    return parse(TierConfig, raw, path)

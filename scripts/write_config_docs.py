@@ -21,7 +21,7 @@ from msgspec import inspect as types
 
 from ecshare.config import EncoderConfig
 from ecshare.router.config import make_parser
-from kvshare.config import KVConfig
+from kvshare.config import KVConfig, TierConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 
@@ -58,6 +58,23 @@ An option that is unknown, misspelt or of another type stops the engine at start
 that names it. Credentials are masked in the log.
 """
 
+TIER = """
+## Tier for vLLM's own offloading
+
+Experimental, as vLLM calls its interface: one of `secondary_tiers` below its OffloadingConnector.
+
+```
+--kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                       "kv_connector_extra_config": {
+                         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
+                         "secondary_tiers": [{
+                           "type": "KVShareTier", "module_path": "kvshare.tier",
+                           "url": "s3://bucket/prefix", "epoch": "qwen-7b bf16"}]}}'
+```
+
+Beside `type` and `module_path` it takes every option of KVShareConnector, and these:
+"""
+
 ROUTER = """
 ## Router
 
@@ -67,7 +84,8 @@ Arguments of `python -m ecshare.router`.
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([CONNECTORS, *connector_table(), ROUTER, *router_table(), ""])
+    tables = [CONNECTORS, *connector_table(), TIER, *tier_table(), ROUTER, *router_table()]
+    return "\n".join([*tables, ""])
 
 
 def connector_table() -> Iterator[str]:
@@ -87,6 +105,19 @@ def connector_table() -> Iterator[str]:
         field, purpose = fields[option]
         takers = "both" if len(taken[option]) > 1 else taken[option][0]
         yield row(f"`{option}`", type_words(field.type), default_words(field), purpose, takers)
+
+
+def tier_table() -> Iterator[str]:
+    """Yield one row per option that a tier has of its own, or has otherwise."""
+    purposes = attribute_docstrings(TierConfig)
+    described = types.type_info(TierConfig)
+    assert isinstance(described, types.StructType)
+    yield "| option | type | default | what it is for |"
+    yield "|---|---|---|---|"
+    for field in described.fields:
+        if field.name in TierConfig.__annotations__:
+            purpose = purposes[field.encode_name]
+            yield row(f"`{field.name}`", type_words(field.type), default_words(field), purpose)
 
 
 def router_table() -> Iterator[str]:

@@ -77,6 +77,14 @@ METRICS: dict[str, dict[str, Metric]] = {
         ),
         **_TRANSFERS,
     },
+    "kvshare_tier": {
+        "chunks": Metric(
+            "chunks",
+            "Chunks of vLLM's CPU tier, by what became of them.",
+            {"event": ("saved", "loaded", "missed", "failed", "dropped")},
+        ),
+        **_TRANSFERS,
+    },
 }
 
 
@@ -114,6 +122,13 @@ def counter_stats(counts: dict[str, float] | None) -> CounterStats | None:
     return CounterStats(data=counts) if counts else None
 
 
+def family_and_labels(name: str) -> tuple[str, list[str]]:
+    """Take the name of a count apart."""
+    parts = name.split("/")
+    width = 2 if is_gauge(name) else 1
+    return "/".join(parts[:width]), parts[width:]
+
+
 class PrometheusCounters:
     """Counts -> Prometheus; the object both `build_prom_metrics` hooks return."""
 
@@ -141,17 +156,12 @@ class PrometheusCounters:
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's counts to the metrics of engine `engine_idx`."""
         for name, count in transfer_stats_data.items():
-            family, labels = self._parts(name)
+            family, labels = family_and_labels(name)
             metric = self._metrics.get(family)
             if metric is None or len(labels) != self._num_labels[family]:
                 continue
             child = metric.labels(*self._label_values[engine_idx], *labels)
             child.set(count) if is_gauge(name) else child.inc(count)
-
-    def _parts(self, name: str) -> tuple[str, list[str]]:
-        parts = name.split("/")
-        width = 2 if is_gauge(name) else 1
-        return "/".join(parts[:width]), parts[width:]
 
 
 def _registered(

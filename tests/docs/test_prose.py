@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages name is there: links, commands, options. They name no machine of ours."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from ecshare.config import EncoderConfig
 from ecshare.router.config import make_parser
 from ecshare.store.config import parse
-from kvshare.config import KVConfig
+from kvshare.config import KVConfig, parse_tier
+from kvshare.tier import KVShareTier
 from tests.docs.pages import PAGES, ROOT, commands, json_objects
 
 # Programs that the pages tell people to run, and what runs each in CI.
@@ -112,7 +115,9 @@ def test_options_of_connectors_exist(page: Path) -> None:
     for said in configurations(page.read_text()):
         for kind, config in CONNECTORS.items():
             extra = said.get(f"{kind}_connector_extra_config")
-            if extra is not None:
+            if extra is not None and said[f"{kind}_connector"] == "OffloadingConnector":
+                check_tiers(extra)
+            elif extra is not None:
                 parse(config, extra, "page")
                 name = {"ec": "ECShareConnector", "kv": "KVShareConnector"}[kind]
                 assert said[f"{kind}_connector"] == name
@@ -120,6 +125,16 @@ def test_options_of_connectors_exist(page: Path) -> None:
                 assert said[f"{kind}_role"] in roles
         if "url" in said:
             parse(EncoderConfig, said, "page")
+
+
+def check_tiers(extra: dict[str, Any]) -> None:
+    """Find our class where vLLM would look for it, and parse its options."""
+    assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == "TieringOffloadingSpec"
+    for tier in extra["secondary_tiers"]:
+        options = dict(tier)
+        module = importlib.import_module(options.pop("module_path"))
+        assert getattr(module, options.pop("type")) is KVShareTier
+        parse_tier(options, "page")
 
 
 def configurations(text: str) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,11 @@ from ecshare.transfer.stats import Stats, is_gauge
 ROOT = Path(__file__).parents[3]
 SOURCES = {
     "ecshare": [*ROOT.glob("ecshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
-    "kvshare": [*ROOT.glob("kvshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
+    "kvshare": [
+        *(path for path in ROOT.glob("kvshare/*.py") if path.name != "tier.py"),
+        *ROOT.glob("ecshare/transfer/*.py"),
+    ],
+    "kvshare_tier": [ROOT / "kvshare" / "tier.py", *ROOT.glob("ecshare/transfer/*.py")],
 }
 
 
@@ -83,7 +87,7 @@ def test_counts_reach_prometheus_under_their_documented_names(
     assert value("ecshare_save_queue_bytes", "0") == 5
 
 
-@pytest.mark.parametrize("prefix", ["ecshare", "kvshare"])
+@pytest.mark.parametrize("prefix", SOURCES)
 def test_every_name_that_the_code_counts_is_a_metric(prefix: str) -> None:
     counted = set()
     for path in SOURCES[prefix]:
@@ -97,7 +101,7 @@ def test_every_name_that_the_code_counts_is_a_metric(prefix: str) -> None:
         assert any(re.fullmatch(pattern, each) for each in known), name
 
 
-@pytest.mark.parametrize("prefix", ["ecshare", "kvshare"])
+@pytest.mark.parametrize("prefix", SOURCES)
 def test_every_metric_is_documented_with_all_its_labels(prefix: str) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     for family, metric in METRICS[prefix].items():
