@@ -101,8 +101,12 @@ async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
 
 
 def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | None:
-    """Return which of `others` differs from `facts` in the fewest fields, but in some."""
-    differing = [manifest for manifest in others if differences(facts, manifest.facts)]
+    """Return which of `others` differs from `facts` in the fewest fields, but in some.
+
+    A connector and a tier for vLLM's own offloading never share, so neither is near the other.
+    """
+    alike = [manifest for manifest in others if ("tier" in manifest.facts) == ("tier" in facts)]
+    differing = [manifest for manifest in alike if differences(facts, manifest.facts)]
     return min(
         differing, key=lambda manifest: len(differences(facts, manifest.facts)), default=None
     )

@@ -119,6 +119,16 @@ def test_the_nearest_differs_in_the_fewest_fields_but_in_some() -> None:
     assert nearest(facts, others[2:]) is None
 
 
+def test_a_tier_is_no_neighbour_of_a_connector() -> None:
+    connector, tier = {"a": 1}, {"a": 1, "tier": 1}
+    both = [Manifest(namespace_digest(each), each, 0.0) for each in (connector, tier)]
+    assert nearest(connector, both) is None
+    assert nearest(tier, both) is None
+    found = nearest({**tier, "b": 2}, both)
+    assert found is not None
+    assert found.facts == tier
+
+
 def test_the_fields_that_differ_are_named() -> None:
     other = {"model": "qwen", "weights": {"a.safetensors": 124, "b": 1}, "epoch": "2"}
     assert differences(FACTS, other) == [
