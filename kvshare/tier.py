@@ -131,10 +131,10 @@ class KVShareTier(SecondaryTierManager):
         self._copying: dict[int, tuple[Run, _Store]] = {}  # of the Run
         self._finished: list[JobResult] = []
         self._engine = TransferEngine(config, path)
-        self._namespace = tier_namespace(
-            offloading_spec, num_bytes, config.epoch, self._engine.integrity
-        )
         try:
+            self._namespace = tier_namespace(
+                offloading_spec, num_bytes, config.epoch, self._engine.integrity
+            )
             self._engine.start_up(
                 self._namespace.kind, self._namespace.digest, self._namespace.facts, write=True
             )

@@ -78,7 +78,7 @@ def test_chunks_come_back_on_another_host(start: StartHost, store: dict[str, Any
 
 
 def test_chunks_outlive_the_engine_that_stored_them(
-    start: StartHost, store: dict[str, Any], tmp_path: Path
+    start: StartHost, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     """Here in a process of its own, which ends right after the last step."""
     program = (
@@ -88,9 +88,9 @@ def test_chunks_outlive_the_engine_that_stored_them(
         "host.offload([1, 2, 3])\n"
         "host.close()\n"
     )
-    options = tier_options(store, tmp_path / "other")
+    options = tier_options(folder, tmp_path / "other")
     subprocess.run([sys.executable, "-c", program, json.dumps(options)], check=True)
-    host = start(store)
+    host = start(folder)
     assert host.find([1, 2, 3]) == [HIT] * 3
     assert [host.read(number) for number in (1, 2, 3)] == [content(number) for number in (1, 2, 3)]
 
