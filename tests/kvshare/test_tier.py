@@ -170,6 +170,7 @@ OTHER_GROUPS = (OffloadingGroupConfig(16, ("layer.0", "layer.2"), 0),)
         {"parallel__dcp_size": 2},
         {"parallel__world_size": 2},
         {"worker_kv_bytes_per_block": 2 * BLOCK_BYTES},
+        {"worker_kv_bytes_per_block": BLOCK_BYTES // 2, "cache__blocks_per_chunk": 2},
         {"model": "another model"},
         {"tier": {"epoch": "another"}},
         {"tier": {"integrity_key": "k" * 16}},
@@ -222,12 +223,15 @@ def test_other_weights_in_a_folder_of_the_same_name_separate(
     assert len(digests) == 2
 
 
-def test_vllms_release_separates(
+def test_vllms_release_and_the_device_separate(
     start: StartHost, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = start(folder)
+    digests = {start(folder).tier._namespace.digest}
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    assert start(folder).tier._namespace.digest != one.tier._namespace.digest
+    digests.add(start(folder).tier._namespace.digest)
+    monkeypatch.setattr("vllm.platforms.current_platform.device_name", "another")
+    digests.add(start(folder).tier._namespace.digest)
+    assert len(digests) == 3
 
 
 # --- starting, telling, ending ---

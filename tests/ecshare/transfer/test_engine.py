@@ -345,13 +345,17 @@ def test_a_fetched_object_is_given_to_who_can_use_it(
 ) -> None:
     finish(engine, Put(key("cat"), filled(staging)))
     taken = torch.zeros(4, 8)
+    given: list[StoredObject] = []
 
     def use(stored: StoredObject) -> None:
+        given.append(stored)
         taken.copy_(as_tensor(stored.payload, stored.facts))
 
     done = finish(elsewhere, Fetch(key("cat"), 5.0, use=use))
     assert (done.outcome, done.value) == (Outcome.OK, True)
     assert torch.equal(taken, TENSOR)
+    with pytest.raises(ValueError, match="released"):
+        bytes(given[0].payload)
     assert finish(elsewhere, Fetch(key("dog"), 5.0, use=use)).outcome is Outcome.MISSING
 
 
