@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache tensors -> blocks as stored objects hold them, and back; pure.
+"""vLLM's cache tensors -> chunks of blocks as stored objects hold them, and back; pure.
 
-A stored block is [head, layer, token, content]: one range of heads is one range of bytes, whatever
-the strides on the device. `content` is what the attention kernel keeps for one token and head, K
-and V together. Only the head and the block are axes that every kernel means alike: CPU kernels
-repack the inside of a block for their instruction set. So blocks are moved whole, never by token.
+A stored chunk is [head, layer, token, content], its blocks one after the other along the tokens:
+one range of heads is one range of bytes, whatever the strides on the device. `content` is what the
+attention kernel keeps for one token and head, K and V together. Only the head and the block are
+axes that every kernel means alike: CPU kernels repack the inside of a block for their instruction
+set. So blocks are moved whole, never by token.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # The others can be made to collide on purpose, and a name in a shared store must mean one thing.
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
+# Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
+_HOST = "cpu"
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -64,9 +67,17 @@ class BlockCaches:
     """
 
     def __init__(
-        self, caches: Mapping[str, Tensor], num_blocks: int, block_tokens: int, num_heads: int
+        self,
+        caches: Mapping[str, Tensor],
+        num_blocks: int,
+        block_tokens: int,
+        num_heads: int,
+        *,
+        is_repacked: bool = False,
     ) -> None:
         """Find the axes of each layer's tensor in `caches`.
+
+        `is_repacked`: the kernel mixes the tokens of a block, so that none can be told from others.
 
         Raises:
             ValueError: a layout this does not understand; the message says which and why.
@@ -83,36 +94,84 @@ class BlockCaches:
         first = self._pages[0]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
-        self.shape = (num_heads, len(self._pages), block_tokens, int(first.shape[-1]))
+        self._num_heads = num_heads
+        self._block_tokens = block_tokens
+        self._content = int(first.shape[-1])
+        self._is_repacked = is_repacked
 
-    def facts(self, num_tokens: int, name: str) -> TensorFacts:
-        """Return what the object of a block says of itself: `num_tokens` of it count.
+    def facts(self, num_blocks: int, num_tokens: int, name: str) -> TensorFacts:
+        """Return what the object of a chunk of `num_blocks` says of itself; `num_tokens` count.
 
         `name`: the chunk's; an object that was moved to another key is told by it.
         """
         attributes = {
             "chunk": name,
             "num_tokens": num_tokens,
-            "block_tokens": self.shape[2],
-            "num_layers": self.shape[1],
+            "block_tokens": self._block_tokens,
+            "num_layers": len(self._pages),
         }
-        return TensorFacts(dtype=self.dtype, shape=self.shape, attributes=attributes)
+        num_stored = num_blocks * self._block_tokens
+        shape = (self._num_heads, len(self._pages), num_stored, self._content)
+        return TensorFacts(dtype=self.dtype, shape=shape, attributes=attributes)
 
-    def read(self, block_id: int) -> list[Tensor]:
-        """Return block `block_id` as one [head, token, content] view a layer, in stored order.
+    def read(self, block_ids: Sequence[int], num_tokens: int, out: Tensor) -> None:
+        """Copy blocks to `out` [head, layer, token, content], on the cache's device.
 
-        A copy where the kernel's blocks are smaller than the cache's, a view otherwise.
-        """
-        return [pages[block_id].flatten(1, 2) for pages in self._pages]
-
-    def write(self, block_id: int, stored: Tensor) -> None:
-        """Overwrite block `block_id` with `stored` [head, layer, token, content], on the host.
-
-        The bytes have been read on return: `stored` may be released.
+        What follows the first `num_tokens` are bytes of nobody or of an earlier request: they are
+        zeroed. Where the kernel mixes the tokens of a block that cannot be done.
         """
         for layer, pages in enumerate(self._pages):
-            page = pages[block_id]
-            page.copy_(stored[:, layer].view(page.shape))
+            _gather(pages, block_ids, self._rows(out, layer, len(block_ids)))
+        if not self._is_repacked:
+            out[:, :, num_tokens:] = 0
+
+    def write(self, stored: Tensor, first_block: int, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks with those of the host's `stored` [head, layer, token, content].
+
+        The blocks of `stored` from `first_block` on, as many as there are `block_ids`. The bytes
+        have been read on return: `stored` may be released.
+        """
+        first, end = first_block, first_block + len(block_ids)
+        tokens = stored[:, :, first * self._block_tokens : end * self._block_tokens]
+        here = tokens.to(self.device)
+        for layer, pages in enumerate(self._pages):
+            _scatter(self._rows(here, layer, len(block_ids)), pages, block_ids)
+
+    def _rows(self, chunk: Tensor, layer: int, num_blocks: int) -> Tensor:
+        """View one layer of `chunk` as pages: [block, head, kernel block, token, content]."""
+        page = self._pages[layer].shape[1:]
+        return chunk[:, layer].view(page[0], num_blocks, *page[1:]).transpose(0, 1)
+
+
+def _gather(pages: Tensor, block_ids: Sequence[int], rows: Tensor) -> None:
+    """Copy these `pages` to `rows`, which have the same axes."""
+    if pages.device.type == _HOST:
+        for row, block_id, count in _runs(block_ids):
+            rows[row : row + count].copy_(pages[block_id : block_id + count])
+        return
+    index = torch.tensor(block_ids, device=pages.device)
+    rows.copy_(pages.index_select(0, index))
+
+
+def _scatter(rows: Tensor, pages: Tensor, block_ids: Sequence[int]) -> None:
+    """Copy `rows` to these `pages`."""
+    if pages.device.type == _HOST:
+        for row, block_id, count in _runs(block_ids):
+            pages[block_id : block_id + count].copy_(rows[row : row + count])
+        return
+    pages.index_copy_(0, torch.tensor(block_ids, device=pages.device), rows)
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (place, first number, count) of each run of consecutive numbers.
+
+    vLLM hands blocks out in order as long as it has them in order, and a copy of many is one.
+    """
+    start = 0
+    for place in range(1, len(block_ids) + 1):
+        if place == len(block_ids) or block_ids[place] != block_ids[place - 1] + 1:
+            yield start, block_ids[start], place - start
+            start = place
 
 
 def _distinct_layers(caches: Mapping[str, Tensor]) -> list[str]:

@@ -17,7 +17,26 @@ OPTIONS_PATH = "kv_connector_extra_config"
 
 
 class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the KV connector; today those that both connectors take."""
+    """Options of the KV connector: those that both connectors take, and its own."""
+
+    chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """Tokens of one stored object: a whole number of vLLM's blocks; one block where that is larger.
+    Engines share KV only where it is the same."""
+
+    def chunk_blocks(self, block_tokens: int) -> int:
+        """Return how many blocks of `block_tokens` make a chunk.
+
+        Raises:
+            ConfigError: it is no whole number; names the option and the nearest ones that are.
+        """
+        num_blocks, rest = divmod(self.chunk_tokens, block_tokens)
+        if rest and num_blocks:
+            raise ConfigError(
+                f"{OPTIONS_PATH}.chunk_tokens: {self.chunk_tokens} tokens are no whole number of "
+                f"blocks of {block_tokens} tokens; use {num_blocks * block_tokens} or "
+                f"{(num_blocks + 1) * block_tokens}"
+            )
+        return max(1, num_blocks)
 
 
 class TierConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

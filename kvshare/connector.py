@@ -24,6 +24,7 @@ from kvshare.config import OPTIONS_PATH, KVConfig
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -86,6 +87,12 @@ class KVShareConnector(KVConnectorBase_V1):
         half.close()
 
     # --- worker processes ---
+
+    def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata") -> None:
+        """Save what lies in blocks that were freed; called before this step can refill them."""
+        if TYPE_CHECKING:
+            assert isinstance(kv_connector_metadata, Orders)
+        self.worker.save_leaving(kv_connector_metadata)
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Take hold of vLLM's cache tensors, one a layer."""
@@ -151,10 +158,15 @@ class KVShareConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; a producer announces what of it is stored or on its way.
 
-        The first value is always False: saves were copied out in stream order, so no block is
-        needed any more.
+        The first value is always False: saves are copied out in stream order, before any later
+        step can fill the blocks anew.
         """
         return False, self.scheduler.finished(request)
+
+    def reset_cache(self) -> bool:
+        """Forget what is in the cache; the store keeps what it has."""
+        self.scheduler.reset()
+        return True
 
     # --- statistics; both processes ---
 

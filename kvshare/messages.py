@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk of a request and the cache block that holds it, or is to hold it."""
+    """One chunk, and the cache blocks that hold some of its blocks, or are to hold them."""
 
     key: ChunkKey
+    num_blocks: int
+    """Of the whole chunk."""
     num_tokens: int
-    """Tokens of the block that the chunk vouches for; the rest of the block is noise."""
-    block_id: int
+    """Tokens that the chunk vouches for; the rest of its last block is noise."""
+    block_ids: tuple[int, ...]
+    """Of consecutive blocks of the chunk: all of them where it is saved."""
+    first_block: int = 0
+    """Which block of the chunk the first of `block_ids` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class Orders(KVConnectorMetadata):
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[Piece, ...] = ()
     """To be copied out of the cache after this step's forward pass."""
+    leaving: tuple[Piece, ...] = ()
+    """To be copied out before this step's forward pass: vLLM has freed their blocks, and requests
+    of this step may fill them."""
 
 
 @dataclass(frozen=True)

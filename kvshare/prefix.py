@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's tokens -> the chunks that hold their KV; pure.
+"""A request's tokens -> the chunks that may hold their KV; pure.
 
-A chunk is one full cache block, named by vLLM's own chained hash, or the tail of a prompt: the
-tokens of its last, partly filled block but for the very last one, which the reader computes itself.
-vLLM's hashes cover the tokens, all tokens before them, the media, the LoRA adapter and the
-cache_salt, so equal names mean equal KV.
+A chunk is a run of consecutive blocks of a request that begins at a multiple of the chunk size:
+
+    whole   all blocks up to the next multiple
+    part    the full blocks that follow the last whole chunk, where a prompt or an answer ends
+    tail    a prompt's last, partly filled block, wherever it lies; its very last token does not
+            count, since the reader computes that one itself
+
+Whole chunks and parts are named by vLLM's own chained hash of their last block. vLLM's hashes cover
+the tokens, all tokens before them, the media, the LoRA adapter and the cache_salt, so equal names
+mean equal KV, and with the chunk size (a fact of the namespace) equal blocks in one chunk.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -20,10 +26,11 @@ HashFunction = Callable[[Any], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One stored unit: block number `index` of a request, of which `num_tokens` count."""
+    """One stored unit: `num_blocks` blocks of a request, of which `num_tokens` tokens count."""
 
     key: ChunkKey
-    index: int
+    first_block: int
+    num_blocks: int
     start_tokens: int
     num_tokens: int
 
@@ -33,54 +40,122 @@ class Chunk:
         return self.start_tokens + self.num_tokens
 
 
-def full_chunk(request: Request, index: int, block_tokens: int) -> Chunk:
-    """Return the chunk of block `index`, which must be full: its hash is known."""
-    key = ChunkKey(request.block_hashes[index])
-    return Chunk(key, index, index * block_tokens, block_tokens)
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How requests are cut into blocks, and blocks put into chunks."""
+
+    block_tokens: int
+    chunk_blocks: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a whole chunk."""
+        return self.block_tokens * self.chunk_blocks
+
+    def run(self, hashes: Sequence[bytes], first_block: int, end_block: int) -> Chunk:
+        """Return the chunk of the full blocks from `first_block` to before `end_block`."""
+        num_blocks = end_block - first_block
+        return Chunk(
+            ChunkKey(hashes[end_block - 1]),
+            first_block,
+            num_blocks,
+            first_block * self.block_tokens,
+            num_blocks * self.block_tokens,
+        )
 
 
-def tail_chunk(request: Request, block_tokens: int, hash_function: HashFunction) -> Chunk | None:
-    """Return the tail of the prompt; None if full blocks hold all but its last token.
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """All that the name of a prompt's tail is made of; see the module."""
 
-    The name is made as vLLM makes a block's, over fewer tokens: it can equal no block's name.
-    """
-    index, num_tokens = divmod(request.num_prompt_tokens - 1, block_tokens)
-    if not num_tokens or num_tokens == block_tokens - 1 or index > len(request.block_hashes):
+    block: int
+    block_before: bytes | None
+    """The hash of the block before it."""
+    tokens: tuple[int, ...]
+    extra_keys: tuple[Any, ...] | None
+    """What vLLM hashes besides tokens: media, LoRA adapter, cache_salt."""
+
+    def chunk(self, grid: Grid, hash_function: HashFunction) -> Chunk:
+        """Name it, as vLLM names a block, over fewer tokens: it can equal no block's name."""
+        key = hash_block_tokens(
+            hash_function,
+            self.block_before,  # type: ignore[arg-type]  # a NewType of bytes
+            self.tokens,
+            self.extra_keys,
+        )
+        start_tokens = self.block * grid.block_tokens
+        return Chunk(ChunkKey(key), self.block, 1, start_tokens, len(self.tokens))
+
+
+def tail_of(request: Request, grid: Grid) -> Tail | None:
+    """Return the tail of the prompt; None if full blocks hold all but its last token."""
+    block, num_tokens = divmod(request.num_prompt_tokens - 1, grid.block_tokens)
+    if not num_tokens or num_tokens == grid.block_tokens - 1 or block > len(request.block_hashes):
         return None
-    start = index * block_tokens
+    start = block * grid.block_tokens
     extra_keys, _ = generate_block_hash_extra_keys(request, start, start + num_tokens, 0)
-    key = hash_block_tokens(
-        hash_function,
-        request.block_hashes[index - 1] if index else None,
-        request.all_token_ids[start : start + num_tokens],
+    return Tail(
+        block,
+        request.block_hashes[block - 1] if block else None,
+        tuple(request.all_token_ids[start : start + num_tokens]),
         extra_keys,
     )
-    return Chunk(ChunkKey(key), index, start, num_tokens)
 
 
-def loadable_chunks(
-    request: Request, block_tokens: int, hash_function: HashFunction, start_tokens: int
-) -> tuple[Chunk, ...]:
-    """Return the chunks from token `start_tokens` (whole blocks) on, in order.
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The chunks that may hold the KV of a request's tokens; each is named when it is asked for.
 
-    A request that was preempted has output tokens too; its full blocks are loadable, while the
-    tail of its prompt is part of one of them and is left out.
+    Made in microseconds, and of values that do not change: other threads may read it.
     """
 
-    def walk() -> Iterator[Chunk]:
-        for index in range(start_tokens // block_tokens, len(request.block_hashes)):
-            yield full_chunk(request, index, block_tokens)
-        if request.num_tokens == request.num_prompt_tokens:
-            tail = tail_chunk(request, block_tokens, hash_function)
-            if tail is not None and tail.start_tokens >= start_tokens:
-                yield tail
+    grid: Grid
+    hashes: tuple[bytes, ...]
+    """Of all full blocks."""
+    tail: Tail | None
 
-    return tuple(walk())
+    @classmethod
+    def of(cls, request: Request, grid: Grid) -> "Prefix":
+        """Return what `request` may load.
 
+        One that was preempted has output tokens too; its full blocks are loadable, while the tail
+        of its prompt is part of one of them and is left out.
+        """
+        is_prompt_alone = request.num_tokens == request.num_prompt_tokens
+        tail = tail_of(request, grid) if is_prompt_alone else None
+        return cls(grid, tuple(request.block_hashes), tail)
 
-def num_leading(found: Sequence[bool]) -> int:
-    """Return how many entries are true before the first that is not."""
-    return next((index for index, is_there in enumerate(found) if not is_there), len(found))
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks, and the tail's."""
+        return len(self.hashes) + (self.tail is not None)
+
+    @property
+    def num_whole(self) -> int:
+        """How many chunks are whole."""
+        return len(self.hashes) // self.grid.chunk_blocks
+
+    @property
+    def identity(self) -> tuple[int, bytes, Tail | None]:
+        """Equal for two requests if all their chunks are."""
+        return len(self.hashes), self.hashes[-1] if self.hashes else b"", self.tail
+
+    def whole(self, number: int) -> Chunk:
+        """Return whole chunk `number`."""
+        first_block = number * self.grid.chunk_blocks
+        return self.grid.run(self.hashes, first_block, first_block + self.grid.chunk_blocks)
+
+    def parts(self, number: int, start_block: int = 0) -> list[Chunk]:
+        """Return the parts that chunk `number` may have been stored as, the longest first.
+
+        One for each place where somebody's prompt or answer may have ended, after `start_block`.
+        """
+        first_block = number * self.grid.chunk_blocks
+        longest = min(first_block + self.grid.chunk_blocks - 1, len(self.hashes))
+        return [
+            self.grid.run(self.hashes, first_block, end_block)
+            for end_block in range(longest, max(first_block, start_block), -1)
+        ]
 
 
 def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:

@@ -22,6 +22,13 @@ def cpu_attention_kernel(
     return str(_get_attn_isa(dtype, block_tokens, head_elements, cache_dtype))
 
 
+def repacks_blocks() -> bool:
+    """Whether the attention kernels of this device mix the tokens of a block when they fill it."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def register_once(factory: Any, name: str, module_path: str) -> None:
     """Register class `name` of `module_path` with a vLLM connector `factory`, unless it is there.
 

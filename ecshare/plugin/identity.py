@@ -52,23 +52,30 @@ def encoder_namespace(vllm_config: Any, epoch: str, integrity: str = "") -> Name
 
 
 def kv_namespace(
-    vllm_config: Any, kv_cache_config: Any, epoch: str, integrity: str = ""
+    vllm_config: Any,
+    kv_cache_config: Any,
+    epoch: str,
+    integrity: str = "",
+    *,
+    chunk_blocks: int = 1,
 ) -> Namespace:
-    """Return the namespace of this engine's KV blocks; options as for `encoder_namespace`.
+    """Return the namespace of this engine's KV; options as for `encoder_namespace`.
 
-    The block hashes themselves contain tokens, media identifiers, LoRA names and cache_salt.
+    `chunk_blocks`: how many blocks are stored as one object. The block hashes themselves contain
+    tokens, media identifiers, LoRA names and cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     multimodal = model.multimodal_config
     facts = _model_facts(vllm_config, epoch, integrity) | {
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
+        "chunk_blocks": chunk_blocks,
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "num_layers": model.hf_text_config.num_hidden_layers,
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "cache_groups": len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1,
-        "layout": 1,
+        "layout": 2,
         "page": _page_format(vllm_config),
         # The same picture gives other embeddings, so other KV, under other options.
         "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),

@@ -8,7 +8,7 @@ A Put seals its slab, publishes the object to the host cache, then writes it to 
 asks the host cache, then the store; what comes from the store is verified and published, so that
 every process of this host reads the same verified bytes. A Backfill stores what the host cache has
 and the store has lost. A Lookup asks the host cache for each key and the store for the rest, in one
-batch. A Run is work of another kind that a hook must not do.
+batch; an Inquiry does so in several rounds. A Run is work of another kind that a hook must not do.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -38,6 +38,7 @@ from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
+    Inquiry,
     Job,
     Lookup,
     Moved,
@@ -294,8 +295,8 @@ class TransferEngine:
 
     def _note(self, job: Job, value: Any) -> None:
         """Compare namespaces once more where an engine that only reads finds nothing."""
-        is_hit = any(value) if isinstance(value, tuple) else value is not None
-        is_read = isinstance(job, Fetch | Lookup)
+        is_hit = any(value) if isinstance(value, tuple) else bool(value)
+        is_read = isinstance(job, Fetch | Lookup | Inquiry)
         if is_read and self._watch and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 
@@ -321,7 +322,10 @@ class TransferEngine:
             case Backfill():
                 return await self._backfill(job)
             case Lookup():
-                return await self._look_up(job, started_s + job.timeout_s), ()
+                deadline_s = started_s + job.timeout_s
+                return await self._look_up(job.keys, deadline_s, store_only=job.store_only), ()
+            case Inquiry():
+                return await self._inquire(job, started_s + job.timeout_s), ()
             case Run():
                 return await self._loop.run_in_executor(self._copies, job.work), ()
 
@@ -378,9 +382,21 @@ class TransferEngine:
         num_bytes = len(job.slab.body) if entry else 0
         return entry, Moved("write", Tier.HOST, num_bytes, seconds)
 
-    async def _look_up(self, job: Lookup, deadline_s: float) -> tuple[bool, ...]:
-        found = dict.fromkeys(job.keys, False)
-        if not job.store_only:
+    async def _inquire(self, job: Inquiry, deadline_s: float) -> Any:
+        questions = job.questions()
+        answers: Sequence[bool] | None = None
+        while True:
+            try:
+                keys = questions.send(answers) if answers is not None else next(questions)
+            except StopIteration as end:
+                return end.value
+            answers = await self._look_up(keys, deadline_s)
+
+    async def _look_up(
+        self, wanted: Sequence[str], deadline_s: float, *, store_only: bool = False
+    ) -> tuple[bool, ...]:
+        found = dict.fromkeys(wanted, False)
+        if not store_only:
             for key in found:
                 entry = self.host.open(key)
                 if entry is not None:
@@ -392,4 +408,4 @@ class TransferEngine:
                 lambda store: store.exists(keys), Urgency.LOOK_UP, deadline_s=deadline_s
             )
             found.update(zip(keys, there, strict=True))
-        return tuple(found[key] for key in job.keys)
+        return tuple(found[key] for key in wanted)

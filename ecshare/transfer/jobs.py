@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of the transfer engine, and how it ended. Plain values; no I/O."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -77,6 +77,20 @@ class Lookup(Struct, frozen=True):
     store_only: bool = False
 
 
+Questions = Generator[Sequence[str], Sequence[bool], Any]
+"""Yields keys, is sent which of them exist, and returns what it makes of all answers."""
+
+
+class Inquiry(Struct, frozen=True):
+    """Ask which keys exist in several rounds, all within `timeout_s`; see Lookup for where.
+
+    `questions` is called and run on the I/O thread, so that to name many keys costs no other one.
+    """
+
+    questions: Callable[[], Questions]
+    timeout_s: float
+
+
 class Run(Struct, frozen=True):
     """Call `work` off vLLM's threads; what it returns is the value. `name` says what for."""
 
@@ -84,7 +98,7 @@ class Run(Struct, frozen=True):
     work: Callable[[], Any]
 
 
-Job = Put | Fetch | Backfill | Lookup | Run
+Job = Put | Fetch | Backfill | Lookup | Inquiry | Run
 
 
 class StoredObject(Struct, frozen=True):
@@ -120,7 +134,7 @@ class Done(Struct, frozen=True):
 
     `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it; True where `use` had
     it), a tuple of bools in the order of the keys for a Lookup, whether the object had to be stored
-    for a Backfill, what the work returned for a Run; else None.
+    for a Backfill, what the work returned for a Run and the questions for an Inquiry; else None.
     `seconds`: from submit to the end.
     """
 

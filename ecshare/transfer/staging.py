@@ -12,7 +12,7 @@ stream order, and no CPU thread waits except the one that needs the bytes (`Slab
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -185,15 +185,20 @@ class Staging:
             # Later kernels may write to the source itself: let them wait for the copy.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def stack_out(self, slab: Slab, tensors: Sequence[Tensor], dim: int) -> None:
-        """Start copying `torch.stack(tensors, dim)` to `slab`, as `copy_out` does.
+    def fill(self, slab: Slab, write: Callable[[Tensor], None]) -> None:
+        """Have `write` fill a tensor of the slab's shape, on this device, for `slab`.
 
-        On a CPU the stack is written in place, so each byte is still copied once.
+        On a CPU that is the slab itself, so each byte is copied once, and done on return. On a GPU
+        it is copied out from there as by `copy_out`; what `write` reads may be overwritten in
+        stream order.
         """
         if self._stream is None:
-            torch.stack(list(tensors), dim=dim, out=slab.payload)
+            write(slab.payload)
             return
-        self._send(slab, torch.stack(list(tensors), dim=dim), self._stream)
+        facts = slab.facts
+        gathered = torch.empty(facts.shape, dtype=torch_dtype(facts.dtype), device=self._device)
+        write(gathered)
+        self._send(slab, gathered, self._stream)
 
     def take_back(self, buffer: Tensor, *, reuse: bool) -> None:
         """Return a slab's memory. Called by `Slab.release`. Any thread."""

@@ -3,11 +3,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -18,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+import kvshare.blocks as module
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches, refusal
@@ -65,62 +69,114 @@ def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
     return BlockCaches(caches, BLOCKS, TOKENS, heads)
 
 
-def stored(blocks: BlockCaches, block_id: int) -> Tensor:
+def stored(blocks: BlockCaches, *block_ids: int, num_tokens: int | None = None) -> Tensor:
     staging = Staging(torch.device("cpu"), 1 << 20)
-    slab = staging.reserve(blocks.facts(TOKENS, "name"))
+    count = num_tokens or TOKENS * len(block_ids)
+    slab = staging.reserve(blocks.facts(len(block_ids), count, "name"))
     assert slab is not None
-    staging.stack_out(slab, blocks.read(block_id), dim=1)
+    slab.payload.fill_(-1.0)  # as a slab that held something else
+    staging.fill(slab, partial(blocks.read, block_ids, count))
     return slab.payload.clone()
 
 
-@pytest.mark.parametrize("make", [head_major, token_major, packed, axes_moved, kernel_blocks])
-def test_blocks_survive_the_round_trip(make: Callable[[], list[Tensor]]) -> None:
+def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
+    """One block of one layer as [head, token, content], read by its axes alone."""
+    cache = caches[layer]
+    if cache.shape[0] == 2 * BLOCKS:  # kernel blocks
+        return torch.cat([cache[2 * block_id], cache[2 * block_id + 1]], dim=1)
+    return cache[..., block_id] if cache.shape[0] == HEADS else cache[block_id]
+
+
+LAYOUTS = [head_major, token_major, packed, axes_moved, kernel_blocks]
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_payload_is_head_layer_token_content(make: Callable[[], list[Tensor]]) -> None:
+    caches = make()
+    payload = stored(blocks_of(named(caches)), 4, 0, 1)
+    assert tuple(payload.shape) == (HEADS, LAYERS, 3 * TOKENS, CONTENT)
+    for layer in range(LAYERS):
+        expected = torch.cat([page(caches, layer, block_id) for block_id in (4, 0, 1)], dim=1)
+        assert torch.equal(payload[:, layer], expected)
+
+
+@given(
+    st.sampled_from(LAYOUTS),
+    st.permutations(range(BLOCKS)),
+    st.permutations(range(BLOCKS)),
+    st.integers(0, BLOCKS - 1),
+    st.data(),
+)
+def test_blocks_survive_the_round_trip(
+    make: Callable[[], list[Tensor]],
+    sources: list[int],
+    targets: list[int],
+    first: int,
+    data: st.DataObject,
+) -> None:
+    """Any blocks to any blocks; the chunk as a whole, or some of its blocks."""
+    end = data.draw(st.integers(first + 1, BLOCKS))
     source, target = make(), [torch.zeros_like(cache) for cache in make()]
-    payload = stored(blocks_of(named(source)), 3)
-    blocks_of(named(target)).write(1, payload)
-    for layer, (before, after) in enumerate(zip(source, target, strict=True)):
-        expected = blocks_of(named(source)).read(3)[layer]
-        assert torch.equal(blocks_of(named(target)).read(1)[layer], expected)
-        assert after.count_nonzero() == expected.count_nonzero(), "other blocks were touched"
-        assert before.shape == after.shape
-
-
-def test_payload_is_head_layer_token_content() -> None:
-    caches = head_major()
-    payload = stored(blocks_of(named(caches)), 4)
-    assert tuple(payload.shape) == SHAPE
-    for layer, cache in enumerate(caches):
-        assert torch.equal(payload[:, layer], cache[4])
+    payload = stored(blocks_of(named(source)), *sources)
+    blocks_of(named(target)).write(payload, first, targets[first:end])
+    for layer in range(LAYERS):
+        for number, (before, after) in enumerate(zip(sources, targets, strict=True)):
+            written = page(target, layer, after)
+            if first <= number < end:
+                assert torch.equal(written, page(source, layer, before))
+            else:
+                assert written.count_nonzero() == 0, "other blocks were touched"
 
 
 def test_one_head_range_is_one_byte_range() -> None:
-    payload = stored(blocks_of(named(token_major())), 2)
+    caches = token_major()
+    payload = stored(blocks_of(named(caches)), 2, 3)
     flat = payload.flatten()
     half = flat.numel() // 2
-    expected = torch.stack([cache[2, 1] for cache in token_major()])
+    expected = torch.stack([torch.cat([cache[2, 1], cache[3, 1]]) for cache in caches])
     assert torch.equal(flat[half:].view(expected.shape), expected)
 
 
-def test_kernel_blocks_are_joined_in_token_order() -> None:
-    cache = kernel_blocks()[0]
-    expected = torch.cat([cache[6], cache[7]], dim=1)
-    assert torch.equal(blocks_of(named(kernel_blocks())).read(3)[0], expected)
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_what_does_not_count_is_zero(make: Callable[[], list[Tensor]]) -> None:
+    """It may be what an earlier request left in the block."""
+    caches = [cache + 1 for cache in make()]
+    payload = stored(blocks_of(named(caches)), 1, 2, num_tokens=TOKENS + 3)
+    assert payload[:, :, : TOKENS + 3].count_nonzero() == HEADS * LAYERS * (TOKENS + 3) * CONTENT
+    assert payload[:, :, TOKENS + 3 :].count_nonzero() == 0
+
+
+def test_what_the_kernel_has_mixed_is_kept_whole() -> None:
+    caches = named([cache + 1 for cache in head_major()])
+    mixed = BlockCaches(caches, BLOCKS, TOKENS, HEADS, is_repacked=True)
+    assert torch.equal(stored(mixed, 2, num_tokens=3), stored(mixed, 2))
+
+
+def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a copy for each run of blocks would cost a launch each."""
+    source, target = token_major(), [torch.zeros_like(cache) for cache in token_major()]
+    expected = stored(blocks_of(named(source)), 3, 0, 1)
+    monkeypatch.setattr(module, "_HOST", "none")
+    assert torch.equal(stored(blocks_of(named(source)), 3, 0, 1), expected)
+    blocks_of(named(target)).write(expected, 1, [4, 2])
+    monkeypatch.undo()
+    assert torch.equal(stored(blocks_of(named(target)), 4, 2), expected[:, :, TOKENS:])
 
 
 def test_layers_that_share_a_cache_are_stored_once() -> None:
     caches = named(head_major())
     caches["model.layers.99.attn"] = caches["model.layers.3.attn"]
-    assert blocks_of(caches).shape == SHAPE
+    assert blocks_of(caches).facts(1, TOKENS, "name").shape == SHAPE
 
 
 def test_facts_name_the_chunk_and_what_counts() -> None:
-    facts = blocks_of(named(head_major())).facts(5, "abc")
+    facts = blocks_of(named(head_major())).facts(2, TOKENS + 5, "abc")
     assert facts == TensorFacts(
         dtype="F32",
-        shape=SHAPE,
+        shape=(HEADS, LAYERS, 2 * TOKENS, CONTENT),
         attributes={
             "chunk": "abc",
-            "num_tokens": 5,
+            "num_tokens": TOKENS + 5,
             "block_tokens": TOKENS,
             "num_layers": LAYERS,
         },
@@ -154,8 +210,8 @@ def test_unknown_layouts_are_refused(caches: dict[str, Any], says: str) -> None:
 
 def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
     cache = numbered(BLOCKS, TOKENS, TOKENS, CONTENT)
-    read = blocks_of({"l.0": cache}, heads=TOKENS).read(2)
-    assert torch.equal(read[0], cache[2])
+    payload = stored(blocks_of({"l.0": cache}, heads=TOKENS), 2)
+    assert torch.equal(payload[:, 0], cache[2])
 
 
 FULL = FullAttentionSpec(

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.utils.hashing import sha256
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.staging import Staging
-from kvshare.prefix import loadable_chunks
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
@@ -20,6 +18,7 @@ from tests.kvshare.toy import (
     HEADS,
     LAYERS,
     ToyEngine,
+    chunks_for,
     expected_answer,
     make_request,
     objects,
@@ -33,7 +32,7 @@ FIRST, MIDDLE, TAIL = 0, 2, NUM_CHUNKS - 1
 
 def chunk_path(engine: ToyEngine, folder: Path, index: int) -> Path:
     """Where chunk number `index` of PROMPT lies in the store."""
-    chunk = loadable_chunks(make_request("x", PROMPT), BLOCK, sha256, 0)[index]
+    chunk = chunks_for(make_request("x", PROMPT))[index]
     namespace = engine.connector.scheduler._facts.namespace
     return folder / "store" / object_key(Kind.KV, namespace, bytes(chunk.key), "t0of1")
 
@@ -86,6 +85,12 @@ def put_other_tensor(path: Path) -> None:
     replace(path, slab.body)
 
 
+def first_time(action: Callable[[], None]) -> Callable[[], None]:
+    """Call `action` once, however often this is called."""
+    left = [action]
+    return lambda: left.pop()() if left else None
+
+
 FAULTS = [unlink, flip_a_payload_bit, truncate, empty, swap_in_another_chunk, put_other_tensor]
 
 
@@ -95,15 +100,30 @@ def test_spoiled_between_look_up_and_load(
     start: StartEngine, warm: Path, fault: Callable[[Path], None], index: int
 ) -> None:
     engine = start()
-    engine.before_load = lambda: fault(chunk_path(engine, warm, index))
+    engine.before_load = first_time(lambda: fault(chunk_path(engine, warm, index)))
     answer = serve(engine, PROMPT)
-    assert answer.computed_prompt_tokens == len(PROMPT)
+    assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK, "what leads is loaded"
     assert engine.counts["blocks/failed"] == 1
-    assert "tokens/loaded" not in engine.counts
+    assert engine.counts.get("tokens/loaded", 0) == index * BLOCK
     # This host heals: what was computed is found here, whatever still lies in the store.
     engine.before_load = lambda: None
     assert serve(engine, PROMPT, name="again").computed_prompt_tokens == 1
     assert serve(start(), PROMPT).computed_prompt_tokens == 1
+
+
+def test_a_load_that_fails_again_is_given_up(start: StartEngine, warm: Path) -> None:
+    engine = start()
+    lost = [chunk_path(engine, warm, index) for index in (MIDDLE, FIRST)]
+
+    def lose_one() -> None:
+        lost.pop(0).unlink()
+        shutil.rmtree(warm / "host", ignore_errors=True)
+
+    engine.before_load = lose_one
+    assert serve(engine, PROMPT).computed_prompt_tokens == len(PROMPT)
+    assert not lost, "it was tried twice"
+    assert "tokens/loaded" not in engine.counts
+    assert is_at_rest(engine)
 
 
 @pytest.mark.parametrize("index", [FIRST, MIDDLE, TAIL])
@@ -153,7 +173,8 @@ def is_at_rest(engine: ToyEngine) -> bool:
         scheduler._tracked,
         scheduler._loading,
         scheduler._loads,
-        worker._waiting,
+        scheduler._leaving,
+        worker._loads and worker._loads._wanted,
         worker._saving,
     )
     pool = engine.scheduler.kv_cache_manager.block_pool

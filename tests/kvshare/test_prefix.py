@@ -10,8 +10,8 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.request import Request
 
-from kvshare.prefix import Chunk, covered_tokens, loadable_chunks, num_leading, tail_chunk
-from tests.kvshare.toy import BLOCK, make_request
+from kvshare.prefix import Chunk, Grid, Prefix, covered_tokens, tail_of
+from tests.kvshare.toy import BLOCK, chunks_for, make_request
 
 
 @pytest.fixture(autouse=True)
@@ -19,33 +19,43 @@ def _none_hash() -> None:
     init_none_hash(sha256)
 
 
-def chunks(request: Request, start: int = 0) -> tuple[Chunk, ...]:
-    return loadable_chunks(request, BLOCK, sha256, start)
+def chunks(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
+    return chunks_for(request, chunk_blocks)
 
 
 def tail(request: Request) -> Chunk | None:
-    return tail_chunk(request, BLOCK, sha256)
+    grid = Grid(BLOCK, 1)
+    found = tail_of(request, grid)
+    return found.chunk(grid, sha256) if found else None
 
 
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 3, 8])
 @pytest.mark.parametrize(
-    ("num_tokens", "expected"),
+    ("num_tokens", "num_blocks", "in_tail"),
     [
-        (1, []),
-        (2, [(0, 1)]),
-        (BLOCK, [(0, BLOCK)]),
-        (BLOCK + 1, [(0, BLOCK)]),
-        (BLOCK + 2, [(0, BLOCK), (1, 1)]),
-        (2 * BLOCK - 1, [(0, BLOCK), (1, BLOCK - 2)]),
-        (2 * BLOCK, [(0, BLOCK), (1, BLOCK)]),
+        (1, 0, 0),
+        (2, 0, 1),
+        (BLOCK, 1, 0),
+        (BLOCK + 1, 1, 0),
+        (BLOCK + 2, 1, 1),
+        (2 * BLOCK - 1, 1, BLOCK - 2),
+        (2 * BLOCK, 2, 0),
+        (7 * BLOCK + 3, 7, 2),
     ],
 )
 def test_all_but_the_last_token_is_covered(
-    num_tokens: int, expected: list[tuple[int, int]]
+    num_tokens: int, num_blocks: int, in_tail: int, chunk_blocks: int
 ) -> None:
     request = make_request("r", range(num_tokens))
-    found = chunks(request)
-    assert [(chunk.index, chunk.num_tokens) for chunk in found] == expected
-    assert [chunk.start_tokens for chunk in found] == [BLOCK * index for index, _ in expected]
+    found = chunks(request, chunk_blocks)
+    full = found[: -(-num_blocks // chunk_blocks)]
+    assert sum(chunk.num_blocks for chunk in full) == num_blocks
+    assert all(chunk.num_blocks == chunk_blocks for chunk in full[:-1])
+    assert [chunk.num_tokens for chunk in found[len(full) :]] == ([in_tail] if in_tail else [])
+    end = 0
+    for chunk in found:
+        assert chunk.start_tokens == BLOCK * chunk.first_block == end
+        end = chunk.end_tokens
     assert covered_tokens(request, found) == num_tokens - 1
 
 
@@ -54,10 +64,18 @@ def test_full_blocks_have_vllms_own_names() -> None:
     assert [bytes(chunk.key) for chunk in chunks(request)] == request.block_hashes
 
 
-def test_search_starts_after_the_local_hit() -> None:
-    request = make_request("r", range(3 * BLOCK + 2))
-    assert chunks(request, start=2 * BLOCK) == chunks(request)[2:]
-    assert chunks(request, start=3 * BLOCK) == chunks(request)[3:]
+def test_a_chunk_is_named_by_its_last_block() -> None:
+    request = make_request("r", range(8 * BLOCK))
+    named = [request.block_hashes[index] for index in (2, 5, 7)]
+    assert [bytes(chunk.key) for chunk in chunks(request, 3)] == named
+
+
+def test_parts_are_all_places_where_a_prompt_may_have_ended() -> None:
+    prefix = Prefix.of(make_request("r", range(5 * BLOCK + 1)), Grid(BLOCK, 3))
+    assert [(part.first_block, part.num_blocks) for part in prefix.parts(0)] == [(0, 2), (0, 1)]
+    assert [(part.first_block, part.num_blocks) for part in prefix.parts(1)] == [(3, 2), (3, 1)]
+    assert [part.num_blocks for part in prefix.parts(1, start_block=4)] == [2]
+    assert prefix.parts(1, start_block=5) == []
 
 
 def test_prompts_with_one_prefix_share_names_up_to_where_they_part() -> None:
@@ -116,17 +134,10 @@ def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
     request = make_request("r", range(BLOCK + 2), max_tokens=9)
     request.append_output_token_ids([50, 51, 52])
     found = chunks(request)
+    assert Prefix.of(request, Grid(BLOCK, 1)).tail is None
     assert [bytes(chunk.key) for chunk in found] == request.block_hashes
     assert covered_tokens(request, found) == 2 * BLOCK
     request.append_output_token_ids([53, 54])
     assert covered_tokens(request, chunks(request)) == 2 * BLOCK
     request.append_output_token_ids([55])
     assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [((), 0), ((True, True), 2), ((False, True), 0), ((True, False, True), 1)],
-)
-def test_num_leading(found: tuple[bool, ...], expected: int) -> None:
-    assert num_leading(found) == expected

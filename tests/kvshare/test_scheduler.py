@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,18 +15,20 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-import kvshare.scheduler as module
+import kvshare.trusted as module
 from ecshare.store.format import TensorFacts
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
+from kvshare import lookups
 from kvshare.config import KVConfig
+from kvshare.lookups import KVFacts
 from kvshare.messages import Orders, Report, announced_tokens
-from kvshare.prefix import Chunk, loadable_chunks
-from kvshare.scheduler import KVFacts, KVScheduler
+from kvshare.prefix import Chunk, Grid
+from kvshare.scheduler import KVScheduler
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import BLOCK, make_request
+from tests.kvshare.toy import BLOCK, chunks_for, make_request
 
 NAMESPACE = "0" * 32
 PROMPT = list(range(3 * BLOCK + 2))
@@ -43,20 +46,26 @@ class Clock:
 class Bench:
     """A scheduler half, its store, and the hand on the clock."""
 
-    def __init__(self, tmp_path: Path, parts: tuple[str, ...] = ("t0of1",), **roles: bool) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        parts: tuple[str, ...] = ("t0of1",),
+        chunk_blocks: int = 1,
+        **roles: bool,
+    ) -> None:
         self.config = KVConfig(
             url="gated://bucket", host_cache_dir=f"{tmp_path}/host", wait_s=5.0, io_timeout_s=20.0
         )
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
         flags = {"saves": True, "loads": True} | roles
-        facts = KVFacts(NAMESPACE, BLOCK, parts, sha256, **flags)
+        facts = KVFacts(NAMESPACE, Grid(BLOCK, chunk_blocks), parts, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
         """Store something under the names of `chunks`: look-ups ask for no more."""
         engine = TransferEngine(self.config, "options")
-        staging = Staging(torch.device("cpu"), 1 << 20)
+        staging = Staging(torch.device("cpu"), 1 << 24)
         for chunk in chunks:
             slab = staging.reserve(TensorFacts("U8", (1,), {}))
             assert slab is not None
@@ -130,8 +139,9 @@ def bench(tmp_path: Path) -> Iterator[StartBench]:
     GatedFileSystem.reset()
 
 
-def chunks_of(prompt: list[int]) -> tuple[Chunk, ...]:
-    return loadable_chunks(make_request("x", prompt), BLOCK, sha256, 0)
+def chunks_of(prompt: list[int], chunk_blocks: int = 1) -> tuple[Chunk, ...]:
+    """All chunks that hold `prompt`."""
+    return chunks_for(make_request("x", prompt), chunk_blocks)
 
 
 # --- look-ups ---
@@ -213,10 +223,10 @@ def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> 
     here.half.allocated(request, [50, 51, 52, 53], tokens)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
     assert order.request_id == "r"
-    assert [(piece.key, piece.block_id, piece.num_tokens) for piece in order.pieces] == [
-        (chunks[1].key, 51, BLOCK),
-        (chunks[2].key, 52, BLOCK),
-        (chunks[3].key, 53, 1),
+    assert [(piece.key, piece.block_ids, piece.num_tokens) for piece in order.pieces] == [
+        (chunks[1].key, (51,), BLOCK),
+        (chunks[2].key, (52,), BLOCK),
+        (chunks[3].key, (53,), 1),
     ]
     assert here.half.orders(SchedulerOutput.make_empty()).loads == (), "once"
 
@@ -230,7 +240,7 @@ def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None
     here.ask(request, 0)
     here.half.allocated(request, [50, 51, 52, 53], here.ask(request, 2 * BLOCK))
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    assert [piece.block_id for piece in order.pieces] == [52, 53]
+    assert [piece.block_ids for piece in order.pieces] == [(52,), (53,)]
 
 
 def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
@@ -240,7 +250,7 @@ def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
     here.ask(request)
     here.half.allocated(request, [50, 51], 2 * BLOCK)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    assert [piece.block_id for piece in order.pieces] == [50, 51]
+    assert [piece.block_ids for piece in order.pieces] == [(50,), (51,)]
 
 
 def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
@@ -256,14 +266,209 @@ def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
     assert here.ask(one) == here.ask(two) == len(PROMPT) - 1
 
 
-def test_a_failed_load_is_not_tried_again(bench: StartBench) -> None:
+def fail_load(here: Bench, *lost: Chunk) -> None:
+    """Report the load of request "r" as failed, for want of these chunks."""
+    output = KVConnectorOutput(
+        finished_recving={"r"},
+        failed_recving={"r"},
+        kv_connector_worker_meta=Report(frozenset(chunk.key for chunk in lost)),
+    )
+    here.half.reported(output)
+
+
+def test_what_leads_up_to_a_lost_chunk_is_loaded_again_once(bench: StartBench) -> None:
     here = bench()
-    here.put(chunks_of(PROMPT))
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
     request = make_request("r", PROMPT)
     here.half.allocated(request, [1, 2, 3, 4], here.ask(request))
-    here.half.reported(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    here.half.orders(SchedulerOutput.make_empty())
+    fail_load(here, chunks[2])
+    assert here.half.num_loadable_tokens(request, 0) == 2 * BLOCK, "without another look-up"
+    here.half.allocated(request, [5, 6], 2 * BLOCK)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_ids for piece in order.pieces] == [(5,), (6,)]
+    fail_load(here, chunks[0])
     assert here.half.num_loadable_tokens(request, 0) == 0
     assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == NUM_CHUNKS
+
+
+def test_a_failed_load_is_not_looked_up_anew(bench: StartBench) -> None:
+    """Not even if the local hit has shrunk since: the request has waited long enough."""
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    here.half.allocated(request, [1, 2, 3, 4], here.ask(request, BLOCK))
+    fail_load(here, chunks[3])
+    assert here.half.num_loadable_tokens(request, 0) == 0
+
+
+# --- chunks of several blocks ---
+
+
+def pieces_of(orders: Orders) -> list[tuple[bytes, tuple[int, ...], int, int]]:
+    return [(each.key, each.block_ids, each.num_tokens, each.first_block) for each in orders.saves]
+
+
+def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2)
+    prompt = list(range(5 * BLOCK + 3))
+    first, second, part, tail = chunks_of(prompt, 2)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, len(prompt), [7, 8, 9, 5, 6, 4])) == [
+        (first.key, (7, 8), 2 * BLOCK, 0),
+        (second.key, (9, 5), 2 * BLOCK, 0),
+        (part.key, (6,), BLOCK, 0),
+        (tail.key, (4,), 2, 0),
+    ]
+    assert bytes(part.key) == request.block_hashes[4]
+
+
+def test_a_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2)
+    prompt = list(range(4 * BLOCK + 1))
+    first, second = chunks_of(prompt, 2)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, 2 * BLOCK - 1, [7, 8])) == []
+    assert pieces_of(here.go_on(request, 2 * BLOCK - 1, [9])) == [(first.key, (7, 8), 8, 0)]
+    assert pieces_of(here.go_on(request, 3 * BLOCK, [5])) == []
+    assert pieces_of(here.go_on(request, 4 * BLOCK - 1, [6])) == [(second.key, (9, 5), 8, 0)]
+
+
+def test_a_preempted_chunk_is_saved_from_its_new_blocks(bench: StartBench) -> None:
+    here = bench(chunk_blocks=3)
+    prompt = list(range(3 * BLOCK + 1))
+    (chunk,) = chunks_of(prompt, 3)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, 2 * BLOCK - 1, [7, 8])) == []
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"r"}
+    (left,) = here.half.orders(output).leaving
+    assert (bytes(left.key), left.block_ids) == (request.block_hashes[0], (7,))
+    orders = here.go_on(request, 3 * BLOCK - 1, [30, 31, 32], resumed={"r"})
+    assert pieces_of(orders) == [(chunk.key, (30, 31, 32), 3 * BLOCK, 0)]
+    assert orders.leaving == ()
+
+
+def leave(here: Bench, request: Request) -> list[tuple[bytes, tuple[int, ...]]]:
+    here.half.finished(request)
+    orders = here.half.orders(SchedulerOutput.make_empty())
+    assert here.half.orders(SchedulerOutput.make_empty()).leaving == (), "once"
+    return [(piece.key, piece.block_ids) for piece in orders.leaving]
+
+
+def test_what_an_answer_ends_in_is_saved_when_it_ends(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT[: BLOCK + 1], 99)
+    here.run(request, 0, BLOCK + 1, [7, 8, 9])
+    request.append_output_token_ids(list(range(2 * BLOCK - 1)))
+    here.go_on(request, 3 * BLOCK - 2, [])
+    # The last block is full but for the KV of its last token, which was sampled this moment.
+    assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
+
+
+def test_a_chunk_that_async_scheduling_learns_of_late_is_saved_at_the_end(
+    bench: StartBench,
+) -> None:
+    here = bench(chunk_blocks=2)
+    request = make_request("r", PROMPT[:BLOCK], 99)
+    here.run(request, 0, BLOCK, [7, 8])
+    assert here.go_on(request, 2 * BLOCK - 1, [9]).saves == (), "not known yet"
+    request.append_output_token_ids(list(range(BLOCK + 1)))
+    assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
+
+
+def test_a_prompt_whose_answer_fills_no_block_leaves_nothing_more(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT, 9)
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 2
+    request.append_output_token_ids([1])
+    assert leave(here, request) == []
+
+
+def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4, saves=False)
+    request = make_request("r", PROMPT, 9)
+    here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
+    assert leave(here, request) == []
+
+
+def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None:
+    """vLLM gives the cache's memory away when it sleeps: what lies there afterwards is no KV."""
+    here = bench(chunk_blocks=4)
+    gone, preempted = make_request("gone", PROMPT, 9), make_request("r", PROMPT, 9)
+    for request in (gone, preempted):
+        here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
+    here.half.finished(gone)
+    here.half.reset()
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"r"}
+    assert here.half.orders(output).leaving == ()
+
+
+@pytest.mark.parametrize("local_blocks", range(6))
+def test_a_local_hit_inside_a_chunk_is_not_loaded_over(
+    bench: StartBench, local_blocks: int
+) -> None:
+    here = bench(chunk_blocks=3)
+    prompt = list(range(5 * BLOCK + 3))
+    here.put(chunks_of(prompt, 3))
+    request = make_request("r", prompt)
+    num_tokens = here.ask(request, local_blocks * BLOCK)
+    assert num_tokens == len(prompt) - 1 - local_blocks * BLOCK, "nothing is computed twice"
+    here.half.allocated(request, [50, 51, 52, 53, 54, 55], num_tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    blocks = [block for piece in order.pieces for block in piece.block_ids]
+    assert blocks == list(range(50 + local_blocks, 56))
+    first = order.pieces[0]
+    assert first.first_block == local_blocks % 3 if local_blocks < 5 else first.first_block == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(9, [50, 51, 52]), (8, [50, 51]), (1, [50])])
+def test_vllm_may_take_some_blocks_of_a_chunk(
+    bench: StartBench, num_tokens: int, blocks: list[int]
+) -> None:
+    here = bench(chunk_blocks=4)
+    here.put(chunks_of(list(range(16)), 4))
+    request = make_request("r", range(16))
+    assert here.ask(request) == 15
+    here.half.allocated(request, [50, 51, 52], num_tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [block for piece in order.pieces for block in piece.block_ids] == blocks
+
+
+def test_another_prompt_finds_the_part_that_one_ended_in(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    turn = list(range(6 * BLOCK + 1))
+    here.put(chunks_of(turn, 4))
+    assert here.ask(make_request("next", [*turn, *range(100, 160)])) == 6 * BLOCK
+    assert here.ask(make_request("other", [*turn[: 5 * BLOCK], *range(100, 160)])) == 4 * BLOCK
+
+
+def test_keys_are_not_made_on_the_scheduler_thread(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: set[str] = set()
+
+    def noted(*args: Any) -> str:
+        makers.add(threading.current_thread().name)
+        return object_key(*args)
+
+    monkeypatch.setattr(lookups, "object_key", noted)
+    assert bench().ask(make_request("r", PROMPT)) == 0
+    assert makers == {"ecshare-io"}
+
+
+def test_of_many_shares_one_of_each_chunk_is_asked_for(bench: StartBench) -> None:
+    """Eight ranks, 32 keys a round trip: five chunks are too many to ask for all shares."""
+    parts = tuple(f"t{rank}of8" for rank in range(8))
+    here = bench(parts=parts)
+    prompt = list(range(5 * BLOCK))
+    for number, chunk in enumerate(chunks_of(prompt)):
+        here.put([chunk], parts[number])
+    assert here.ask(make_request("five", prompt)) == len(prompt) - 1
+    assert here.ask(make_request("four", prompt[: 4 * BLOCK])) == 0
 
 
 # --- announcements: they come from the client ---
@@ -336,7 +541,8 @@ def test_an_announced_prefix_is_taken_when_it_is_whole(bench: StartBench) -> Non
 
 
 def saved(orders: Orders) -> list[tuple[bytes, int]]:
-    return [(piece.key, piece.block_id) for piece in orders.saves]
+    """The saves of `orders`, each of one block."""
+    return [(piece.key, block) for piece in orders.saves for block in piece.block_ids]
 
 
 def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
@@ -349,8 +555,9 @@ def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
     assert saved(here.go_on(request, BLOCK + 1, [9])) == []
     assert saved(here.go_on(request, 2 * BLOCK - 1, [])) == [(chunks[1].key, 8)]
     assert saved(here.go_on(request, 3 * BLOCK - 1, [])) == [(chunks[2].key, 9)]
-    assert saved(here.go_on(request, 3 * BLOCK, [5])) == [(chunks[3].key, 5)]
-    assert saved(here.go_on(request, 3 * BLOCK + 1, [])) == []
+    assert saved(here.go_on(request, 3 * BLOCK, [5])) == []
+    assert saved(here.go_on(request, 3 * BLOCK + 1, [])) == [(chunks[3].key, 5)]
+    assert saved(here.go_on(request, 3 * BLOCK + 2, [])) == []
 
 
 def test_blocks_of_the_answer_are_saved_when_their_tokens_are_known(bench: StartBench) -> None:
@@ -407,7 +614,7 @@ def test_trust_in_the_store_ends(bench: StartBench) -> None:
 def test_memory_of_what_is_stored_is_bounded(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TRUSTED_CHUNKS", 2)
+    monkeypatch.setattr(module, "_MAX_CHUNKS", 2)
     here = bench()
     chunks = chunks_of(PROMPT)
     here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])

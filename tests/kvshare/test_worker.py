@@ -4,32 +4,37 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare.config import KVConfig
+from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, Finished, KVWorker
+from kvshare.worker import CacheShape, KVWorker
 from tests.kvshare.gated import GatedFileSystem
 
 NAMESPACE = "0" * 32
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
+BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
+SHAPE = CacheShape(BLOCKS, TOKENS, HEADS, is_repacked=False)
 A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 class Host:
     """One worker on a host of its own."""
 
-    def __init__(self, host_cache: Path) -> None:
-        config = KVConfig(url="gated://bucket", host_cache_dir=str(host_cache))
+    def __init__(self, host_cache: Path, **options: Any) -> None:
+        config = KVConfig(url="gated://bucket", host_cache_dir=str(host_cache), **options)
         self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, CacheShape(BLOCKS, TOKENS, HEADS), "t0of1", self.engine)
+        self.worker = KVWorker(config, SHAPE, "t0of1", self.engine)
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -40,12 +45,20 @@ class Host:
     def load(self, request_id: str, *pieces: Piece) -> None:
         self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
 
-    def settle(self, until: Callable[[Finished], bool] = lambda _: False) -> Finished:
-        """Step until all jobs have ended, or `until` is true of all reports so far."""
+    def settle(
+        self,
+        until: Callable[[Finished], bool] = lambda _: False,
+        each: Callable[[], bool] = lambda: True,
+    ) -> Finished:
+        """Step until all jobs have ended, or `until` is true of all reports so far.
+
+        `each` must be true after each step.
+        """
         total = Finished()
         deadline_s = time.monotonic() + GIVE_UP_S
         while self.engine.in_flight and not until(total):
             finished = self.worker.settle()
+            assert each()
             assert not finished.requests & total.requests, "reported twice"
             total.requests.update(finished.requests)
             total.failed.update(finished.failed)
@@ -62,8 +75,8 @@ class Host:
 def host(tmp_path: Path) -> Iterator[Callable[[], Host]]:
     started: list[Host] = []
 
-    def start() -> Host:
-        started.append(Host(tmp_path / f"host-{len(started)}"))
+    def start(**options: Any) -> Host:
+        started.append(Host(tmp_path / f"host-{len(started)}", **options))
         return started[-1]
 
     yield start
@@ -71,6 +84,11 @@ def host(tmp_path: Path) -> Iterator[Callable[[], Host]]:
     for one in started:
         one.worker.close()
     GatedFileSystem.reset()
+
+
+def block(key: ChunkKey, num_tokens: int, block_id: int) -> Piece:
+    """A chunk of one block."""
+    return Piece(key, 1, num_tokens, (block_id,))
 
 
 def name_of(chunk: ChunkKey) -> str:
@@ -84,11 +102,12 @@ def random_cache() -> Tensor:
 def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
-    source.save(Piece(A, TOKENS, 3), Piece(B, 2, 5))
-    target.load("r", Piece(A, TOKENS, 1), Piece(B, 2, 0))
+    source.save(block(A, TOKENS, 3), block(B, 2, 5))
+    target.load("r", block(A, TOKENS, 1), block(B, 2, 0))
     assert target.settle() == Finished({"r"}, set())
     assert torch.equal(target.cache[:, 1], source.cache[:, 3])
-    assert torch.equal(target.cache[:, 0], source.cache[:, 5])
+    assert torch.equal(target.cache[:, 0, :, :2], source.cache[:, 5, :, :2])
+    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, "bytes of nobody stay here"
     assert target.cache[:, 2:].count_nonzero() == 0
     assert source.counts() == {"blocks/saved": 2}
     assert target.counts() == {"blocks/loaded": 2}
@@ -96,16 +115,86 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.worker.report() is None
 
 
+def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], Host]) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(Piece(A, 3, 3 * TOKENS, (6, 1, 2)))
+    assert source.counts() == {"blocks/saved": 3}
+    target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4), first_block=1))
+    assert target.engine.in_flight == 1
+    assert target.settle() == Finished({"r"}, set())
+    assert target.counts() == {"blocks/loaded": 2}
+    assert torch.equal(target.cache[:, [5, 4]], source.cache[:, [1, 2]])
+    target.cache[:, [5, 4]] = 0
+    assert target.cache.count_nonzero() == 0
+
+
+def test_a_chunk_of_another_number_of_blocks_is_another_thing(host: Callable[[], Host]) -> None:
+    source, target = host(), host()
+    source.save(Piece(A, 2, 2 * TOKENS, (6, 1)))
+    target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4, 3)))
+    assert target.settle() == Finished({"r"}, {"r"})
+    assert target.cache.count_nonzero() == 0
+
+
+def test_freed_blocks_are_saved_before_they_are_refilled(host: Callable[[], Host]) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    before = source.cache[:, 3].clone()
+    orders = Orders(NAMESPACE, leaving=(block(A, TOKENS, 3),))
+    source.worker.save_leaving(orders)
+    source.cache.zero_()  # by this step's forward pass
+    source.worker.save(orders)
+    source.settle()
+    target.load("r", block(A, TOKENS, 0))
+    target.settle()
+    assert torch.equal(target.cache[:, 0], before)
+
+
+def test_loads_hold_no_more_memory_than_they_may(host: Callable[..., Host]) -> None:
+    """However many requests want however much: what does not fit waits its turn."""
+    source, target = host(), host(buffer_bytes=2 * (PROLOGUE_BYTES + BLOCK_BYTES))
+    source.cache.copy_(random_cache())
+    keys = [ChunkKey(bytes([number]) * 32) for number in range(BLOCKS)]
+    for number, key in enumerate(keys):
+        source.save(block(key, TOKENS, number))
+    for number, key in enumerate(keys):
+        target.load(f"r{number}", block(key, TOKENS, number))
+        assert target.engine.in_flight <= 2
+    finished = target.settle(each=lambda: target.engine.in_flight <= 2)
+    assert len(finished.requests) == BLOCKS
+    assert torch.equal(target.cache, source.cache)
+
+
+def test_one_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Host]) -> None:
+    source, target = host(), host(buffer_bytes=1)
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
+    target.load("r", block(A, TOKENS, 3), block(B, TOKENS, 4))
+    assert target.engine.in_flight == 1
+    assert target.settle() == Finished({"r"}, set())
+    assert torch.equal(target.cache[:, 3:5], source.cache[:, 3:5])
+
+
+def test_what_waits_for_a_load_that_failed_is_not_fetched(host: Callable[..., Host]) -> None:
+    target = host(buffer_bytes=1)
+    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1), block(C, TOKENS, 2))
+    assert target.settle() == Finished({"r"}, {"r"})
+    report = target.worker.report()
+    assert report is not None
+    assert report.lost == {A}, "B and C were not asked for"
+
+
 def test_a_block_may_be_refilled_once_its_save_was_started(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
     before = source.cache[:, 3].clone()
     GatedFileSystem.close_gate("put")
-    source.worker.save(Orders(NAMESPACE, saves=(Piece(A, TOKENS, 3),)))
+    source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
     source.cache.zero_()
     GatedFileSystem.open_gates()
     source.settle()
-    target.load("r", Piece(A, TOKENS, 0))
+    target.load("r", block(A, TOKENS, 0))
     target.settle()
     assert torch.equal(target.cache[:, 0], before)
 
@@ -116,9 +205,9 @@ def test_what_arrives_after_a_failure_was_reported_is_not_written(
     """vLLM may have given the blocks to another request by then."""
     source, target = host(), host()
     source.cache.copy_(random_cache())
-    source.save(Piece(A, TOKENS, 3))
+    source.save(block(A, TOKENS, 3))
     GatedFileSystem.close_gate(f"get {name_of(A)}")
-    target.load("r", Piece(A, TOKENS, 0), Piece(B, TOKENS, 1))
+    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1))
     reported = target.settle(until=lambda total: bool(total.requests))
     assert reported == Finished({"r"}, {"r"})
     report = target.worker.report()
@@ -136,7 +225,7 @@ def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
 ) -> None:
     target = host()
     GatedFileSystem.close_gate(f"get {name_of(A)}")
-    target.load("r", Piece(A, TOKENS, 0), Piece(B, TOKENS, 1))
+    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1))
     assert target.settle(until=lambda total: bool(total.requests)) == Finished({"r"}, {"r"})
     GatedFileSystem.open_gates()
     assert target.settle() == Finished()
@@ -149,9 +238,9 @@ def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
 def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
-    source.save(Piece(A, TOKENS, 3), Piece(B, TOKENS, 4))
-    target.load("one", Piece(A, TOKENS, 0), Piece(B, TOKENS, 1))
-    target.load("two", Piece(A, TOKENS, 2), Piece(C, TOKENS, 5))
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
+    target.load("one", block(A, TOKENS, 0), block(B, TOKENS, 1))
+    target.load("two", block(A, TOKENS, 2), block(C, TOKENS, 5))
     assert target.engine.in_flight == 3
     assert target.settle() == Finished({"one", "two"}, {"two"})
     assert torch.equal(target.cache[:, 0], source.cache[:, 3])
@@ -161,8 +250,8 @@ def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) ->
 def test_another_number_of_tokens_is_another_thing(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
-    source.save(Piece(A, 2, 3))
-    target.load("r", Piece(A, 3, 0))
+    source.save(block(A, 2, 3))
+    target.load("r", block(A, 3, 0))
     assert target.settle() == Finished({"r"}, {"r"})
     assert target.cache.count_nonzero() == 0
 
@@ -172,14 +261,14 @@ def test_a_cache_it_does_not_understand_is_neither_read_nor_written(
 ) -> None:
     config = KVConfig(url="gated://bucket", host_cache_dir=host().engine.host.root.as_posix())
     engine = TransferEngine(config, "options")
-    worker = KVWorker(config, CacheShape(BLOCKS, TOKENS, HEADS), "t0of1", engine)
+    worker = KVWorker(config, SHAPE, "t0of1", engine)
     worker.register({"l.0": torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT)})
     assert "cannot be read as 8 blocks of 2 heads x 4 tokens" in caplog.text
     report = worker.report()
     assert report is not None
     assert report.is_idle
-    loads = (LoadOrder("r", (Piece(A, TOKENS, 0), Piece(B, TOKENS, 1))),)
-    orders = Orders(NAMESPACE, loads, saves=(Piece(C, TOKENS, 2),))
+    loads = (LoadOrder("r", (block(A, TOKENS, 0), block(B, TOKENS, 1))),)
+    orders = Orders(NAMESPACE, loads, saves=(block(C, TOKENS, 2),))
     worker.load(orders)
     worker.save(orders)
     assert worker.settle() == Finished({"r"}, {"r"})

@@ -38,6 +38,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import merged
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
+from kvshare.prefix import Chunk, Grid, Prefix
 from kvshare.worker import CacheShape, KVWorker
 
 BLOCK = 4
@@ -109,7 +110,9 @@ def vllm_config(
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"url": f"file://{folder}/store", "host_cache_dir": f"{folder}/host"} | more
+    """A store in `folder`, an object a block unless `more` says otherwise."""
+    ours = {"url": f"file://{folder}/store", "host_cache_dir": f"{folder}/host"}
+    return ours | {"chunk_tokens": BLOCK} | more
 
 
 def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
@@ -123,6 +126,15 @@ def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: 
         block_hasher=get_request_block_hasher(BLOCK, sha256),
         **more,
     )
+
+
+def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
+    """All chunks that hold a prompt: whole ones, what is left of full blocks, the tail."""
+    grid = Grid(BLOCK, chunk_blocks)
+    prefix = Prefix.of(request, grid)
+    chunks = [prefix.whole(number) for number in range(prefix.num_whole)]
+    chunks += prefix.parts(prefix.num_whole)[:1]
+    return (*chunks, *([prefix.tail.chunk(grid, sha256)] if prefix.tail else []))
 
 
 def kv_of(tokens: Sequence[int]) -> float:
@@ -189,7 +201,7 @@ class ToyEngine:
         extra = config.kv_transfer_config.kv_connector_extra_config
         kv_config = KVConfig(**extra)
         self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
-        shape = CacheShape(num_blocks, BLOCK, HEADS)
+        shape = CacheShape(num_blocks, BLOCK, HEADS, is_repacked=False)
         self.worker = KVWorker(kv_config, shape, "t0of1", self.transfer)
         # Garbage, so that a block nobody wrote is noticed.
         self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
@@ -244,10 +256,11 @@ class ToyEngine:
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step of a worker, in the order of vLLM's model runners."""
+        orders: Any = output.kv_connector_metadata
+        self.worker.save_leaving(orders)
         for name in output.finished_req_ids:
             self.rows.pop(name, None)
         sampled = [self._forward(name, *work) for name, work in self._work(output).items()]
-        orders: Any = output.kv_connector_metadata
         if orders.loads:
             self.before_load()
         self.worker.load(orders)

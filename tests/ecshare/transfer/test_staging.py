@@ -35,12 +35,17 @@ def test_copy_out_takes_any_strides(staging: Staging) -> None:
     assert torch.equal(slab.payload, tensor)
 
 
-def test_stack_out_is_torch_stack(staging: Staging) -> None:
-    layers = [torch.randn(2, 16, 64) for _ in range(5)]
-    slab = staging.reserve(facts(2, 5, 16, 64))
+def test_a_slab_is_filled_in_place(staging: Staging) -> None:
+    slab = staging.reserve(facts(2, 5))
     assert slab is not None
-    staging.stack_out(slab, layers, dim=1)
-    assert torch.equal(slab.payload, torch.stack(layers, dim=1))
+    filled: list[torch.Tensor] = []
+
+    def write(out: torch.Tensor) -> None:
+        filled.append(out.fill_(3.0))
+
+    staging.fill(slab, write)
+    assert slab.payload.tolist() == [[3.0] * 5] * 2
+    assert filled[0].data_ptr() == slab.payload.data_ptr()
 
 
 def test_as_tensor_views_without_a_copy() -> None:

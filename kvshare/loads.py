@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings chunks to the blocks of waiting requests, some at a time."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, StoredObject
+from ecshare.transfer.staging import as_tensor
+from ecshare.transfer.stats import Stats
+from kvshare.blocks import BlockCaches
+from kvshare.config import KVConfig
+from kvshare.messages import LoadOrder, Piece
+from kvshare.prefix import ChunkKey
+
+logger = logging.getLogger(__name__)
+
+# More than the store's lanes take at once, so that they never run dry; and little enough that
+# what waits here, and not there, does not use up the time-out of one object.
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Requests whose load ended: all of them, and those among them that failed."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Load:
+    """A request whose blocks are being filled; `missing` counts the pieces still to come."""
+
+    request_id: str
+    missing: int
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """One object, and the loads that wait for it: it is fetched once."""
+
+    facts: TensorFacts
+    waiters: list[tuple[_Load, Piece]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return PROLOGUE_BYTES + self.facts.num_bytes
+
+
+class Loads:
+    """All loads of one worker.
+
+    Each piece is copied to its blocks as soon as its chunk is here and verified. The blocks belong
+    to the waiting request alone until it is reported, so nobody can read them half filled. Fetches
+    are submitted as far as `buffer_bytes` allow, so that neither a long prompt nor many requests
+    hold more host memory than that. The first piece that fails ends the load: the request is
+    reported, and what arrives later is let go unwritten.
+
+    Ownership: the worker's main thread.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        engine: TransferEngine,
+        blocks: BlockCaches,
+        stats: Stats,
+        lost: set[ChunkKey],
+    ) -> None:
+        """`lost`: takes the chunks that could not be loaded."""
+        self._config = config
+        self._engine = engine
+        self._blocks = blocks
+        self._stats = stats
+        self._lost = lost
+        self._limit_bytes = min(config.buffer_bytes, _MAX_BYTES)
+        self._wanted: dict[str, _Wanted] = {}
+        self._queue: deque[str] = deque()  # keys of what is wanted and not submitted yet
+        self._fetching_bytes = 0
+        self.finished = Finished()
+
+    def start(self, order: LoadOrder, key_of: Callable[[Piece], str]) -> None:
+        """Fill the blocks of `order` and note it in `finished`, once."""
+        load = _Load(order.request_id, missing=len(order.pieces))
+        for piece in order.pieces:
+            key = key_of(piece)
+            wanted = self._wanted.get(key)
+            if wanted is None:
+                facts = self._blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
+                wanted = self._wanted[key] = _Wanted(facts)
+                self._queue.append(key)
+            wanted.waiters.append((load, piece))
+        self._submit()
+
+    def arrived(self, done: Done) -> None:
+        """Hand an object to all who wait for it, and go on."""
+        assert isinstance(done.job, Fetch)
+        wanted = self._wanted.pop(done.job.key)
+        self._fetching_bytes -= wanted.num_bytes
+        stored = done.value if isinstance(done.value, StoredObject) else None
+        if stored is None or not self._fits(stored, wanted.facts):
+            for load, piece in wanted.waiters:
+                self._failed(load, piece)
+        else:
+            for load, piece in wanted.waiters:
+                self._copy_in(stored, load, piece)
+        if stored is not None:
+            stored.release()
+        self._submit()
+
+    def _submit(self) -> None:
+        """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
+        while self._queue:
+            wanted = self._wanted[self._queue[0]]
+            if all(load.failed for load, _ in wanted.waiters):
+                del self._wanted[self._queue.popleft()]
+                continue
+            after_bytes = self._fetching_bytes + wanted.num_bytes
+            if self._fetching_bytes and after_bytes > self._limit_bytes:
+                return
+            self._fetching_bytes = after_bytes
+            key = self._queue.popleft()
+            self._engine.submit(Fetch(key, self._config.io_timeout_s, wanted.num_bytes))
+
+    def _fits(self, stored: StoredObject, facts: TensorFacts) -> bool:
+        """Whether the object is what was asked for: sound bytes may be those of something else."""
+        if stored.facts == facts:
+            return True
+        # Out of the host cache with it: what is computed and saved instead is to be found there.
+        logger.warning("%s does not hold what its key promises: %s", stored.key, stored.facts)
+        self._engine.host.discard(stored.key)
+        return False
+
+    def _copy_in(self, stored: StoredObject, load: _Load, piece: Piece) -> None:
+        if load.failed:
+            return
+        tensor = as_tensor(stored.payload, stored.facts)
+        self._blocks.write(tensor, piece.first_block, piece.block_ids)
+        self._stats.add("blocks/loaded", len(piece.block_ids))
+        load.missing -= 1
+        if not load.missing:
+            self.finished.requests.add(load.request_id)
+
+    def _failed(self, load: _Load, piece: Piece) -> None:
+        """End `load` at its first bad piece: vLLM computes the request's tokens instead."""
+        self._lost.add(piece.key)
+        if load.failed:
+            return
+        load.failed = True
+        self._stats.add("blocks/failed", len(piece.block_ids))
+        self.finished.requests.add(load.request_id)
+        self.finished.failed.add(load.request_id)

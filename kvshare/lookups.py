@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks how much of a request is stored, while vLLM's scheduler goes on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions
+from ecshare.transfer.stats import Stats
+from kvshare.config import KVConfig
+from kvshare.messages import announced_tokens
+from kvshare.prefix import Chunk, Grid, HashFunction, Prefix
+from kvshare.search import KEYS_A_ROUND, Found, longest_stored
+from kvshare.trusted import TrustedKeys
+
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class KVFacts:
+    """What the scheduler half must know of its engine."""
+
+    namespace: str
+    grid: Grid
+    parts: tuple[str, ...]
+    """The names of the shares in which the ranks store a chunk; it is there if all of them are."""
+    hash_function: HashFunction
+    """vLLM's own, which made the block hashes."""
+    saves: bool
+    loads: bool
+
+
+@dataclass(slots=True)
+class Search:
+    """The question how much of a request is stored. Answered once `is_over`."""
+
+    prefix: Prefix
+    start_block: int
+    announced_tokens: int
+    deadline_s: float
+    next_ask_s: float
+    pause_s: float = _FIRST_PAUSE_S
+    is_asking: bool = False
+    is_over: bool = False
+    found: tuple[Chunk, ...] = ()
+
+    @property
+    def start_tokens(self) -> int:
+        """What lies before it was not asked for; the first chunk found may begin before it."""
+        return self.start_block * self.prefix.grid.block_tokens
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """How many of the blocks that were asked for are not known to be stored."""
+        found = sum(chunk.num_blocks for chunk in self.found)
+        if self.found:
+            found -= self.start_block - self.found[0].first_block
+        return self.prefix.num_blocks - self.start_block - found
+
+
+class Lookups:
+    """Runs searches on the I/O thread; an answer is final after `wait_s`, whatever the store does.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        facts: KVFacts,
+        engine: TransferEngine,
+        stats: Stats,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """Use what the scheduler half owns. `clock_s`: monotonic seconds."""
+        self._config = config
+        self._facts = facts
+        self._engine = engine
+        self._stats = stats
+        self._clock_s = clock_s
+        self.stored = TrustedKeys(clock_s)
+        """What need not be saved; who saves adds to it."""
+        # By what is asked for: requests with one prompt share one search.
+        self._asking: dict[object, list[Search]] = {}
+
+    def start(self, request: Request, num_computed_tokens: int) -> Search:
+        """Return a search for what `request` could load after `num_computed_tokens`."""
+        prefix, now_s = Prefix.of(request, self._facts.grid), self._clock_s()
+        start_block = num_computed_tokens // self._facts.grid.block_tokens
+        return Search(
+            prefix,
+            start_block,
+            announced_tokens(request),
+            deadline_s=now_s + self._config.wait_s,
+            next_ask_s=now_s,
+            is_over=start_block >= prefix.num_blocks,
+        )
+
+    def advance(self, search: Search) -> None:
+        """Ask, or take the answer, or give up."""
+        self.poll()
+        now_s = self._clock_s()
+        if search.is_over:
+            return
+        if now_s >= search.deadline_s:
+            self._end(search, "failed" if search.is_asking else "missed")
+        elif not search.is_asking and now_s >= search.next_ask_s:
+            self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
+
+    def poll(self) -> None:
+        """Take what has been answered."""
+        for done in self._engine.poll():
+            if isinstance(done.job, Inquiry):
+                for search in self._asking.pop(done.job.questions, ()):
+                    self._answer(search, done)
+
+    def _ask(self, search: Search, timeout_s: float) -> None:
+        search.is_asking = True
+        asked = _Asked(self._facts, search.prefix, search.start_block)
+        waiting = self._asking.setdefault(asked, [])
+        waiting.append(search)
+        if len(waiting) == 1:
+            self._engine.submit(Inquiry(asked, timeout_s))
+
+    def _answer(self, search: Search, done: Done) -> None:
+        search.is_asking = False
+        if done.outcome is not Outcome.OK or not isinstance(done.value, Found):
+            self._end(search, "failed")
+            return
+        for chunk in done.value.chunks:
+            self.stored.add(chunk.key)
+        for key in done.value.missing:
+            self.stored.discard(key)
+        if search.is_over:
+            return
+        search.found = done.value.chunks
+        found_tokens = search.found[-1].end_tokens if search.found else 0
+        if not search.num_missing_blocks or found_tokens >= search.announced_tokens:
+            self._end(search, "missed")
+            return
+        # The rest was announced: it is being stored right now.
+        search.next_ask_s = self._clock_s() + search.pause_s
+        search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
+
+    def _end(self, search: Search, event: str) -> None:
+        """Make the answer final; count what was not found as `event`."""
+        if not search.is_over:
+            search.is_over = True
+            if search.num_missing_blocks:
+                self._stats.add(f"blocks/{event}", search.num_missing_blocks)
+
+
+class _Asked:
+    """Whether chunks are stored, as questions for their keys. Equal where all keys are.
+
+    Called on the I/O thread: to make hundreds of keys takes longer than a hook should.
+    """
+
+    def __init__(self, facts: KVFacts, prefix: Prefix, start_block: int) -> None:
+        self._facts = facts
+        self._prefix = prefix
+        self._start_block = start_block
+        self._identity = prefix.identity, start_block
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __call__(self) -> Questions:
+        rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function)
+        answers: Sequence[bool] | None = None
+        while True:
+            try:
+                chunks = rounds.send(answers) if answers is not None else next(rounds)
+            except StopIteration as end:
+                return end.value
+            keys = [self._keys(chunks, number) for number in range(len(chunks))]
+            there = iter((yield [key for shares in keys for key in shares]))
+            answers = [all([next(there) for _ in shares]) for shares in keys]
+
+    def _keys(self, chunks: Sequence[Chunk], number: int) -> list[str]:
+        """Return the keys of chunk `number`: of all its shares if that is one round trip for all
+        chunks, else of one, in turn. A chunk of which another is lost is then found by the load."""
+        parts = self._facts.parts
+        if len(chunks) * len(parts) > KEYS_A_ROUND:
+            parts = (parts[number % len(parts)],)
+        name = bytes(chunks[number].key)
+        return [object_key(Kind.KV, self._facts.namespace, name, part) for part in parts]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the longest stored prefix of a request in few rounds of questions; pure.
+
+A store takes one round trip for as many questions as it asks at once, and what is stored of a
+prompt is nearly always closed: who stored a chunk has stored those before it. So whole chunks are
+searched from coarse to fine: some, evenly spread, then those in the gap between the last one that
+is there and the first one that is not. Where that gap closes, the parts that may be stored of the
+next chunk are asked for. A chunk that was not asked for and is lost all the same is found by the
+load.
+
+32,768 tokens in chunks of 256, blocks of 16: one round where nothing or all is stored, at most
+three otherwise.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from kvshare.prefix import Chunk, ChunkKey, HashFunction, Prefix
+
+# As many keys as the stores ask for at once.
+KEYS_A_ROUND = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is stored: the leading chunks of a prefix, in order; and what was asked for in vain."""
+
+    chunks: tuple[Chunk, ...]
+    missing: tuple[ChunkKey, ...]
+
+    def __bool__(self) -> bool:
+        """Whether anything is stored."""
+        return bool(self.chunks)
+
+
+Rounds = Generator[list[Chunk], Sequence[bool], Found]
+
+
+def longest_stored(prefix: Prefix, start_block: int, hash_function: HashFunction) -> Rounds:
+    """Yield chunks, be sent whether each is stored, and return what is found in the end.
+
+    `start_block`: what lies before it is not needed. The first chunk that is found may begin
+    before it.
+    """
+    search = _Search(prefix, start_block, hash_function)
+    while chunks := search.next_round():
+        search.learn(chunks, (yield chunks))
+    return search.found()
+
+
+class _Search:
+    """One search. Whole chunks before `_low` are there; `_high` is not there, or none is left."""
+
+    def __init__(self, prefix: Prefix, start_block: int, hash_function: HashFunction) -> None:
+        self._prefix = prefix
+        self._start_block = start_block
+        self._first = self._low = start_block // prefix.grid.chunk_blocks
+        self._high = max(prefix.num_whole, self._low)
+        self._is_there: dict[ChunkKey, bool] = {}
+        self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
+
+    def next_round(self) -> list[Chunk]:
+        """Return the chunks to ask for; none: all is known."""
+        wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
+        # Where nothing is stored, as with most prompts, this makes the first round the last one.
+        next_parts = self._open_parts(self._low)
+        if len(next_parts) <= KEYS_A_ROUND // 2 or self._low == self._high:
+            wanted |= {chunk.key: chunk for chunk in next_parts}
+        room = max(1, KEYS_A_ROUND - len(wanted))
+        for number in _spread(self._low, self._high, room):
+            chunk = self._prefix.whole(number)
+            wanted[chunk.key] = chunk
+        for number in (self._high, *range(self._low + 1, self._high)):
+            parts = {chunk.key: chunk for chunk in self._open_parts(number)}
+            if len(wanted | parts) > KEYS_A_ROUND:
+                break
+            wanted |= parts
+        return list(wanted.values())
+
+    def learn(self, chunks: Sequence[Chunk], are_there: Sequence[bool]) -> None:
+        """Take the answers of a round."""
+        self._is_there |= {
+            chunk.key: is_there for chunk, is_there in zip(chunks, are_there, strict=True)
+        }
+        for number in range(self._low, self._high):
+            is_there = self._is_there.get(self._prefix.whole(number).key)
+            if is_there:
+                self._low = number + 1
+            elif is_there is False:
+                self._high = number
+                break
+
+    def found(self) -> Found:
+        """Return the end of it."""
+        chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
+        parts = self._prefix.parts(self._low, self._start_block)
+        chunks += [chunk for chunk in parts if self._is_there.get(chunk.key)][:1]
+        end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
+        tail = self._tail
+        if tail is not None and self._is_there[tail.key] and tail.first_block == end_block:
+            chunks.append(tail)
+        missing = [key for key, is_there in self._is_there.items() if not is_there]
+        return Found(tuple(chunks), tuple(missing))
+
+    def _ends(self) -> list[Chunk]:
+        """Return the tail, and the part that all but the tail would end in."""
+        parts = self._prefix.parts(self._prefix.num_whole, self._start_block)
+        return [*([self._tail] if self._tail else []), *parts[:1]]
+
+    def _open_parts(self, number: int) -> list[Chunk]:
+        """Return the parts of chunk `number` that are longer than any which is known to be there,
+        and not known to be missing."""
+        unknown = []
+        for chunk in self._prefix.parts(number, self._start_block):
+            if self._is_there.get(chunk.key):
+                break
+            if chunk.key not in self._is_there:
+                unknown.append(chunk)
+        return unknown
+
+
+def _spread(low: int, high: int, most: int) -> list[int]:
+    """Return at most `most` numbers from `low` to before `high`, evenly spread; both ends first."""
+    count = min(most, high - low)
+    if count <= 1:
+        return list(range(low, low + count))
+    return [low + step * (high - low - 1) // (count - 1) for step in range(count)]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks that need no saving, because the store has them, as far as one can know."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from math import inf
+
+from kvshare.prefix import ChunkKey
+
+# What was seen in the store is not saved again for so long. Then it is, in case the store has lost
+# it: writes are create-only, so that costs little where it has not.
+_TRUST_S = 600.0
+# About 20 MB.
+_MAX_CHUNKS = 100_000
+
+
+class TrustedKeys:
+    """Chunks that were seen in the store lately; holds a bounded number, the latest ones.
+
+    What was ordered to be saved counts, until a worker says otherwise. Ownership: vLLM's scheduler
+    thread.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self._seen_s: OrderedDict[ChunkKey, float] = OrderedDict()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
+
+    def add(self, key: ChunkKey) -> None:
+        """Note that the store has it now."""
+        self._seen_s[key] = self._clock_s()
+        self._seen_s.move_to_end(key)
+        if len(self._seen_s) > _MAX_CHUNKS:
+            self._seen_s.popitem(last=False)
+
+    def discard(self, key: ChunkKey) -> None:
+        """Note that the store may not have it."""
+        self._seen_s.pop(key, None)

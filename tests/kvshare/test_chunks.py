@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of several blocks, in whole engines but for the model: the tokens are always right."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.errors import ConfigError
+from ecshare.store.format import PROLOGUE_BYTES
+from kvshare.config import KVConfig
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.toy import (
+    BLOCK,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    Answer,
+    ToyEngine,
+    expected_answer,
+    make_request,
+    objects,
+    serve,
+)
+
+BLOCK_BYTES = LAYERS * HEADS * BLOCK * 2 * HEAD_SIZE * 4
+LONG = list(range(100, 100 + 13 * BLOCK + 3))
+
+
+def chunked(blocks: int, **more: Any) -> dict[str, Any]:
+    return {"chunk_tokens": blocks * BLOCK, **more}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("chunk_blocks", [2, 3, 5, 64])
+def test_the_second_engine_computes_one_token(
+    start: StartEngine, tmp_path: Path, chunk_blocks: int, is_async: bool
+) -> None:
+    lengths = [2, BLOCK, 7, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 41, len(LONG)]
+    prompts = [[number, *LONG[: length - 1]] for number, length in enumerate(lengths)]
+    first = start(is_async=is_async, store=chunked(chunk_blocks))
+    for number, prompt in enumerate(prompts):
+        cold = serve(first, prompt, name=f"cold{number}")
+        assert cold.computed_prompt_tokens == len(prompt)
+    second = start(is_async=is_async, store=chunked(chunk_blocks))
+    for number, prompt in enumerate(prompts):
+        assert serve(second, prompt, name=f"warm{number}").computed_prompt_tokens == 1
+    assert "blocks/failed" not in second.counts
+    num_chunks = sum(-(-(length // BLOCK) // chunk_blocks) for length in lengths)
+    assert len(objects(tmp_path)) <= num_chunks + 2 * len(prompts), "tails, and ends of answers"
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 3, 64])
+def test_turns_of_a_conversation_find_all_that_was_said(
+    start: StartEngine, chunk_blocks: int
+) -> None:
+    """Each turn on another engine than the last one."""
+    engines = [start(store=chunked(chunk_blocks), num_blocks=128) for _ in range(2)]
+    talk: list[int] = []
+    stored = 0
+    for turn in range(6):
+        talk += range(500 + 10 * turn, 500 + 10 * turn + 7)
+        engine = engines[turn % 2]
+        # What this engine has itself must not help it.
+        assert engine.scheduler.reset_prefix_cache()
+        answer = serve(engine, talk, max_tokens=11, name=f"turn{turn}")
+        assert answer.computed_prompt_tokens == len(talk) - stored
+        talk += answer.tokens
+        # The last token of an answer is sampled, not computed.
+        stored = (len(talk) - 1) // BLOCK * BLOCK
+
+
+def test_an_answer_is_stored_once_it_ends_and_no_byte_more_than_twice(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start(store=chunked(8))
+    serve(engine, LONG, max_tokens=40)
+    num_blocks = (len(LONG) + 39) // BLOCK
+    stored = sum(path.stat().st_size - PROLOGUE_BYTES for path in objects(tmp_path))
+    # One chunk is there once as a part, where the prompt ended, and once whole; and a tail.
+    assert stored <= (num_blocks + 8) * BLOCK_BYTES
+    longer = [*LONG, *engine.answers["r"].tokens]
+    fresh = start(store=chunked(8))
+    assert serve(fresh, longer).computed_prompt_tokens == len(longer) - num_blocks * BLOCK
+
+
+def test_a_local_hit_that_ends_inside_a_chunk_costs_nothing(start: StartEngine) -> None:
+    serve(start(store=chunked(4)), LONG)
+    engine = start(store=chunked(4))
+    serve(engine, LONG[: 6 * BLOCK], max_tokens=1, name="short")
+    engine.counts.clear()
+    answer = serve(engine, LONG, name="long")
+    assert answer.computed_prompt_tokens == 1
+    assert engine.counts["blocks/loaded"] == 14 - 6, "what is here is not loaded over"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("chunk_blocks", [2, 3, 8])
+def test_chunked_prefill_saves_every_chunk(
+    start: StartEngine, chunk_blocks: int, is_async: bool
+) -> None:
+    store = chunked(chunk_blocks)
+    first = start(max_num_batched_tokens=7, max_num_seqs=4, store=store, is_async=is_async)
+    serve(first, LONG)
+    assert serve(start(store=store), LONG).computed_prompt_tokens == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("chunk_blocks", [2, 3, 16])
+def test_preempted_requests_find_what_they_had(
+    start: StartEngine, chunk_blocks: int, is_async: bool
+) -> None:
+    """Too few blocks for all; what they had computed lay in blocks that others fill now."""
+    prompts = [[number, *LONG[:9]] for number in range(6)]
+    engine = start(num_blocks=20, is_async=is_async, store=chunked(chunk_blocks))
+    requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+        assert answer.tokens == expected_answer(prompt, 20)
+    assert any(request.num_preemptions for request in requests)
+    assert engine.counts["tokens/loaded"] > 0
+
+
+def test_engines_with_other_chunks_miss_each_others(start: StartEngine) -> None:
+    serve(start(store=chunked(2)), LONG)
+    other = start(store=chunked(3))
+    assert serve(other, LONG).computed_prompt_tokens == len(LONG)
+    assert "blocks/failed" not in other.counts
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 4])
+def test_a_lost_chunk_costs_what_follows_it(start: StartEngine, tmp_path: Path, index: int) -> None:
+    engine = start(store=chunked(4))
+    lost = lose(engine, tmp_path, index)
+    answer = serve(start(store=chunked(4)), LONG)
+    assert answer.computed_prompt_tokens == len(LONG) - min(4 * index, 13) * BLOCK
+    assert lost <= set(objects(tmp_path)), "and it is stored again"
+
+
+def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
+    """Store LONG chunk by chunk and lose one of the chunks. Returns where it lay."""
+    lengths = [4 * BLOCK, 8 * BLOCK, 12 * BLOCK, 13 * BLOCK, len(LONG)]
+    before: set[Path] = set()
+    added: set[Path] = set()
+    for number, length in enumerate(lengths):
+        serve(engine, LONG[:length], max_tokens=1, name=f"upto{length}")
+        new, before = set(objects(folder)) - before, set(objects(folder))
+        if number == index:
+            added = new
+    shutil.rmtree(folder / "host")
+    for path in added:
+        path.unlink()
+    return added
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_the_tokens_are_right(
+    start: StartEngine, tmp_path: Path, seed: int
+) -> None:
+    """Prompts that share beginnings, engines of all kinds, objects that vanish or break."""
+    dice = random.Random(seed)
+    chunk_blocks = dice.choice([2, 3, 4, 7])
+    stem = [dice.randrange(1000) for _ in range(60)]
+    for turn in range(3):
+        if turn:
+            spoil(dice, tmp_path)
+        engine = start(
+            num_blocks=dice.choice([26, 40, 128]),
+            is_async=dice.random() < 0.5,
+            max_num_batched_tokens=dice.choice([9, 30, 2048]),
+            max_num_seqs=8,
+            enable_prefix_caching=dice.random() < 0.7,
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+        )
+        prompts = [
+            [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
+            for _ in range(6)
+        ]
+        max_tokens = dice.choice([1, 5, 25])
+        requests = [
+            make_request(f"{turn}-{number}", prompt, max_tokens)
+            for number, prompt in enumerate(prompts)
+        ]
+        for prompt, answer in zip(prompts, answers(engine, requests), strict=True):
+            assert answer.tokens == expected_answer(prompt, max_tokens)
+
+
+def answers(engine: ToyEngine, requests: list[Any]) -> list[Answer]:
+    """Serve a few requests after the others."""
+    first = engine.run(*requests[:4])
+    return first + engine.run(*requests[4:])
+
+
+def spoil(dice: random.Random, folder: Path) -> None:
+    shutil.rmtree(folder / "host", ignore_errors=True)
+    for path in objects(folder):
+        fate = dice.random()
+        if fate < 0.2:
+            path.unlink()
+        elif fate < 0.3:
+            body = bytearray(path.read_bytes())
+            body[dice.randrange(len(body))] ^= 1
+            path.unlink()
+            path.write_bytes(body)
+
+
+# --- the option ---
+
+
+def config(chunk_tokens: int) -> KVConfig:
+    return KVConfig(url="/nowhere", chunk_tokens=chunk_tokens)
+
+
+def test_a_chunk_is_a_whole_number_of_blocks() -> None:
+    assert config(256).chunk_blocks(16) == 16
+    assert config(256).chunk_blocks(128) == 2
+    with pytest.raises(ConfigError, match=r"chunk_tokens: 250 tokens .* use 240 or 256"):
+        config(250).chunk_blocks(16)
+
+
+def test_where_a_block_is_larger_it_is_the_chunk() -> None:
+    assert config(64).chunk_blocks(128) == 1
+
+
+def test_an_engine_says_at_start_what_is_wrong(start: StartEngine) -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.chunk_tokens: 10 tokens"):
+        start(store={"chunk_tokens": 10})
