@@ -119,11 +119,15 @@ class KVShareConnector(KVConnectorBase_V1):
         self.worker.save(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load ended, and which of them failed; each once."""
+        """Return the requests whose load ended, and of which nothing was loaded; each once."""
         finished = self.worker.settle()
         return KVConnectorTransferResults(
             finished_recving=finished.requests, failed_recving=finished.failed
         )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that were not filled; vLLM keeps what lies before them."""
+        return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> "Report | None":
         """Return what the scheduler half must know; None if there is nothing."""

@@ -25,27 +25,38 @@ _MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Requests whose load ended: all of them, and those among them that failed."""
+    """Requests whose load ended, and what vLLM must know of those that did not go well."""
 
     requests: set[str] = field(default_factory=set)
+    """All of them."""
     failed: set[str] = field(default_factory=set)
+    """Those of which nothing was loaded."""
+    invalid_blocks: set[int] = field(default_factory=set)
+    """Blocks that were not filled: a request keeps what lies before its first one of them."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """A request whose blocks are being filled; `missing` counts the pieces still to come."""
+    """A request whose blocks are being filled: pieces number 0 to before `end`."""
 
     request_id: str
-    missing: int
-    failed: bool = False
+    pieces: tuple[Piece, ...]
+    end: int
+    missing: set[int]
+    """Those of them that have not arrived."""
+    is_over: bool = False
+
+    def wants(self, number: int) -> bool:
+        """Whether piece `number` is still of use."""
+        return not self.is_over and number < self.end
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """One object, and the loads that wait for it: it is fetched once."""
+    """One object, and the pieces of loads that wait for it: it is fetched once."""
 
     facts: TensorFacts
-    waiters: list[tuple[_Load, Piece]] = field(default_factory=list)
+    waiters: list[tuple[_Load, int]] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -58,8 +69,9 @@ class Loads:
     Each piece is copied to its blocks as soon as its chunk is here and verified. The blocks belong
     to the waiting request alone until it is reported, so nobody can read them half filled. Fetches
     are submitted as far as `buffer_bytes` allow, so that neither a long prompt nor many requests
-    hold more host memory than that. The first piece that fails ends the load: the request is
-    reported, and what arrives later is let go unwritten.
+    hold more host memory than that. A piece that fails shortens the load to what lies before it:
+    that is loaded and kept, and vLLM computes the rest. A request is reported once; what arrives
+    later is let go unwritten.
 
     Ownership: the worker's main thread.
     """
@@ -86,15 +98,16 @@ class Loads:
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], str]) -> None:
         """Fill the blocks of `order` and note it in `finished`, once."""
-        load = _Load(order.request_id, missing=len(order.pieces))
-        for piece in order.pieces:
+        count = len(order.pieces)
+        load = _Load(order.request_id, order.pieces, count, set(range(count)))
+        for number, piece in enumerate(order.pieces):
             key = key_of(piece)
             wanted = self._wanted.get(key)
             if wanted is None:
                 facts = self._blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
                 wanted = self._wanted[key] = _Wanted(facts)
                 self._queue.append(key)
-            wanted.waiters.append((load, piece))
+            wanted.waiters.append((load, number))
         self._submit()
 
     def arrived(self, done: Done) -> None:
@@ -103,12 +116,12 @@ class Loads:
         wanted = self._wanted.pop(done.job.key)
         self._fetching_bytes -= wanted.num_bytes
         stored = done.value if isinstance(done.value, StoredObject) else None
-        if stored is None or not self._fits(stored, wanted.facts):
-            for load, piece in wanted.waiters:
-                self._failed(load, piece)
-        else:
-            for load, piece in wanted.waiters:
-                self._copy_in(stored, load, piece)
+        is_sound = stored is not None and self._fits(stored, wanted.facts)
+        for load, number in wanted.waiters:
+            if stored is None or not is_sound:
+                self._failed(load, number)
+            elif load.wants(number):
+                self._copy_in(stored, load, number)
         if stored is not None:
             stored.release()
         self._submit()
@@ -117,7 +130,7 @@ class Loads:
         """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
         while self._queue:
             wanted = self._wanted[self._queue[0]]
-            if all(load.failed for load, _ in wanted.waiters):
+            if not any(load.wants(number) for load, number in wanted.waiters):
                 del self._wanted[self._queue.popleft()]
                 continue
             after_bytes = self._fetching_bytes + wanted.num_bytes
@@ -136,22 +149,28 @@ class Loads:
         self._engine.host.discard(stored.key)
         return False
 
-    def _copy_in(self, stored: StoredObject, load: _Load, piece: Piece) -> None:
-        if load.failed:
-            return
+    def _copy_in(self, stored: StoredObject, load: _Load, number: int) -> None:
+        piece = load.pieces[number]
         tensor = as_tensor(stored.payload, stored.facts)
         self._blocks.write(tensor, piece.first_block, piece.block_ids)
         self._stats.add("blocks/loaded", len(piece.block_ids))
-        load.missing -= 1
-        if not load.missing:
-            self.finished.requests.add(load.request_id)
+        load.missing.discard(number)
+        self._end_if_complete(load)
 
-    def _failed(self, load: _Load, piece: Piece) -> None:
-        """End `load` at its first bad piece: vLLM computes the request's tokens instead."""
+    def _failed(self, load: _Load, number: int) -> None:
+        piece = load.pieces[number]
         self._lost.add(piece.key)
-        if load.failed:
+        if not load.wants(number):
             return
-        load.failed = True
         self._stats.add("blocks/failed", len(piece.block_ids))
+        load.end = number
+        load.missing = {each for each in load.missing if each < number}
+        self._end_if_complete(load)
+
+    def _end_if_complete(self, load: _Load) -> None:
+        if load.missing:
+            return
+        load.is_over = True
         self.finished.requests.add(load.request_id)
-        self.finished.failed.add(load.request_id)
+        for piece in load.pieces[load.end :]:
+            self.finished.invalid_blocks.update(piece.block_ids)

@@ -45,16 +45,15 @@ class _Tracked:
     start_tokens: int = 0
     """Tokens of the local cache hit that the latest answer was given for."""
     search: Search | None = None
-    num_failed_loads: int = 0
-    sound_tokens: int | None = None
-    """Up to where the load that failed found nothing wrong."""
+    load_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
     """A load that was ordered; which of its chunks came to nothing, as far as is known."""
 
-    search: Search
+    chunks: tuple[Chunk, ...]
+    start_tokens: int
     num_tokens: int
     lost: set[ChunkKey] = field(default_factory=set)
 
@@ -130,16 +129,17 @@ class KVScheduler:
         at first. The answer is final after `wait_s`, whatever the store does.
         """
         tracked = self._track(request)
-        if not self._facts.loads or request.skip_reading_prefix_cache:
+        # Who has waited in vain has waited long enough. Besides, vLLM goes on to keep free what
+        # such a request still needs, and counts that against a second load of its own: where
+        # blocks are few, neither it nor anybody behind it would ever run.
+        if not self._facts.loads or request.skip_reading_prefix_cache or tracked.load_failed:
             return 0
         tracked.start_tokens = num_computed_tokens
         search = tracked.search
-        if search is None and not tracked.num_failed_loads:
+        if search is None:
             self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
-            if tracked.num_failed_loads:
-                return 0  # the request has waited long enough
             search = tracked.search = self._lookups.start(request, num_computed_tokens)
         self._lookups.advance(search)
         if not search.is_over:
@@ -168,7 +168,8 @@ class KVScheduler:
                 offset = first - chunk.first_block
                 pieces.append(Piece(chunk.key, chunk.num_blocks, chunk.num_tokens, ids, offset))
         self._loads.append(LoadOrder(request.request_id, tuple(pieces)))
-        self._loading[request.request_id] = _Loading(search, num_external_tokens)
+        loading = _Loading(search.found, tracked.start_tokens, num_external_tokens)
+        self._loading[request.request_id] = loading
         self._stats.add("tokens/hit", num_external_tokens)
 
     def orders(self, output: SchedulerOutput) -> Orders:
@@ -194,13 +195,9 @@ class KVScheduler:
             if report.is_idle:
                 self._facts = replace(self._facts, saves=False, loads=False)
         for request_id in output.finished_recving or ():
-            if request_id not in self._loading:
-                continue
-            loading = self._loading.pop(request_id)
-            if request_id in output.failed_recving:
-                self._load_failed(request_id, loading)
-            else:
-                self._stats.add("tokens/loaded", loading.num_tokens)
+            if request_id in self._loading:
+                loading = self._loading.pop(request_id)
+                self._loaded(request_id, loading, failed=request_id in output.failed_recving)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget `request`; return what its reader is to be told."""
@@ -235,19 +232,21 @@ class KVScheduler:
             tracked = self._tracked[request.request_id] = _Tracked(request)
         return tracked
 
-    def _load_failed(self, request_id: str, loading: _Loading) -> None:
-        """Offer what leads up to the first chunk that is lost; once, and then nothing more."""
-        chunks = loading.search.found
-        lost = (number for number, chunk in enumerate(chunks) if chunk.key in loading.lost)
-        num_sound = next(lost, 0)
+    def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
+        """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
+        lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
+        if not failed and not lost:
+            self._stats.add("tokens/loaded", loading.num_tokens)
+            return
+        first = 0 if failed else lost[0]
+        num_tokens = loading.chunks[first].start_tokens - loading.start_tokens
+        if num_tokens > 0:
+            self._stats.add("tokens/loaded", num_tokens)
         # Nobody waited to see whether those after it were sound: save all of them again.
-        for chunk in chunks[num_sound:]:
+        for chunk in loading.chunks[first:]:
             self._stored.discard(chunk.key)
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            tracked.num_failed_loads += 1
-            if tracked.num_failed_loads == 1:
-                tracked.search = replace(loading.search, found=chunks[:num_sound])
+        if request_id in self._tracked:
+            self._tracked[request_id].load_failed = True
 
     # --- what to save ---
 

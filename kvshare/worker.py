@@ -68,6 +68,7 @@ class KVWorker:
         self._loads: Loads | None = None
         self._saving: dict[str, Piece] = {}
         self._unloadable = Finished()
+        self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
 
@@ -146,7 +147,13 @@ class KVWorker:
             finished, self._unloadable = self._unloadable, Finished()
         else:
             finished, self._loads.finished = self._loads.finished, Finished()
+        self._invalid_blocks |= finished.invalid_blocks
         return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks that loads have left unfilled, since the last call."""
+        taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
 
     def report(self) -> Report | None:
         """Return what the scheduler half must know; None if there is nothing."""

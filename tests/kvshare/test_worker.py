@@ -62,6 +62,8 @@ class Host:
             assert not finished.requests & total.requests, "reported twice"
             total.requests.update(finished.requests)
             total.failed.update(finished.failed)
+            total.invalid_blocks.update(finished.invalid_blocks)
+            assert self.worker.take_invalid_blocks() == finished.invalid_blocks
             assert time.monotonic() < deadline_s
         return total
 
@@ -104,7 +106,7 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, 2, 5))
     target.load("r", block(A, TOKENS, 1), block(B, 2, 0))
-    assert target.settle() == Finished({"r"}, set())
+    assert target.settle() == Finished({"r"})
     assert torch.equal(target.cache[:, 1], source.cache[:, 3])
     assert torch.equal(target.cache[:, 0, :, :2], source.cache[:, 5, :, :2])
     assert target.cache[:, 0, :, 2:].count_nonzero() == 0, "bytes of nobody stay here"
@@ -122,7 +124,7 @@ def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], H
     assert source.counts() == {"blocks/saved": 3}
     target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4), first_block=1))
     assert target.engine.in_flight == 1
-    assert target.settle() == Finished({"r"}, set())
+    assert target.settle() == Finished({"r"})
     assert target.counts() == {"blocks/loaded": 2}
     assert torch.equal(target.cache[:, [5, 4]], source.cache[:, [1, 2]])
     target.cache[:, [5, 4]] = 0
@@ -133,7 +135,7 @@ def test_a_chunk_of_another_number_of_blocks_is_another_thing(host: Callable[[],
     source, target = host(), host()
     source.save(Piece(A, 2, 2 * TOKENS, (6, 1)))
     target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4, 3)))
-    assert target.settle() == Finished({"r"}, {"r"})
+    assert target.settle() == Finished({"r"}, invalid_blocks={5, 4, 3})
     assert target.cache.count_nonzero() == 0
 
 
@@ -172,14 +174,14 @@ def test_one_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Ho
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
     target.load("r", block(A, TOKENS, 3), block(B, TOKENS, 4))
     assert target.engine.in_flight == 1
-    assert target.settle() == Finished({"r"}, set())
+    assert target.settle() == Finished({"r"})
     assert torch.equal(target.cache[:, 3:5], source.cache[:, 3:5])
 
 
 def test_what_waits_for_a_load_that_failed_is_not_fetched(host: Callable[..., Host]) -> None:
     target = host(buffer_bytes=1)
     target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1), block(C, TOKENS, 2))
-    assert target.settle() == Finished({"r"}, {"r"})
+    assert target.settle() == Finished({"r"}, invalid_blocks={0, 1, 2})
     report = target.worker.report()
     assert report is not None
     assert report.lost == {A}, "B and C were not asked for"
@@ -199,7 +201,25 @@ def test_a_block_may_be_refilled_once_its_save_was_started(host: Callable[[], Ho
     assert torch.equal(target.cache[:, 0], before)
 
 
-def test_what_arrives_after_a_failure_was_reported_is_not_written(
+def test_what_leads_up_to_a_lost_chunk_is_loaded_before_the_request_is_reported(
+    host: Callable[[], Host],
+) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(C, TOKENS, 4))
+    GatedFileSystem.close_gate(f"get {name_of(A)}")
+    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1), block(C, TOKENS, 2))
+    assert target.settle(until=lambda _: target.engine.in_flight == 1) == Finished()
+    GatedFileSystem.open_gates()
+    assert target.settle() == Finished({"r"}, invalid_blocks={1, 2})
+    assert torch.equal(target.cache[:, 0], source.cache[:, 3])
+    report = target.worker.report()
+    assert report is not None
+    assert report.lost == {B}
+    assert target.counts()["blocks/failed"] == 1
+
+
+def test_what_arrives_after_a_load_was_reported_is_not_written(
     host: Callable[[], Host],
 ) -> None:
     """vLLM may have given the blocks to another request by then."""
@@ -207,9 +227,9 @@ def test_what_arrives_after_a_failure_was_reported_is_not_written(
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
     GatedFileSystem.close_gate(f"get {name_of(A)}")
-    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1))
+    target.load("r", block(B, TOKENS, 1), block(A, TOKENS, 0))
     reported = target.settle(until=lambda total: bool(total.requests))
-    assert reported == Finished({"r"}, {"r"})
+    assert reported == Finished({"r"}, invalid_blocks={0, 1})
     report = target.worker.report()
     assert report is not None
     assert report.lost == {B}
@@ -225,8 +245,9 @@ def test_a_second_bad_piece_is_told_as_lost_but_the_request_only_once(
 ) -> None:
     target = host()
     GatedFileSystem.close_gate(f"get {name_of(A)}")
-    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1))
-    assert target.settle(until=lambda total: bool(total.requests)) == Finished({"r"}, {"r"})
+    target.load("r", block(B, TOKENS, 1), block(A, TOKENS, 0))
+    reported = target.settle(until=lambda total: bool(total.requests))
+    assert reported == Finished({"r"}, invalid_blocks={0, 1})
     GatedFileSystem.open_gates()
     assert target.settle() == Finished()
     report = target.worker.report()
@@ -242,7 +263,7 @@ def test_requests_with_one_prefix_share_its_fetches(host: Callable[[], Host]) ->
     target.load("one", block(A, TOKENS, 0), block(B, TOKENS, 1))
     target.load("two", block(A, TOKENS, 2), block(C, TOKENS, 5))
     assert target.engine.in_flight == 3
-    assert target.settle() == Finished({"one", "two"}, {"two"})
+    assert target.settle() == Finished({"one", "two"}, invalid_blocks={5})
     assert torch.equal(target.cache[:, 0], source.cache[:, 3])
     assert torch.equal(target.cache[:, 1], source.cache[:, 4])
 
@@ -252,7 +273,7 @@ def test_another_number_of_tokens_is_another_thing(host: Callable[[], Host]) -> 
     source.cache.copy_(random_cache())
     source.save(block(A, 2, 3))
     target.load("r", block(A, 3, 0))
-    assert target.settle() == Finished({"r"}, {"r"})
+    assert target.settle() == Finished({"r"}, invalid_blocks={0})
     assert target.cache.count_nonzero() == 0
 
 

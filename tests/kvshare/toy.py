@@ -274,6 +274,7 @@ class ToyEngine:
             kv_connector_output=KVConnectorOutput(
                 finished_recving=finished.requests,
                 failed_recving=finished.failed,
+                invalid_block_ids=self.worker.take_invalid_blocks(),
                 kv_connector_stats=self.worker.take_stats(),
                 kv_connector_worker_meta=self.worker.report(),
             ),
