@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
-from benchmarks import kv_hooks, places
+from benchmarks import kv_hooks, kv_lookups, places
 from benchmarks.kv_halves import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -38,16 +38,40 @@ from benchmarks.one_rank import one_rank
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
 from benchmarks.report import Cell, Report, Table, arguments, command_line
+from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
 
 MODULE = "benchmarks.kv_cache"
 ROUND_TRIPS_MS = (0.0, 20.0)
 MEMCPY, GATHER, SCATTER = "copy of as many bytes", "gather of the blocks", "scatter of the blocks"
-OURS, EXAMPLE = "KVShareConnector", "ExampleConnector"
+EXAMPLE = "ExampleConnector"
 HOST_CACHE_BYTES = 2 << 30
 RAW_LANES = 8
 
 What = tuple[str, str, str]  # place; who; part
+
+
+def ours_name(chunk_tokens: int) -> str:
+    """Return what our connector is called in the tables."""
+    return f"KVShareConnector, chunks of {chunk_tokens}"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is measured at each place."""
+
+    config: VllmConfig
+    num_blocks: int
+    rounds: int
+    chunk_tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Two engines with our connector."""
+
+    first: KVHalves
+    second: KVHalves  # on another host: its host cache is another folder
 
 
 @dataclass(frozen=True)
@@ -57,8 +81,7 @@ class Site:
     place: Place
     caches: Tensor  # what is saved
     target: Tensor  # what is loaded into
-    first: KVHalves
-    second: KVHalves  # on another host: its host cache is another folder
+    ours: dict[int, Ours]  # by tokens a chunk
     example: KVHalves | None  # files only
     example_reader: KVHalves | None
     raw: RawFiles | RawObstore
@@ -73,7 +96,10 @@ def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--tokens", type=int, help="length of the prompt")
+    default = KVConfig(url="/").chunk_tokens
+    parser.add_argument("--chunk-tokens", default=f"{default}", help="one or more, as in 16,256")
     options = parser.parse_args(words)
+    sizes = [int(size) for size in options.chunk_tokens.split(",")]
     rounds = options.rounds or (1 if options.quick else 5)
     num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
@@ -98,43 +124,49 @@ def main(words: Sequence[str]) -> None:
         ]
         gc.collect()
         gc.freeze()  # as vLLM's engine core does once it has started
-        names = [_measure_place(place, config, num_blocks, rounds, readings) for place in found]
-        report.add(_save_table(names, readings))
-        report.add(_load_table(names, readings))
-        report.add(kv_hooks.kv_hooks(config, found, 16 if options.quick else 100))
+        turns = Turns(config, num_blocks, rounds, sizes)
+        names = [_measure_place(place, turns, readings) for place in found]
+        report.add(_save_table(names, sizes, readings))
+        report.add(_load_table(names, sizes, readings))
+        report.add(kv_lookups.kv_lookups(found, sizes, rounds))
+        report.add(kv_hooks.kv_hooks(config, found, sizes, 16 if options.quick else 100))
     print(f"\nwritten: {report.write(options.results).name}")
 
 
 # --- measuring ---
 
 
-def _measure_place(
-    place: Place, config: VllmConfig, num_blocks: int, rounds: int, readings: Readings[What]
-) -> tuple[str, str]:
+def _measure_place(place: Place, turns: Turns, readings: Readings[What]) -> tuple[str, str]:
     """Save and load a prompt of its own each round; the first one warms up.
 
     Returns the name of the place and of its bare client.
     """
-    block_ids = list(range(1, num_blocks + 1))  # vLLM's block 0 is nobody's
-    with _site(place, config, num_blocks + 1) as site:
-        for turn in range(rounds + 1):
+    block_ids = list(range(1, turns.num_blocks + 1))  # vLLM's block 0 is nobody's
+    with _site(place, turns) as site:
+        for turn in range(turns.rounds + 1):
             kept = readings if turn else Readings()
             fill(site.caches, turn)
             _copy(site, block_ids, kept)
             _raw(site, turn, len(block_ids), kept)
-            _ours(site, turn, block_ids, kept)
+            for size in turns.chunk_tokens:
+                _ours(site, size, turn, block_ids, kept)
             _example(site, turn, block_ids, kept)
         return place.name, site.raw_name
 
 
 @contextmanager
-def _site(place: Place, config: VllmConfig, num_blocks: int) -> Iterator[Site]:
-    caches, target = empty_caches(num_blocks), empty_caches(num_blocks)
+def _site(place: Place, turns: Turns) -> Iterator[Site]:
+    caches, target = empty_caches(turns.num_blocks + 1), empty_caches(turns.num_blocks + 1)
+    config = turns.config
     with ExitStack() as stack:
 
-        def ours(over: Tensor) -> KVHalves:
+        def ours(over: Tensor, chunk_tokens: int) -> KVHalves:
             host = stack.enter_context(places.host_folder())
-            limits = {"host_cache_dir": str(host), "host_cache_bytes": HOST_CACHE_BYTES}
+            limits = {
+                "host_cache_dir": str(host),
+                "host_cache_bytes": HOST_CACHE_BYTES,
+                "chunk_tokens": chunk_tokens,
+            }
             halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over)
             return stack.enter_context(closing(halves))
 
@@ -148,8 +180,7 @@ def _site(place: Place, config: VllmConfig, num_blocks: int) -> Iterator[Site]:
             place,
             caches,
             target,
-            ours(caches),
-            ours(target),
+            {size: Ours(ours(caches, size), ours(target, size)) for size in turns.chunk_tokens},
             example(caches),
             example(target),
             RawFiles(place, sync=True) if place.folder else RawObstore(place),
@@ -179,17 +210,20 @@ def _raw(site: Site, turn: int, num_blocks: int, readings: Readings[What]) -> No
     site.raw.delete(names)
 
 
-def _ours(site: Site, turn: int, block_ids: Sequence[int], readings: Readings[What]) -> None:
+def _ours(
+    site: Site, size: int, turn: int, block_ids: Sequence[int], readings: Readings[What]
+) -> None:
     place, num_tokens = site.place.name, len(block_ids) * BLOCK_TOKENS
+    halves, who = site.ours[size], ours_name(size)
     start_s = perf_counter()
-    held_up_s = site.first.save(prompt_of(num_tokens + 1, turn), block_ids)
-    readings.add((place, OURS, "save held up"), held_up_s)
-    site.first.settle(len(block_ids))
-    readings.add((place, OURS, "save"), perf_counter() - start_s)
+    held_up_s = halves.first.save(prompt_of(num_tokens + 1, turn), block_ids)
+    readings.add((place, who, "save held up"), held_up_s)
+    halves.first.settle(len(block_ids))
+    readings.add((place, who, "save"), perf_counter() - start_s)
     for source in ("store", "host"):
         site.target.zero_()
         request = prompt_of(num_tokens + 2, turn, name=source)
-        _note(readings, place, f"{OURS}, from {source}", site.second.load(request, block_ids))
+        _note(readings, place, f"{who}, from {source}", halves.second.load(request, block_ids))
         _check(site, block_ids)
 
 
@@ -224,7 +258,9 @@ def _check(site: Site, block_ids: Sequence[int]) -> None:
 # --- telling ---
 
 
-def _save_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> Table:
+def _save_table(
+    names: Sequence[tuple[str, str]], sizes: Sequence[int], readings: Readings[What]
+) -> Table:
     table = Table(
         "Saving one prompt",
         ("store", "who", "step held up ms", "x gather", "until stored ms", "x bare"),
@@ -240,8 +276,12 @@ def _save_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> T
             took_s = readings.median((place, who, "total"))
             table.add(place, who, 1e3 * took_s, took_s / gather_s, None, None)
         table.add(place, raw, None, None, 1e3 * raw_s, 1.0)
-        held_s, stored_s = (readings.median((place, OURS, of)) for of in ("save held up", "save"))
-        table.add(place, OURS, 1e3 * held_s, held_s / gather_s, 1e3 * stored_s, stored_s / raw_s)
+        for who in map(ours_name, sizes):
+            held_s, stored_s = (
+                readings.median((place, who, of)) for of in ("save held up", "save")
+            )
+            cells = (1e3 * held_s, held_s / gather_s, 1e3 * stored_s, stored_s / raw_s)
+            table.add(place, who, *cells)
         if (place, EXAMPLE, "save held up") in readings:
             held_s = readings.median((place, EXAMPLE, "save held up"))
             table.add(place, EXAMPLE, 1e3 * held_s, held_s / gather_s, None, None)
@@ -250,7 +290,9 @@ def _save_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> T
     return table
 
 
-def _load_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> Table:
+def _load_table(
+    names: Sequence[tuple[str, str]], sizes: Sequence[int], readings: Readings[What]
+) -> Table:
     table = Table(
         "Loading one prompt",
         ("store", "who", "look-up ms", "in hooks ms", "total ms", "x scatter", "x bare"),
@@ -262,7 +304,8 @@ def _load_table(names: Sequence[tuple[str, str]], readings: Readings[What]) -> T
         base_s, raw_s = (readings.median((place, *of)) for of in ((SCATTER, "total"), (raw, "get")))
         table.add(place, SCATTER, None, None, 1e3 * base_s, 1.0, None)
         table.add(place, raw, None, None, 1e3 * raw_s, raw_s / base_s, 1.0)
-        for who in (f"{OURS}, from store", f"{OURS}, from host", EXAMPLE):
+        sources = [f"{ours_name(n)}, from {of}" for of in ("store", "host") for n in sizes]
+        for who in (*sources, EXAMPLE):
             if (place, who, "load") not in readings:
                 table.add(place, f"{who}: cannot use S3", None, None, None, None, None)
                 continue

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -40,30 +39,38 @@ _NOTE = (
 )
 
 
-def kv_hooks(config: VllmConfig, found: Sequence[Place], num_requests: int) -> Table:
-    """Time the hooks of the KV connectors at all places, and in a black hole."""
+def kv_hooks(
+    config: VllmConfig, found: Sequence[Place], sizes: Sequence[int], num_requests: int
+) -> Table:
+    """Time the hooks of the KV connectors at all places, and in a black hole.
+
+    `sizes`: tokens a chunk, one after the other.
+    """
     table = Table("Hooks of the scheduler thread, microseconds", COLUMNS, _NOTE)
     for place in found:
-        rows = _ours(config, place, num_requests, is_stalled=False)
-        if place.proxy is not None:
-            rows += _ours(config, place, num_requests, is_stalled=True)
+        rows: list[tuple[Cell, ...]] = []
+        for size in sizes:
+            rows += _ours(config, place, size, num_requests, is_stalled=False)
+            if place.proxy is not None:
+                rows += _ours(config, place, size, num_requests, is_stalled=True)
         if place.folder is not None:
             extra = {"shared_storage_path": str(place.folder / "example-hooks")}
             halves = KVHalves(ExampleConnector, config, extra, empty_caches(2))
-            rows += _timed(halves, ExampleConnector, place.name, num_requests)
+            rows += _timed(halves, ExampleConnector.__name__, place.name, num_requests)
         table.rows += rows
     table.rows.sort(key=lambda row: HOOKS.index(str(row[0])))
     return table
 
 
 def _ours(
-    config: VllmConfig, place: Place, num_requests: int, *, is_stalled: bool
+    config: VllmConfig, place: Place, size: int, num_requests: int, *, is_stalled: bool
 ) -> list[tuple[Cell, ...]]:
+    name = f"{KVShareConnector.__name__}, chunks of {size}"
     with ExitStack() as stack:
 
         def start(**limits: float) -> KVHalves:
             host = str(stack.enter_context(places.host_folder()))
-            extra = {**place.options, "host_cache_dir": host, **limits}
+            extra = {**place.options, "host_cache_dir": host, "chunk_tokens": size, **limits}
             halves = KVHalves(KVShareConnector, config, extra, empty_caches(STORED_BLOCKS + 1))
             return stack.enter_context(closing(halves))
 
@@ -72,21 +79,21 @@ def _ours(
             halves = start(wait_s=SHORT_S, io_timeout_s=SHORT_S)
             place.proxy.stall()
             stack.callback(place.proxy.resume)
-            return _timed(halves, KVShareConnector, BLACK_HOLE, num_requests)
+            return _timed(halves, name, BLACK_HOLE, num_requests)
         writer = start()
         num_tokens = STORED_BLOCKS * BLOCK_TOKENS + 1
         for number in range(0, num_requests, 2):
             writer.save(prompt_of(num_tokens, _SEED + number, name="w"), range(STORED_BLOCKS))
         writer.settle(STORED_BLOCKS * len(range(0, num_requests, 2)))
-        return _timed(start(), KVShareConnector, place.name, num_requests)
+        return _timed(start(), name, place.name, num_requests)
 
 
 def _timed(
-    halves: KVHalves, connector: type[KVConnectorBase_V1], store: str, num_requests: int
+    halves: KVHalves, connector: str, store: str, num_requests: int
 ) -> list[tuple[Cell, ...]]:
     clock = HookClock()
     _drive(halves, [prompt_of(NUM_TOKENS, _SEED + n) for n in range(num_requests)], clock)
-    return clock.rows(HOOKS, connector.__name__, store)
+    return clock.rows(HOOKS, connector, store)
 
 
 def _drive(halves: KVHalves, requests: Sequence[Request], clock: HookClock) -> None:

@@ -47,8 +47,25 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
         "return_token_ids": True,
         **fields,
     }
+    return _post(server, "chat/completions", body)
+
+
+def complete(server: Server, model: str, prompt: list[int], max_tokens: int = 12) -> Answer:
+    """Ask, greedy, what follows these tokens."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return _post(server, "completions", body)
+
+
+def _post(server: Server, path: str, body: dict[str, Any]) -> Answer:
     request = urllib.request.Request(
-        f"{server.base_url}/v1/chat/completions",
+        f"{server.base_url}/v1/{path}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )

@@ -12,11 +12,12 @@ import pytest
 
 from ecshare.testing.asking import counters
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, counts, picture, text
+from tests.engines.chat import Answer, ask, complete, counts, picture, text
 
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
+CHUNK = 3 * BLOCK
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
 PICTURES = [picture(1, "one"), picture(2, "two"), text("what is to be seen here, and where?")]
 
@@ -43,7 +44,8 @@ def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
 
     def sharing(name: str, *more: str) -> EngineProcess:
         # A host cache of its own: what it has comes from the store.
-        kv = kv_argument("both", f"file://{root}/store", host_cache_dir=f"{root}/{name}-host")
+        limits = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
+        kv = kv_argument("both", f"file://{root}/store", **limits)
         arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", kv, *more)
         return EngineProcess(name, vlm, root, arguments)
 
@@ -84,7 +86,26 @@ def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[s
 def test_prompts_with_one_beginning_share_it(fleet: Fleet) -> None:
     check(fleet, fleet.first, [text(f"alpha {STORY} one")])
     warm = check(fleet, fleet.second, [text(f"alpha {STORY} two and three")])
-    assert warm.num_prompt_tokens - 2 * BLOCK < warm.num_cached_tokens < warm.num_prompt_tokens - 1
+    # They part in the last or last but one block; what is no whole chunk has another name then.
+    shared = warm.num_prompt_tokens - 2 * BLOCK
+    assert shared - CHUNK < warm.num_cached_tokens < warm.num_prompt_tokens - 1
+    assert warm.num_cached_tokens % CHUNK == 0
+
+
+@pytest.mark.parametrize("num_tokens", [CHUNK - 1, 2 * CHUNK, 4 * CHUNK + 70])
+def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> None:
+    """Each turn finds what the last one was asked and has answered, wherever that ended."""
+    talk = [300 + number * num_tokens % 1000 for number in range(num_tokens)]
+    stored = 0
+    for turn in range(4):
+        engine = (fleet.first, fleet.second)[turn % 2]
+        answer = complete(engine, engine.model, talk, max_tokens=40)
+        assert answer.tokens == complete(fleet.plain, fleet.plain.model, talk, 40).tokens
+        assert answer.num_cached_tokens >= stored
+        talk += answer.tokens
+        # The last token of an answer is sampled, not computed.
+        stored = (len(talk) - 1) // BLOCK * BLOCK
+        talk += [200 + turn] * 5
 
 
 def test_other_pictures_are_other_prompts(fleet: Fleet) -> None:
@@ -109,7 +130,7 @@ def test_lost_objects_are_computed_again(fleet: Fleet, loses: str) -> None:
     check(fleet, fleet.first, content)
     new = sorted(fleet.objects() - known)
     assert len(new) > 4
-    for path in new[:2] if loses == "some" else new:
+    for path in new[1::2] if loses == "some" else new:
         path.unlink()
     answer = check(fleet, fleet.second, content)
     assert answer.num_cached_tokens < answer.num_prompt_tokens - 1
@@ -155,3 +176,14 @@ def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
 
 def preemptions(engine: EngineProcess) -> float:
     return counters(engine.base_url)["vllm:num_preemptions_total", ""]
+
+
+def test_an_engine_that_starts_again_finds_what_it_had(fleet: Fleet) -> None:
+    content = [text(f"restart {STORY}")]
+    check(fleet, fleet.second, content)
+    fleet.second.stop()
+    shutil.rmtree(fleet.root / "second-host")
+    fleet.second.start()
+    fleet.second.wait_ready()
+    warm = check(fleet, fleet.second, content)
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
