@@ -48,7 +48,7 @@ def turns() -> Turns:
 
 
 async def test_loads_come_before_look_ups_before_saves(turns: Turns) -> None:
-    await turns.ask("large", Urgency.LOAD, 96 * MIB)
+    await turns.ask("large", Urgency.LOAD, 97 * MIB)
     await turns.ask("save", Urgency.SAVE)
     await turns.ask("load", Urgency.LOAD, 1)
     await turns.ask("later save", Urgency.SAVE)
@@ -78,7 +78,7 @@ async def test_the_number_in_flight_is_bounded(turns: Turns) -> None:
 
 
 async def test_who_gives_up_waiting_is_not_in_the_way(turns: Turns) -> None:
-    await turns.ask("first", Urgency.LOAD, 96 * MIB)
+    await turns.ask("first", Urgency.LOAD, 97 * MIB)
     await turns.ask("given up", Urgency.LOAD, 1)
     await turns.ask("save", Urgency.SAVE)
     assert turns.begun == ["first"]
@@ -87,29 +87,29 @@ async def test_who_gives_up_waiting_is_not_in_the_way(turns: Turns) -> None:
 
 
 async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
-    await turns.ask("first", Urgency.LOAD, 96 * MIB)
-    await turns.ask("second", Urgency.LOAD, 96 * MIB)
+    await turns.ask("first", Urgency.LOAD, 97 * MIB)
+    await turns.ask("second", Urgency.LOAD, 97 * MIB)
     await turns.cancel("first")
     assert turns.begun == ["first", "second"]
     await turns.cancel("second")
-    await turns.ask("third", Urgency.LOAD, 96 * MIB)
+    await turns.ask("third", Urgency.LOAD, 97 * MIB)
     assert turns.begun == ["first", "second", "third"]
 
 
 async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back() -> None:
     lanes = Lanes()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(lanes.admitted(Urgency.LOAD, 96 * MIB))
+        await stack.enter_async_context(lanes.admitted(Urgency.LOAD, 97 * MIB))
 
         async def enter() -> None:
-            async with lanes.admitted(Urgency.LOAD, 96 * MIB):
+            async with lanes.admitted(Urgency.LOAD, 97 * MIB):
                 raise AssertionError("it was cancelled before")
 
         waiting = asyncio.create_task(enter())
         await settle()
-        lanes._leave(Urgency.LOAD, 96 * MIB)  # what the first one's end does
+        lanes._leave(Urgency.LOAD, 97 * MIB)  # what the first one's end does
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()
         assert lanes._number[Urgency.LOAD] == 0
-        lanes._number[Urgency.LOAD], lanes._bytes[Urgency.LOAD] = 1, 96 * MIB  # for the exit
+        lanes._number[Urgency.LOAD], lanes._bytes[Urgency.LOAD] = 1, 97 * MIB  # for the exit
