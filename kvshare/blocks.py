@@ -29,6 +29,9 @@ _TRUSTED_HASHES = ("sha256", "sha256_cbor")
 # Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
 _HOST = "cpu"
 
+Places = list[tuple[int, int, int]] | Tensor
+"""Blocks as runs (see `_runs`), or as their numbers on the device."""
+
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
     """Return why the blocks of such an engine cannot be shared; None if they can."""
@@ -120,8 +123,9 @@ class BlockCaches:
         What follows the first `num_tokens` are bytes of nobody or of an earlier request: they are
         zeroed. Where the kernel mixes the tokens of a block that cannot be done.
         """
+        places = _places(block_ids, self.device)
         for layer, pages in enumerate(self._pages):
-            _gather(pages, block_ids, self._rows(out, layer, len(block_ids)))
+            _gather(pages, places, self._rows(out, layer, len(block_ids)))
         if not self._is_repacked:
             out[:, :, num_tokens:] = 0
 
@@ -133,9 +137,9 @@ class BlockCaches:
         """
         first, end = first_block, first_block + len(block_ids)
         tokens = stored[:, :, first * self._block_tokens : end * self._block_tokens]
-        here = tokens.to(self.device)
+        here, places = tokens.to(self.device), _places(block_ids, self.device)
         for layer, pages in enumerate(self._pages):
-            _scatter(self._rows(here, layer, len(block_ids)), pages, block_ids)
+            _scatter(self._rows(here, layer, len(block_ids)), pages, places)
 
     def _rows(self, chunk: Tensor, layer: int, num_blocks: int) -> Tensor:
         """View one layer of `chunk` as pages: [block, head, kernel block, token, content]."""
@@ -143,23 +147,29 @@ class BlockCaches:
         return chunk[:, layer].view(page[0], num_blocks, *page[1:]).transpose(0, 1)
 
 
-def _gather(pages: Tensor, block_ids: Sequence[int], rows: Tensor) -> None:
-    """Copy these `pages` to `rows`, which have the same axes."""
-    if pages.device.type == _HOST:
-        for row, block_id, count in _runs(block_ids):
-            rows[row : row + count].copy_(pages[block_id : block_id + count])
-        return
-    index = torch.tensor(block_ids, device=pages.device)
-    rows.copy_(pages.index_select(0, index))
+def _places(block_ids: Sequence[int], device: torch.device) -> Places:
+    """Return where these blocks lie, in the form that is copied fastest on `device`."""
+    if device.type == _HOST:
+        return list(_runs(block_ids))
+    return torch.tensor(block_ids, device=device)
 
 
-def _scatter(rows: Tensor, pages: Tensor, block_ids: Sequence[int]) -> None:
-    """Copy `rows` to these `pages`."""
-    if pages.device.type == _HOST:
-        for row, block_id, count in _runs(block_ids):
-            pages[block_id : block_id + count].copy_(rows[row : row + count])
+def _gather(pages: Tensor, places: Places, rows: Tensor) -> None:
+    """Copy the `pages` at `places` to `rows`, which have the same axes."""
+    if isinstance(places, Tensor):
+        rows.copy_(pages.index_select(0, places))
         return
-    pages.index_copy_(0, torch.tensor(block_ids, device=pages.device), rows)
+    for row, block_id, count in places:
+        rows[row : row + count].copy_(pages[block_id : block_id + count])
+
+
+def _scatter(rows: Tensor, pages: Tensor, places: Places) -> None:
+    """Copy `rows` to the `pages` at `places`."""
+    if isinstance(places, Tensor):
+        pages.index_copy_(0, places, rows)
+        return
+    for row, block_id, count in places:
+        pages[block_id : block_id + count].copy_(rows[row : row + count])
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
