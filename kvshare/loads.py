@@ -109,6 +109,7 @@ class Loads:
                 self._queue.append(key)
             wanted.waiters.append((load, number))
         self._submit()
+        self._end_if_complete(load)  # an order for nothing is done
 
     def arrived(self, done: Done) -> None:
         """Hand an object to all who wait for it, and go on."""

@@ -178,6 +178,12 @@ def test_one_chunk_larger_than_the_budget_is_loaded_alone(host: Callable[..., Ho
     assert torch.equal(target.cache[:, 3:5], source.cache[:, 3:5])
 
 
+def test_a_load_of_nothing_is_reported_too(host: Callable[[], Host]) -> None:
+    target = host()
+    target.load("r")
+    assert target.worker.settle() == Finished({"r"})
+
+
 def test_what_waits_for_a_load_that_failed_is_not_fetched(host: Callable[..., Host]) -> None:
     target = host(buffer_bytes=1)
     target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1), block(C, TOKENS, 2))
