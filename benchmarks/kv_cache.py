@@ -38,7 +38,7 @@ from benchmarks.one_rank import one_rank
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
 from benchmarks.report import Cell, Report, Table, arguments, command_line
-from kvshare.config import KVConfig
+from kvshare.config import CHUNK_TOKENS
 from kvshare.connector import KVShareConnector
 
 MODULE = "benchmarks.kv_cache"
@@ -96,8 +96,9 @@ def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--tokens", type=int, help="length of the prompt")
-    default = KVConfig(url="/").chunk_tokens
-    parser.add_argument("--chunk-tokens", default=f"{default}", help="one or more, as in 16,256")
+    parser.add_argument(
+        "--chunk-tokens", default=f"{CHUNK_TOKENS}", help="one or more, as in 16,256"
+    )
     options = parser.parse_args(words)
     sizes = [int(size) for size in options.chunk_tokens.split(",")]
     rounds = options.rounds or (1 if options.quick else 5)

@@ -14,14 +14,15 @@ from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 
 OPTIONS_PATH = "kv_connector_extra_config"
+CHUNK_TOKENS = 256
 
 
 class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the KV connector: those that both connectors take, and its own."""
 
-    chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
+    chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] | None = None
     """Tokens of one stored object: a whole number of vLLM's blocks; one block where that is larger.
-    Engines share KV only where it is the same."""
+    Left out: 256, or the next whole number of blocks. Engines share KV where it is the same."""
 
     def chunk_blocks(self, block_tokens: int) -> int:
         """Return how many blocks of `block_tokens` make a chunk.
@@ -29,6 +30,8 @@ class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Raises:
             ConfigError: it is no whole number; names the option and the nearest ones that are.
         """
+        if self.chunk_tokens is None:
+            return -(-CHUNK_TOKENS // block_tokens)
         num_blocks, rest = divmod(self.chunk_tokens, block_tokens)
         if rest and num_blocks:
             raise ConfigError(

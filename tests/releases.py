@@ -9,6 +9,9 @@ VLLM = tuple(int(part) for part in __version__.split(".")[:2])
 needs_encoder_metrics = pytest.mark.skipif(
     VLLM < (0, 31), reason="vLLM asks encoder-cache connectors for metrics since 0.31"
 )
+needs_adapter_hashes = pytest.mark.skipif(
+    VLLM < (0, 31), reason="until 0.31 vLLM's block hashes tell LoRA adapters apart by name alone"
+)
 # Until 0.31, a request with a picture is given what an earlier one, without the picture, left in
 # the engine's cache of inputs under the same uuid.
 RESENDING = () if VLLM >= (0, 31) else ("--mm-processor-cache-gb=0",)

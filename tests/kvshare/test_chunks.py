@@ -208,7 +208,7 @@ def spoil(dice: random.Random, folder: Path) -> None:
 # --- the option ---
 
 
-def config(chunk_tokens: int) -> KVConfig:
+def config(chunk_tokens: int | None) -> KVConfig:
     return KVConfig(url="/nowhere", chunk_tokens=chunk_tokens)
 
 
@@ -221,6 +221,11 @@ def test_a_chunk_is_a_whole_number_of_blocks() -> None:
 
 def test_where_a_block_is_larger_it_is_the_chunk() -> None:
     assert config(64).chunk_blocks(128) == 1
+
+
+@pytest.mark.parametrize(("block_tokens", "blocks"), [(16, 16), (48, 6), (256, 1), (544, 1)])
+def test_left_out_it_fits_any_block(block_tokens: int, blocks: int) -> None:
+    assert config(None).chunk_blocks(block_tokens) == blocks
 
 
 def test_an_engine_says_at_start_what_is_wrong(start: StartEngine) -> None:
