@@ -94,7 +94,7 @@ def test_prompts_with_one_beginning_share_it(fleet: Fleet) -> None:
 @pytest.mark.parametrize("num_tokens", [CHUNK - 1, 2 * CHUNK, 4 * CHUNK + 70])
 def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> None:
     """Each turn finds what the last one was asked and has answered, wherever that ended."""
-    talk = [300 + number * num_tokens % 500 for number in range(num_tokens)]
+    talk = [20 + number * num_tokens % 400 for number in range(num_tokens)]
     stored = 0
     for turn in range(4):
         engine = (fleet.first, fleet.second)[turn % 2]
@@ -104,7 +104,7 @@ def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> 
         talk += answer.tokens
         # The last token of an answer is sampled, not computed.
         stored = (len(talk) - 1) // BLOCK * BLOCK
-        talk += [200 + turn] * 5
+        talk += [20 + turn] * 5
 
 
 def test_other_pictures_are_other_prompts(fleet: Fleet) -> None:
