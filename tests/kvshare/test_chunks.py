@@ -24,6 +24,7 @@ from tests.kvshare.toy import (
     objects,
     serve,
 )
+from tests.releases import loads_may_hang
 
 BLOCK_BYTES = LAYERS * HEADS * BLOCK * 2 * HEAD_SIZE * 4
 LONG = list(range(100, 100 + 13 * BLOCK + 3))
@@ -154,6 +155,7 @@ def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
     return added
 
 
+@loads_may_hang
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_the_tokens_are_right(
     start: StartEngine, tmp_path: Path, seed: int
