@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> None:
         "--chunk-tokens", default=f"{CHUNK_TOKENS}", help="one or more, as in 16,256"
     )
     options = parser.parse_args(words)
-    sizes = [int(size) for size in options.chunk_tokens.split(",")]
+    sizes = [int(size) for size in (options.chunk_tokens or str(CHUNK_TOKENS)).split(",")]
     rounds = options.rounds or (1 if options.quick else 5)
     num_blocks = (options.tokens or (64 if options.quick else 1024)) // BLOCK_TOKENS
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its words at the start are no news here
