@@ -96,9 +96,7 @@ def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--tokens", type=int, help="length of the prompt")
-    parser.add_argument(
-        "--chunk-tokens", default=f"{CHUNK_TOKENS}", help="one or more, as in 16,256"
-    )
+    parser.add_argument("--chunk-tokens", help="some, as in 16,256; default: the connector's own")
     options = parser.parse_args(words)
     sizes = [int(size) for size in (options.chunk_tokens or str(CHUNK_TOKENS)).split(",")]
     rounds = options.rounds or (1 if options.quick else 5)

@@ -2,6 +2,7 @@
 """Real things for tests: a small model, an S3 server, engines. All end with the test run."""
 
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests"
 
 StartEngine = Callable[..., EngineProcess]
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no defect: hypothesis would fail what takes it 0.2 s.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
