@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.request import Request
 
@@ -174,10 +175,10 @@ class _Asked:
 
     def __call__(self) -> Questions:
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function)
-        answers: Sequence[bool] | None = None
+        answers: Any = None  # to send None is to begin
         while True:
             try:
-                chunks = rounds.send(answers) if answers is not None else next(rounds)
+                chunks = rounds.send(answers)
             except StopIteration as end:
                 return end.value
             keys = [self._keys(chunks, number) for number in range(len(chunks))]

@@ -384,10 +384,10 @@ class TransferEngine:
 
     async def _inquire(self, job: Inquiry, deadline_s: float) -> Any:
         questions = job.questions()
-        answers: Sequence[bool] | None = None
+        answers: Any = None  # to send None is to begin
         while True:
             try:
-                keys = questions.send(answers) if answers is not None else next(questions)
+                keys = questions.send(answers)
             except StopIteration as end:
                 return end.value
             answers = await self._look_up(keys, deadline_s)

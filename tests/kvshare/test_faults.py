@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.format import TensorFacts, seal
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.staging import Staging
 from tests.kvshare.conftest import StartEngine
+from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
@@ -46,28 +47,8 @@ def warm(start: StartEngine, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def replace(path: Path, body: bytes | bytearray | memoryview) -> None:
-    """Not in place: the file may be the host cache's too."""
-    path.unlink()
-    path.write_bytes(body)
-
-
 def unlink(path: Path) -> None:
     path.unlink()
-
-
-def flip_a_payload_bit(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[PROLOGUE_BYTES + 5] ^= 4
-    replace(path, body)
-
-
-def truncate(path: Path) -> None:
-    replace(path, path.read_bytes()[:-1])
-
-
-def empty(path: Path) -> None:
-    replace(path, b"")
 
 
 def swap_in_another_chunk(path: Path) -> None:

@@ -14,13 +14,14 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.format import TensorFacts, seal
 from ecshare.testing.faultproxy import FaultProxy
 from ecshare.testing.faults import Fault
 from ecshare.testing.processes import LOOPBACK
 from ecshare.testing.proxy import Proxy
 from ecshare.testing.s3 import SeaweedFS
 from ecshare.transfer.staging import Staging
+from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.offloading import (
     BLOCK_BYTES,
@@ -301,12 +302,6 @@ def path_of(host: OffloadingHost, number: int, tmp_path: Path) -> Path:
     return tmp_path / "store" / host.tier._namespace.key(key(number))
 
 
-def replace(path: Path, body: bytes | bytearray | memoryview) -> None:
-    """Not in place: the file may be a host cache's too."""
-    path.unlink()
-    path.write_bytes(body)
-
-
 def sealed(path: Path, facts: TensorFacts) -> memoryview:
     """A sound object of other facts, for the key that belongs to `path`."""
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
@@ -314,20 +309,6 @@ def sealed(path: Path, facts: TensorFacts) -> memoryview:
     slab.payload.zero_()
     seal(slab.body, facts, str(path).partition("/store/")[2])
     return slab.body
-
-
-def flip_a_payload_bit(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[PROLOGUE_BYTES + 5] ^= 4
-    replace(path, body)
-
-
-def truncate(path: Path) -> None:
-    replace(path, path.read_bytes()[:-1])
-
-
-def empty(path: Path) -> None:
-    replace(path, b"")
 
 
 def swap_in_another_chunk(path: Path) -> None:
