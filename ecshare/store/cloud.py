@@ -19,9 +19,9 @@ import obstore
 from obstore import exceptions as foreign
 from obstore.store import S3Store
 
-from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, check_stop, cut
 from ecshare.store.s3options import S3Plan
 from ecshare.store.threads import Threads
 
@@ -46,6 +46,7 @@ _BACKOFF: "BackoffConfig" = {
     "base": 2,
 }
 _LISTED = 1000  # a page of S3
+_NOT_SATISFIABLE = 416
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
@@ -130,17 +131,53 @@ class CloudObjects:
         self._ranges = True
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore."""
-        first = await self._threads.run(self._first, check_key(key), sink)
+        check_key(key)
+        target = Window(sink, spans) if spans else sink
+        if spans and self._ranges:
+            try:
+                await self._get_spans(key, target, spans)
+            except _RangesIgnored:
+                pass  # all of it, then
+            else:
+                return
+        first = await self._threads.run(self._first, key, target)
+        if first.at < first.size:
+            await self._pieces(key, cut(Span(first.at, first.size), PIECE_BYTES), first, target)
+
+    async def _get_spans(self, key: str, sink: Sink, spans: Sequence[Span]) -> None:
+        """Ask for all spans at once; take the bytes once it is known that they are there."""
+        pieces = [piece for span in spans for piece in cut(span, PIECE_BYTES)]
+        asked = (self._threads.run(self._open, key, piece) for piece in pieces[:_PIECES])
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        try:
+            failed = [each for each in answers if isinstance(each, BaseException)]
+            if failed:
+                raise failed[0]
+            opened = [each for each in answers if isinstance(each, _Answer)]
+            first = opened[0]
+            await self._threads.run(sink.begin, first.size)
+            await asyncio.gather(
+                *(
+                    self._threads.run(answer.pour_piece, sink, piece, first)
+                    for answer, piece in zip(opened, pieces, strict=False)
+                )
+            )
+        finally:
+            for each in answers:
+                if isinstance(each, _Answer):
+                    each.close()
+        await self._pieces(key, pieces[_PIECES:], first, sink)
+
+    async def _pieces(self, key: str, pieces: Sequence[Span], first: "_Answer", sink: Sink) -> None:
         lanes = asyncio.Semaphore(_PIECES)
 
-        async def fetch(start: int) -> None:
+        async def fetch(piece: Span) -> None:
             async with lanes:
-                await self._threads.run(self._piece, key, start, first, sink)
+                await self._threads.run(self._piece, key, piece, first, sink)
 
-        pieces = range(first.at, first.size, PIECE_BYTES)
-        await asyncio.gather(*(fetch(start) for start in pieces))
+        await asyncio.gather(*map(fetch, pieces))
 
     async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
@@ -180,25 +217,24 @@ class CloudObjects:
             first.pour(sink, may_stop=self._ranges)
         return first
 
-    def _piece(self, key: str, start: int, first: "_Answer", sink: Sink) -> None:
-        stop = min(start + PIECE_BYTES, first.size)
-        with mapped_errors(key):
-            try:
-                answer = obstore.get(self._plain, key, options={"range": (start, stop)})
-            except foreign.GenericError as exc:
-                if "non-partial response" in str(exc):
-                    self._ranges = False
-                    logger.info("the S3 server ignores ranges: objects are fetched whole")
-                raise
-        with contextlib.closing(_Answer(key, answer)) as piece:
-            if (piece.size, piece.version, piece.at, piece.stop) != (
-                first.size,
-                first.version,
-                start,
-                stop,
-            ):
-                raise StoreUnavailable(f"{key} changed while it was read")
-            piece.pour(sink)
+    def _piece(self, key: str, piece: Span, first: "_Answer", sink: Sink) -> None:
+        with contextlib.closing(self._open(key, piece)) as answer:
+            answer.pour_piece(sink, piece, first)
+
+    def _open(self, key: str, piece: Span) -> "_Answer":
+        """Ask for one piece; its bytes are on the way."""
+        span = piece.start, piece.stop
+        try:
+            with mapped_errors(key):
+                return _Answer(key, obstore.get(self._plain, key, options={"range": span}))
+        except StoreUnavailable as exc:
+            if "non-partial response" in str(exc.__cause__):
+                self._ranges = False
+                logger.info("the S3 server ignores ranges: objects are fetched whole")
+                raise _RangesIgnored(str(exc)) from exc
+            if _status(exc.__cause__) == _NOT_SATISFIABLE:
+                raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
+            raise
 
     def _put(self, key: str, body: Buffer) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
@@ -272,11 +308,25 @@ class _Answer:
         if self.at != self.stop:
             raise StoreUnavailable(f"{self._key}: the server sent less than it announced")
 
+    def pour_piece(self, sink: Sink, piece: Span, first: "_Answer") -> None:
+        """Give the body to `sink`: it must be that `piece` of the object that `first` began."""
+        check_stop(self.size, piece.stop)
+        if (self.size, self.version) != (first.size, first.version) or (self.at, self.stop) != (
+            piece.start,
+            piece.stop,
+        ):
+            raise StoreUnavailable(f"{self._key} changed while it was read")
+        self.pour(sink)
+
     def _next(self) -> memoryview | None:
         assert self._chunks is not None, "closed"
         with mapped_errors(self._key):
             chunk = next(self._chunks, None)
         return None if chunk is None else memoryview(chunk)
+
+
+class _RangesIgnored(StoreUnavailable):
+    """The server sends all of an object when it is asked for a part."""
 
 
 class _Misunderstood(StoreUnavailable):
@@ -321,7 +371,7 @@ def _meant(exc: Exception, key: str) -> Exception:
     return StoreUnavailable(words)
 
 
-def _status(exc: Exception) -> int | None:
+def _status(exc: BaseException | None) -> int | None:
     found = _STATUS.search(str(exc))
     return int(found[1]) if found else None
 

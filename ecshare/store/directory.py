@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.links import link_open_file
-from ecshare.store.objects import Buffer, ObjectInfo, Sink
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
 from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,16 @@ class Directory:
             ) from exc
         return cls(root, io_timeout_s)
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore. A file is linked where the sink can, else copied."""
-        file = await self._threads.run(self._open, key, sink)
+        target = Window(sink, spans) if spans else sink
+        file = await self._threads.run(self._open, key, target)
         if file is None or file.size == 0:
             return
-        half = file.size // 2 if file.size >= _SPLIT_BYTES else file.size
-        spans = [(0, half), (half, file.size)] if half < file.size else [(0, half)]
-        await self._threads.each(lambda span: file.copy(sink, *span, key), spans)
+        parts = [
+            part for span in spans or [Span(0, file.size)] for part in cut(span, _part_bytes(span))
+        ]
+        await self._threads.each(lambda part: file.copy(target, part, key), parts)
 
     async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore."""
@@ -260,8 +262,9 @@ class _File:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
-    def copy(self, sink: Sink, start: int, stop: int, key: str) -> None:
-        """Give the bytes from `start` to `stop` to `sink`."""
+    def copy(self, sink: Sink, span: Span, key: str) -> None:
+        """Give the bytes of `span` to `sink`."""
+        start, stop = span.start, span.stop
         buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
         while start < stop:
             with mapped_errors(key):
@@ -278,6 +281,11 @@ class _File:
     def link(self, path: str) -> None:
         """Give this very file, whatever became of its name, the name `path` too."""
         link_open_file(self._fd, path)
+
+
+def _part_bytes(span: Span) -> int:
+    """How much of `span` one thread reads: half of it where two are faster."""
+    return span.num_bytes if span.num_bytes < _SPLIT_BYTES else -(-span.num_bytes // 2)
 
 
 def _write(fd: int, body: Buffer) -> None:

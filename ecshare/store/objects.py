@@ -37,6 +37,18 @@ class ObjectInfo(Struct, frozen=True):
     """Seconds since the epoch, by the store's clock."""
 
 
+class Span(Struct, frozen=True):
+    """The bytes of an object from `start` to before `stop`; at least one."""
+
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+
 class Sink(Protocol):
     """Where `get` puts an object's bytes: one object, from any threads."""
 
@@ -87,6 +99,45 @@ class Memory:
         return False
 
 
+class Window:
+    """A Sink for a whole object that hands only its `spans` on to `sink`."""
+
+    def __init__(self, sink: Sink, spans: Sequence[Span]) -> None:
+        self._sink = sink
+        self._spans = spans
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        check_stop(num_bytes, max(span.stop for span in self._spans))
+        self._sink.begin(sum(span.num_bytes for span in self._spans))
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        view, at = memoryview(piece).cast("B"), 0
+        for span in self._spans:
+            start, stop = max(span.start, offset), min(span.stop, offset + len(view))
+            if start < stop:
+                self._sink.write(at + start - span.start, view[start - offset : stop - offset])
+            at += span.num_bytes
+
+    def link(self, path: str) -> bool:
+        """See Sink. A file is more than its spans."""
+        del path
+        return False
+
+
+def cut(span: Span, most_bytes: int) -> list[Span]:
+    """Return `span` in pieces of at most that size."""
+    starts = range(span.start, span.stop, most_bytes)
+    return [Span(start, min(start + most_bytes, span.stop)) for start in starts]
+
+
+def check_stop(num_bytes: int, stop: int) -> None:
+    """ObjectCorrupt: an object of `num_bytes` has no bytes up to `stop`."""
+    if num_bytes < stop:
+        raise ObjectCorrupt(f"corrupt object: it ends at byte {num_bytes}, before byte {stop}")
+
+
 def check_size(num_bytes: int, limit_bytes: int) -> None:
     """ObjectCorrupt: no object here is so large."""
     if not 0 <= num_bytes <= limit_bytes:
@@ -103,9 +154,12 @@ class ObjectStore(Protocol):
     one event loop, and raise StoreUnavailable or StoreDenied when the store fails.
     """
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """Give all bytes under `key` to `sink`, after their number, which it may refuse.
 
+        `spans`: only these, one after the other, as if they were the object; none may overlap. It
+        takes one round trip where the store can do with that. Raises ObjectCorrupt: the object
+        ends before one of them does.
         Raises ObjectMissing, and what the sink raises. When this raises, a call that ran out of
         time may still write to the sink.
         """

@@ -8,8 +8,10 @@ the others (memory, sftp, smb, ...) in a few threads.
 import asyncio
 import contextlib
 import inspect
+import re
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -17,9 +19,15 @@ from typing import Any
 import fsspec
 
 from ecshare.store.config import StoreConfig, suggestion
-from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreDenied,
+    StoreUnavailable,
+)
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
 from ecshare.store.threads import Threads, bounded
 
 # What to install for the protocols people use most. Others get the words of fsspec.
@@ -37,6 +45,7 @@ _PIP = {
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
 _PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 _DENIED = {
     "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
@@ -111,44 +120,68 @@ class RemoteObjects:
         parameters = inspect.signature(pipe).parameters
         self._create_only = {"mode": "create"} if "mode" in parameters else {}
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore."""
         path = self._path(key)
+        target = Window(sink, spans) if spans else sink
         if self._s3:
-            await self._stream(key, path, sink)
+            await self._stream(key, path, target, spans)
             return
         with mapped_errors(key):
             size = (await self._call("info", path)).get("size")
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
-        sink.begin(size)
-        for start in range(0, size, _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, size)
-            with mapped_errors(key):
-                piece = await self._call("cat_file", path, start=start, end=stop)
-            await self._write_piece(key, sink, start, piece, stop)
+        target.begin(size)
+        for span in spans or [Span(0, size)]:
+            for part in cut(span, _PIECE_BYTES):
+                with mapped_errors(key):
+                    piece = await self._call("cat_file", path, start=part.start, end=part.stop)
+                await self._write_piece(key, target, part.start, piece, part.stop)
 
-    async def _stream(self, key: str, path: str, sink: Sink) -> None:
-        """One request: the headers of the answer tell the size."""
+    async def _stream(self, key: str, path: str, sink: Sink, spans: Sequence[Span]) -> None:
+        """One request, or one a span at once: the headers of the answers tell the size."""
+        wanted: Sequence[Span | None] = spans or [None]
+        asked = (self._ask_s3(key, path, span) for span in wanted)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        try:
+            opened = [each for each in answers if isinstance(each, _Answer)]
+            for each in answers:
+                if isinstance(each, BaseException):
+                    raise each
+            sink.begin(opened[0].size)
+            if opened[0].is_whole:
+                del opened[1:]  # a server that ignores ranges has sent it as often as it was asked
+            await asyncio.gather(*(self._pour(key, each, sink) for each in opened))
+        finally:
+            for each in answers:
+                if isinstance(each, _Answer):
+                    each.body.close()  # refused or broken off: it must not keep the connection
+
+    async def _ask_s3(self, key: str, path: str, span: Span | None) -> "_Answer":
         bucket, name, _ = self._fs.split_path(path)
+        wanted = {"Range": f"bytes={span.start}-{span.stop - 1}"} if span else {}
         with mapped_errors(key):
             async with bounded(self._io_timeout_s):
-                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
-        body, size, start = answer["Body"], answer.get("ContentLength"), 0
-        try:
-            if not isinstance(size, int):
-                raise StoreUnavailable(f"{key}: the server does not say how large it is")
-            sink.begin(size)
-            while start < size:
-                with mapped_errors(key):
-                    async with bounded(self._io_timeout_s):
-                        piece = await body.read(min(_PIECE_BYTES, size - start))
-                if not piece:
-                    raise StoreUnavailable(f"{key}: the server sent less than it announced")
-                await self._write_piece(key, sink, start, piece, start + len(piece))
-                start += len(piece)
-        finally:
-            body.close()  # refused or broken off: the rest must not keep the connection
+                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name, **wanted)
+        body, size = answer["Body"], answer.get("ContentLength")
+        if not isinstance(size, int):
+            body.close()
+            raise StoreUnavailable(f"{key}: the server does not say how large it is")
+        part = _CONTENT_RANGE.fullmatch(answer.get("ContentRange") or "")
+        if part is None:
+            return _Answer(body, 0, size, size)
+        return _Answer(body, int(part[1]), int(part[1]) + size, int(part[2]))
+
+    async def _pour(self, key: str, answer: "_Answer", sink: Sink) -> None:
+        start = answer.start
+        while start < answer.stop:
+            with mapped_errors(key):
+                async with bounded(self._io_timeout_s):
+                    piece = await answer.body.read(min(_PIECE_BYTES, answer.stop - start))
+            if not piece:
+                raise StoreUnavailable(f"{key}: the server sent less than it announced")
+            await self._write_piece(key, sink, start, piece, start + len(piece))
+            start += len(piece)
 
     async def _write_piece(self, key: str, sink: Sink, start: int, piece: bytes, stop: int) -> None:
         if len(piece) != stop - start:
@@ -255,6 +288,22 @@ class RemoteObjects:
             return await method(*args, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer of an S3 server to one GET: its headers are here, its body is on the way."""
+
+    body: Any
+    start: int
+    stop: int
+    size: int
+    """Of the whole object."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the object."""
+        return self.stop - self.start == self.size
+
+
 @contextlib.contextmanager
 def mapped_errors(key: str) -> Iterator[None]:
     """Turn whatever a filesystem raises into the errors of ecshare.
@@ -275,6 +324,8 @@ def mapped_errors(key: str) -> Iterator[None]:
         # Any class may come: filesystems are third-party code over third-party clients.
         if _code(exc) in _CREATE_REFUSED:
             raise FileExistsError(key) from exc
+        if _code(exc) == "InvalidRange":
+            raise ObjectCorrupt(f"corrupt object: {key} is shorter than expected") from exc
         if _code(exc) in _DENIED:
             raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
         words = f"the store failed: {type(exc).__name__}: {_words(exc)}"

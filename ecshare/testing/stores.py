@@ -21,7 +21,7 @@ import pytest
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from ecshare.store.keys import PROBE_KEY, Kind, manifest_key, object_key
-from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, probe, read
+from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, Span, probe, read
 
 MIB = 1 << 20
 NAMESPACE = "00112233445566778899aabbccddeeff"
@@ -145,11 +145,60 @@ class StoreContract:
         assert not sink.spans
         assert await store.exists([KEY]) == [True]
 
+    @pytest.mark.parametrize(
+        "spans",
+        [
+            (Span(0, 1),),
+            (Span(5, 4096),),
+            (Span(0, 4096), Span(3 * MIB, 3 * MIB + 7)),
+            (Span(12 * MIB, 20 * MIB + 3), Span(0, 9 * MIB)),
+        ],
+    )
+    async def test_spans_come_one_after_the_other(
+        self, store: ObjectStore, spans: tuple[Span, ...]
+    ) -> None:
+        """As if they were the object: its size is theirs together."""
+        body = os.urandom(20 * MIB + 3)
+        await store.put(KEY, body)
+        sink = Listener(LIMIT)
+        await store.get(KEY, sink, spans)
+        wanted = b"".join(body[span.start : span.stop] for span in spans)
+        assert sink.sizes == [len(wanted)]
+        assert sum(stop - start for start, stop in sink.spans) == len(wanted)
+        assert sink.body == wanted
+
+    async def test_spans_beyond_the_sinks_limit_are_refused(self, store: ObjectStore) -> None:
+        """The limit is on what is read, not on the object."""
+        await store.put(KEY, os.urandom(12 * MIB))
+        sink = Listener(4096)
+        with pytest.raises(ObjectCorrupt, match="4097"):
+            await store.get(KEY, sink, [Span(0, 4096), Span(5000, 5001)])
+        assert not sink.spans
+
+    @pytest.mark.parametrize("span", [Span(99, 101), Span(100, 101), Span(5000, 9000)])
+    async def test_an_object_that_ends_before_its_span_is_damaged(
+        self, store: ObjectStore, span: Span
+    ) -> None:
+        """Nothing of it is taken, and the store is well."""
+        await store.put(KEY, os.urandom(100))
+        sink = Listener(LIMIT)
+        with pytest.raises(ObjectCorrupt):
+            await store.get(KEY, sink, [Span(0, 10), span])
+        assert not sink.spans
+
+    async def test_spans_of_a_missing_object_are_missing(self, store: ObjectStore) -> None:
+        """The sink hears nothing."""
+        sink = Listener(LIMIT)
+        with pytest.raises(ObjectMissing):
+            await store.get(ABSENT, sink, [Span(0, 4096), Span(5000, 9000)])
+        assert not sink.sizes
+
     async def test_what_a_sink_raises_comes_out(self, store: ObjectStore) -> None:
         """It is no failure of the store."""
         await store.put(KEY, b"0123456789")
-        with pytest.raises(_Trouble):
-            await store.get(KEY, Troubled(LIMIT))
+        for spans in ((), (Span(2, 4),)):
+            with pytest.raises(_Trouble):
+                await store.get(KEY, Troubled(LIMIT), spans)
 
     async def test_a_file_that_is_offered_with_a_body_changes_nothing(
         self, store: ObjectStore, tmp_path: Path

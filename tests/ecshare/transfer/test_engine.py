@@ -13,7 +13,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.objects import ObjectInfo, Sink
+from ecshare.store.objects import ObjectInfo, Sink, Span
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetching import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
@@ -253,7 +253,7 @@ class Failing:
         if self.error is not None:
             raise self.error
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         await self._act()
         raise ObjectMissing(key)
 

@@ -14,7 +14,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, StoredObject, Tier
 from ecshare.transfer.staging import Staging
@@ -42,7 +42,7 @@ class Scripted:
         self.damage: list[Callable[[bytes], bytes]] = []
         self.is_read_only = False
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         self.gets.append(time.monotonic())
         await asyncio.sleep(self.answer_s)
         if key not in self.objects:
@@ -50,8 +50,9 @@ class Scripted:
         body = self.objects[key]
         if self.damage:
             body = self.damage.pop(0)(body)
-        sink.begin(len(body))
-        sink.write(0, body)
+        target = Window(sink, spans) if spans else sink
+        target.begin(len(body))
+        target.write(0, body)
 
     async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         return key not in self.objects and bool(self.objects.setdefault(key, bytes(body)))
