@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
 from ecshare.transfer.staging import as_tensor
 from ecshare.transfer.stats import Stats
 from kvshare.blocks import BlockCaches
@@ -118,9 +118,10 @@ class Loads:
         self._fetching_bytes -= wanted.num_bytes
         stored = done.value if isinstance(done.value, StoredObject) else None
         is_sound = stored is not None and self._fits(stored, wanted.facts)
+        reason = done.outcome if stored is None else Outcome.CORRUPT
         for load, number in wanted.waiters:
             if stored is None or not is_sound:
-                self._failed(load, number)
+                self._failed(load, number, reason.value)
             elif load.wants(number):
                 self._copy_in(stored, load, number)
         if stored is not None:
@@ -158,12 +159,13 @@ class Loads:
         load.missing.discard(number)
         self._end_if_complete(load)
 
-    def _failed(self, load: _Load, number: int) -> None:
+    def _failed(self, load: _Load, number: int, reason: str) -> None:
         piece = load.pieces[number]
         self._lost.add(piece.key)
         if not load.wants(number):
             return
         self._stats.add("blocks/failed", len(piece.block_ids))
+        self._stats.add(f"misses/{reason}", len(piece.block_ids))
         load.end = number
         load.missing = {each for each in load.missing if each < number}
         self._end_if_complete(load)

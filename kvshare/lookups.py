@@ -42,6 +42,7 @@ class Search:
     prefix: Prefix
     start_block: int
     announced_tokens: int
+    begun_s: float
     deadline_s: float
     next_ask_s: float
     pause_s: float = _FIRST_PAUSE_S
@@ -96,6 +97,7 @@ class Lookups:
             prefix,
             start_block,
             announced_tokens(request),
+            begun_s=now_s,
             deadline_s=now_s + self._config.wait_s,
             next_ask_s=now_s,
             is_over=start_block >= prefix.num_blocks,
@@ -108,7 +110,7 @@ class Lookups:
         if search.is_over:
             return
         if now_s >= search.deadline_s:
-            self._end(search, "failed" if search.is_asking else "missed")
+            self._end(search, "late")
         elif not search.is_asking and now_s >= search.next_ask_s:
             self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
 
@@ -130,7 +132,7 @@ class Lookups:
     def _answer(self, search: Search, done: Done) -> None:
         search.is_asking = False
         if done.outcome is not Outcome.OK or not isinstance(done.value, Found):
-            self._end(search, "failed")
+            self._end(search, done.outcome.value)
             return
         for chunk in done.value.chunks:
             self.stored.add(chunk.key)
@@ -141,18 +143,22 @@ class Lookups:
         search.found = done.value.chunks
         found_tokens = search.found[-1].end_tokens if search.found else 0
         if not search.num_missing_blocks or found_tokens >= search.announced_tokens:
-            self._end(search, "missed")
+            self._end(search, "missing")
             return
         # The rest was announced: it is being stored right now.
         search.next_ask_s = self._clock_s() + search.pause_s
         search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
 
-    def _end(self, search: Search, event: str) -> None:
-        """Make the answer final; count what was not found as `event`."""
-        if not search.is_over:
-            search.is_over = True
-            if search.num_missing_blocks:
-                self._stats.add(f"blocks/{event}", search.num_missing_blocks)
+    def _end(self, search: Search, reason: str) -> None:
+        """Make the answer final; `reason`: why there are blocks that were not found, if any."""
+        if search.is_over:
+            return
+        search.is_over = True
+        self._stats.add("waits/look_up")
+        self._stats.add("wait_seconds/look_up", self._clock_s() - search.begun_s)
+        if search.num_missing_blocks:
+            self._stats.add("blocks/missed", search.num_missing_blocks)
+            self._stats.add(f"misses/{reason}", search.num_missing_blocks)
 
 
 class _Asked:

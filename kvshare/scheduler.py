@@ -55,6 +55,7 @@ class _Loading:
     chunks: tuple[Chunk, ...]
     start_tokens: int
     num_tokens: int
+    begun_s: float
     lost: set[ChunkKey] = field(default_factory=set)
 
 
@@ -78,6 +79,7 @@ class KVScheduler:
     ) -> None:
         """`clock_s`: monotonic seconds."""
         self._stats = Stats()
+        self._clock_s = clock_s
         self._facts = facts
         self._engine = engine
         self._lookups = Lookups(config, facts, engine, self._stats, clock_s)
@@ -168,8 +170,9 @@ class KVScheduler:
                 offset = first - chunk.first_block
                 pieces.append(Piece(chunk.key, chunk.num_blocks, chunk.num_tokens, ids, offset))
         self._loads.append(LoadOrder(request.request_id, tuple(pieces)))
-        loading = _Loading(search.found, tracked.start_tokens, num_external_tokens)
-        self._loading[request.request_id] = loading
+        self._loading[request.request_id] = _Loading(
+            search.found, tracked.start_tokens, num_external_tokens, self._clock_s()
+        )
         self._stats.add("tokens/hit", num_external_tokens)
 
     def orders(self, output: SchedulerOutput) -> Orders:
@@ -234,6 +237,8 @@ class KVScheduler:
 
     def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
+        self._stats.add("waits/load")
+        self._stats.add("wait_seconds/load", self._clock_s() - loading.begun_s)
         lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
         if not failed and not lost:
             self._stats.add("tokens/loaded", loading.num_tokens)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecshare.plugin.identity import tier_namespace
+from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, Run, StoredObject
@@ -114,6 +115,7 @@ class KVShareTier(SecondaryTierManager):
         Raises:
             ConfigError: an option is wrong or the store cannot be used; names the option.
         """
+        log_as_vllm()
         # vLLM 0.30 knows no detectors.
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)

@@ -123,6 +123,7 @@ class KVWorker:
                 continue
             num_blocks = sum(len(piece.block_ids) for piece in order.pieces)
             self._stats.add("blocks/failed", num_blocks)
+            self._stats.add("misses/rejected", num_blocks)
             self._unloadable.requests.add(order.request_id)
             self._unloadable.failed.add(order.request_id)
 
@@ -203,7 +204,7 @@ class KVWorker:
         if done.outcome is Outcome.OK:
             self._stats.add("blocks/saved", num_blocks)
             return
-        self._stats.add("blocks/failed", num_blocks)
+        self._stats.add("blocks/dropped", num_blocks)
         if piece is not None:
             # Nor may this host's cache claim it, or nobody here would save it again.
             self._engine.host.discard(done.job.key)

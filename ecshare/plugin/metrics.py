@@ -26,7 +26,10 @@ class Metric:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+# How a transfer may fail (ecshare.transfer.jobs.Outcome), and: not here in time.
+_REASONS = ("missing", "corrupt", "unavailable", "rejected", "cancelled", "late")
 _MOVES = {"direction": ("read", "write"), "tier": ("host", "store")}
+_WAITS = {"stage": ("look_up", "load")}
 _TRANSFERS = {
     "transfers": Metric("transfers", "Objects moved, by direction and tier.", _MOVES),
     "transfer_bytes": Metric("transfer_bytes", "Bytes moved, by direction and tier.", _MOVES),
@@ -52,12 +55,7 @@ METRICS: dict[str, dict[str, Metric]] = {
         "misses": Metric(
             "misses",
             "Media items that were not found, by reason.",
-            {
-                "reason": (
-                    *("missing", "corrupt", "unavailable", "rejected", "cancelled"),
-                    *("late", "unidentified"),
-                )
-            },
+            {"reason": (*_REASONS, "unidentified")},
         ),
         "encodes_avoided": Metric("encodes_avoided", "Media items that need not be encoded."),
         "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
@@ -70,11 +68,22 @@ METRICS: dict[str, dict[str, Metric]] = {
             "KV blocks and prompt tails, by what became of them.",
             {"event": ("saved", "loaded", "missed", "failed", "dropped")},
         ),
+        "misses": Metric(
+            "misses",
+            "KV blocks that were not found or not loaded, by reason.",
+            {"reason": _REASONS},
+        ),
         "tokens": Metric(
             "tokens",
-            "Prompt tokens, by whether their KV was stored.",
+            "Prompt tokens, by whether their KV was stored, and loaded instead of computed.",
             {"event": ("queried", "hit", "loaded")},
         ),
+        "waits": Metric(
+            "waits",
+            "Requests that waited, hit or miss, by what for.",
+            _WAITS,
+        ),
+        "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),
         **_TRANSFERS,
     },
     "kvshare_tier": {

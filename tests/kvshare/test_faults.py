@@ -79,6 +79,7 @@ def test_spoiled_between_look_up_and_load(
     answer = serve(engine, PROMPT)
     assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK, "what leads is loaded"
     assert engine.counts["blocks/failed"] == 1
+    assert engine.counts[f"misses/{'missing' if fault is unlink else 'corrupt'}"] == 1
     assert engine.counts.get("tokens/loaded", 0) == index * BLOCK
     # This host heals: what was computed is found here, whatever still lies in the store.
     engine.before_load = lambda: None
@@ -107,6 +108,11 @@ def test_lost_before_the_look_up(start: StartEngine, warm: Path, index: int) -> 
     answer = serve(engine, PROMPT, max_tokens=1)
     assert answer.computed_prompt_tokens == len(PROMPT) - index * BLOCK
     assert engine.counts["blocks/missed"] == NUM_CHUNKS - index
+    assert engine.counts["misses/missing"] == NUM_CHUNKS - index
+    num_loads = int(index > FIRST)
+    assert engine.counts["waits/look_up"] == 1
+    assert engine.counts.get("waits/load", 0) == num_loads
+    assert ("wait_seconds/load" in engine.counts) is bool(num_loads)
     assert len(objects(warm)) == NUM_CHUNKS, "saved again"
 
 
@@ -161,7 +167,8 @@ def test_a_store_that_falls_silent_costs_a_bounded_wait(gated: StartEngine, oper
     engine = gated("kv_consumer", io_timeout_s=0.2)
     GatedFileSystem.close_gate(operation)
     assert serve(engine, PROMPT).computed_prompt_tokens == len(PROMPT)
-    assert engine.counts["blocks/failed"] > 0
+    assert engine.counts["misses/unavailable"] > 0
+    assert engine.counts[f"wait_seconds/{'look_up' if operation == 'exists' else 'load'}"] >= 0.2
     assert is_at_rest(engine)
 
 
@@ -172,7 +179,9 @@ def test_a_store_that_fails(gated: StartEngine, operation: str) -> None:
     GatedFileSystem.broken.add(operation)
     computed = serve(engine, PROMPT).computed_prompt_tokens
     assert computed == (1 if operation == "put" else len(PROMPT))
-    assert engine.counts["blocks/failed"] > 0
+    event = {"exists": "missed", "get": "failed", "put": "dropped"}[operation]
+    assert engine.counts[f"blocks/{event}"] > 0
+    assert ("misses/unavailable" in engine.counts) is (operation != "put")
     assert is_at_rest(engine)
 
 
@@ -180,7 +189,7 @@ def test_a_save_that_failed_is_made_up_for(gated: StartEngine) -> None:
     engine = gated()
     GatedFileSystem.broken.add("put")
     serve(engine, PROMPT[:3], max_tokens=1, name="one")
-    assert engine.counts["blocks/failed"] == 1
+    assert engine.counts["blocks/dropped"] == 1
     GatedFileSystem.broken.clear()
     serve(engine, PROMPT[:3], max_tokens=1, name="two")
     assert serve(gated(), PROMPT[:3]).computed_prompt_tokens == 1
@@ -293,6 +302,8 @@ def test_an_announced_prefix_that_never_comes_costs_a_bounded_wait(gated: StartE
     (answer,) = engine.run(request)
     assert answer.tokens == expected_answer(PROMPT, 3)
     assert answer.computed_prompt_tokens == len(PROMPT) - 2 * BLOCK, "what was there was loaded"
+    assert engine.counts["misses/late"] == NUM_CHUNKS - 2
+    assert engine.counts["wait_seconds/look_up"] >= 0.2
 
 
 # --- a worker that must refuse its cache ---

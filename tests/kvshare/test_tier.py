@@ -82,14 +82,20 @@ def test_chunks_outlive_the_engine_that_stored_them(
 ) -> None:
     """Here in a process of its own, which ends right after the last step."""
     program = (
-        "import json, sys\n"
+        "import json, logging, sys\n"
         "from tests.kvshare.offloading import OffloadingHost, offloading_config\n"
+        "logging.getLogger('vllm').addHandler(logging.StreamHandler())\n"
+        "logging.getLogger('vllm').setLevel(logging.INFO)\n"
+        "logging.getLogger().setLevel(logging.ERROR)\n"
         "host = OffloadingHost(offloading_config(json.loads(sys.argv[1])))\n"
+        "logging.getLogger('kvshare.tier').warning('said by the tier')\n"
         "host.offload([1, 2, 3])\n"
         "host.close()\n"
     )
     options = tier_options(folder, tmp_path / "other")
-    subprocess.run([sys.executable, "-c", program, json.dumps(options)], check=True)
+    command = [sys.executable, "-c", program, json.dumps(options)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "said by the tier" in ran.stderr, "it logs where vLLM does"
     host = start(folder)
     assert host.find([1, 2, 3]) == [HIT] * 3
     assert [host.read(number) for number in (1, 2, 3)] == [content(number) for number in (1, 2, 3)]

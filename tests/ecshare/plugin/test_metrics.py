@@ -113,8 +113,9 @@ def test_every_metric_is_documented_with_all_its_labels(prefix: str) -> None:
 
 
 def test_every_outcome_and_tier_has_its_label() -> None:
-    reasons = METRICS["ecshare"]["misses"].labels["reason"]
-    assert {outcome.value for outcome in Outcome if outcome is not Outcome.OK} <= set(reasons)
+    for prefix in ("ecshare", "kvshare"):
+        reasons = METRICS[prefix]["misses"].labels["reason"]
+        assert {outcome.value for outcome in Outcome if outcome is not Outcome.OK} <= set(reasons)
     tiers = METRICS["ecshare"]["transfers"].labels["tier"]
     assert {tier.value for tier in Tier} == set(tiers)
 
