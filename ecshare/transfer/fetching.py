@@ -10,10 +10,18 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
-from ecshare.store.format import RunningChecksum, unseal
-from ecshare.store.hostcache import HostCache, Incoming
+from ecshare.store.format import (
+    PROLOGUE_BYTES,
+    RunningChecksum,
+    Sealed,
+    facts_of_rows,
+    unseal,
+    unseal_rows,
+)
+from ecshare.store.hostcache import Entry, HostCache, Incoming
 from ecshare.store.integrity import Integrity
-from ecshare.store.objects import Buffer
+from ecshare.store.objects import Buffer, Sink
+from ecshare.store.rows import Rows
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.lanes import Urgency
@@ -40,11 +48,48 @@ def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject
     is memory of our own (see Entry.copy_on_write), as long as a view of it exists. Any thread;
     reads memory only.
     """
+    return _opened(
+        host,
+        key,
+        lambda entry: unseal(entry.copy_on_write() if own else entry.body, key, verify=False),
+    )
+
+
+def open_rows(host: HostCache, job: Fetch, rows: Rows) -> StoredObject | None:
+    """As `open_object`, for some `rows` of what `job` asks for, wherever they lie on this host."""
+    return _opened(
+        host, job.key, lambda entry: _rows_of_whole(unseal(entry.body, job.key, verify=False), rows)
+    ) or _opened(host, job.local_key, lambda entry: _unsealed(job, entry.body, verify=False))
+
+
+def _unsealed(
+    job: Fetch,
+    body: memoryview,
+    *,
+    verify: bool = True,
+    integrity: Integrity | None = None,
+    checksum: str | None = None,
+) -> Sealed:
+    """Take apart what `job` asks for, where it lies alone."""
+    if job.rows is None:
+        return unseal(body, job.key, verify=verify, integrity=integrity, checksum=checksum)
+    return unseal_rows(body, job.key, job.rows, verify=verify, integrity=integrity)
+
+
+def _rows_of_whole(whole: Sealed, rows: Rows) -> Sealed:
+    if whole.facts.num_bytes != rows.count * rows.row_bytes or whole.facts.shape[0] != rows.count:
+        raise ObjectCorrupt(f"corrupt object: {list(whole.facts.shape)} has no such rows")
+    start = rows.first * rows.row_bytes
+    payload = whole.payload[start : start + rows.num_bytes]
+    return Sealed(facts=facts_of_rows(whole.facts, rows), payload=payload)
+
+
+def _opened(host: HostCache, key: str, take: Callable[[Entry], Sealed]) -> StoredObject | None:
     entry = host.open(key)
     if entry is None:
         return None
     try:
-        sealed = unseal(entry.copy_on_write() if own else entry.body, key, verify=False)
+        sealed = take(entry)
     except ObjectCorrupt as exc:
         logger.warning("host cache: dropping a damaged entry: %s", exc)
         entry.close()
@@ -141,7 +186,7 @@ class Fetcher:
                 left_s = deadline_s - time.monotonic()
                 if not job.is_announced or left_s <= 0:
                     raise missing or exc from None
-            await self._appearance(job.key, min(pause_s, left_s))
+            await self._appearance(job, min(pause_s, left_s))
             pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
@@ -153,10 +198,10 @@ class Fetcher:
             if here is not None:
                 seconds = time.monotonic() - started_s
                 return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
-            claim = self._host.claim(job.key)
+            claim = self._host.claim(job.local_key)
             if claim is not None or time.monotonic() >= patience_s:
                 break
-            await self._appearance(job.key, patience_s - time.monotonic(), is_claimed=True)
+            await self._appearance(job, patience_s - time.monotonic(), is_claimed=True)
         try:
             tier = Tier.HOST
             here = self._open(job)  # published just before the claim was free
@@ -170,15 +215,20 @@ class Fetcher:
 
     def _open(self, job: Fetch) -> StoredObject | None:
         """What this host has already, if the job has a use for it."""
-        here = open_object(self._host, job.key)
+        here = self._find(job)
         if here is None or job.accepts is None or job.accepts(here.facts):
             return here
         here.release()
-        self._host.discard(job.key)
+        self._host.discard(here.key)
         return None
 
-    async def _appearance(self, key: str, timeout_s: float, *, is_claimed: bool = False) -> None:
-        """Return when `key` is in the host cache, or after `timeout_s`.
+    def _find(self, job: Fetch) -> StoredObject | None:
+        if job.rows is None:
+            return open_object(self._host, job.key)
+        return open_rows(self._host, job, job.rows)
+
+    async def _appearance(self, job: Fetch, timeout_s: float, *, is_claimed: bool = False) -> None:
+        """Return when it is in the host cache, or after `timeout_s`.
 
         `is_claimed`: also when the process that downloads it has let go of its claim.
         """
@@ -187,11 +237,12 @@ class Fetcher:
         while (left_s := deadline_s - time.monotonic()) > 0:
             await asyncio.sleep(min(glance_s, left_s))
             glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
-            entry = self._host.open(key)
-            if entry is not None:
-                entry.close()
-                return
-            if is_claimed and (claim := self._host.claim(key)) is not None:
+            for key in {job.key, job.local_key}:
+                entry = self._host.open(key)
+                if entry is not None:
+                    entry.close()
+                    return
+            if is_claimed and (claim := self._host.claim(job.local_key)) is not None:
                 claim.release()
                 return
 
@@ -211,11 +262,14 @@ class Fetcher:
             raise
 
     async def _download(self, job: Fetch, deadline_s: float) -> StoredObject:
-        incoming = self._host.receive(job.key, job.limit_bytes)
+        incoming = self._host.receive(job.local_key, job.limit_bytes)
         inspected = _Inspected(incoming)
+        # Rows have checksums of their own.
+        sink: Sink = inspected if job.rows is None else incoming
+        spans = job.rows.spans(PROLOGUE_BYTES) if job.rows else ()
         try:
             await self._access.ask(
-                lambda store: store.get(job.key, inspected),
+                lambda store: store.get(job.key, sink, spans),
                 Urgency.LOAD,
                 job.limit_bytes,
                 deadline_s,
@@ -238,15 +292,15 @@ class Fetcher:
     def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:
         """Verify what came, and publish it to this host. Copy thread."""
         incoming, checksum = inspected.incoming, inspected.checksum()
-        sealed = unseal(incoming.body, job.key, integrity=self._integrity, checksum=checksum)
+        sealed = _unsealed(job, incoming.body, integrity=self._integrity, checksum=checksum)
         if job.accepts is not None and not job.accepts(sealed.facts):
             said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
         entry = incoming.publish()
         if entry is None:
-            return StoredObject(job.key, sealed.facts, sealed.payload, None)
-        body = unseal(entry.body, job.key, verify=False)
-        return StoredObject(job.key, body.facts, body.payload, entry)
+            return StoredObject(job.local_key, sealed.facts, sealed.payload, None)
+        body = _unsealed(job, entry.body, verify=False)
+        return StoredObject(job.local_key, body.facts, body.payload, entry)
 
     async def _remove(self, key: str, deadline_s: float) -> None:
         """Take a damaged object out of the way of the next save: puts are create-only."""

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ecshare.store.format import TensorFacts
 from ecshare.store.hostcache import Entry
+from ecshare.store.rows import Rows
 from ecshare.transfer.staging import Slab
 
 # No tensor of any model is larger; who knows the size of what it asks for gives a lower limit.
@@ -43,6 +44,7 @@ class Put(Struct, frozen=True):
 class Fetch(Struct, frozen=True):
     """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
 
+    `rows`: only these of it, with its prologue; the facts of the StoredObject are theirs alone.
     `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
     `accepts`: a tensor that it says no to counts as damaged too, so that a usable one can take the
     place. Any thread.
@@ -58,6 +60,14 @@ class Fetch(Struct, frozen=True):
     is_announced: bool = False
     accepts: Callable[[TensorFacts], bool] | None = None
     use: "Callable[[StoredObject], None] | None" = None
+    rows: Rows | None = None
+
+    @property
+    def local_key(self) -> str:
+        """What it is called on this host: some rows of an object are not the object."""
+        if self.rows is None:
+            return self.key
+        return f"{self.key}.rows-{self.rows.first}-{self.rows.end}"
 
 
 class Backfill(Struct, frozen=True):
@@ -104,8 +114,8 @@ Job = Put | Fetch | Backfill | Lookup | Inquiry | Run
 class StoredObject(Struct, frozen=True):
     """A verified object on this host, valid until `release`.
 
-    `payload` is read-only. It lies in the host cache, pinned by `entry`; or, where the cache had no
-    room, in this process alone, and `entry` is None.
+    `payload` is read-only. It lies in the host cache, pinned by `entry`, under `key`; or, where the
+    cache had no room, in this process alone, and `entry` is None.
     """
 
     key: str

@@ -2,6 +2,7 @@
 """docs/format.md is normative: a reader written from the page alone must agree with the code."""
 
 import ast
+import base64
 import hashlib
 import json
 import sys
@@ -56,7 +57,8 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     assert set(header) == {"__metadata__", "tensor"}
     assert header["tensor"] == {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]}
     metadata = header["__metadata__"]
-    assert {name for name in first_column(PAGE) if name.startswith("ecshare.")} == set(metadata)
+    on_page = {name for name in first_column(PAGE) if name.startswith("ecshare.")}
+    assert on_page == {*metadata, "ecshare.rows"}
     assert metadata["ecshare.format"] == "1"
     attributes, producer = metadata["ecshare.attributes"], metadata["ecshare.producer"]
     believed = [1, KEY, "BF16", [3, 4], attributes, producer]
@@ -66,6 +68,29 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     own_key = blake3(SECRET, derive_key_context="ecshare 2026-11 object mac").digest()
     mac = blake3(canonical(believed) + body[4096:], key=own_key).hexdigest()
     assert metadata["ecshare.mac"] == f"blake3:{mac}"
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_rows_have_checksums_as_the_page_says(secret: bytes | None) -> None:
+    slab = bytearray(PROLOGUE_BYTES) + bytes(range(24))
+    facts = TensorFacts("BF16", (3, 4), {}, by_row=True)
+    seal(memoryview(slab), facts, KEY, Integrity(secret) if secret else None)
+    metadata = json.loads(slab[8:4096])["__metadata__"]
+
+    def digest(raw: bytes, context: str) -> bytes:
+        if secret is None:
+            return xxhash.xxh3_128_digest(raw)
+        own_key = blake3(secret, derive_key_context=f"ecshare 2026-11 {context} mac").digest()
+        return blake3(raw, key=own_key).digest()[:16]
+
+    told = [1, KEY, "BF16", [3, 4], "{}", metadata["ecshare.producer"]]
+    digests = b"".join(digest(bytes(slab[at : at + 8]), "row") for at in range(4096, 4120, 8))
+    digests += digest(canonical(told) + digests, "rows")
+    text = ("blake3:" if secret else "xxh3_128:") + base64.b64encode(digests).decode()
+    assert metadata["ecshare.rows"] == text
+    checksum = xxhash.xxh3_128_hexdigest(canonical([*told, text]) + slab[4096:])
+    assert metadata["ecshare.checksum"] == f"xxh3_128:{checksum}"
+    assert "ecshare.mac" not in metadata
 
 
 def test_keys_are_made_as_the_page_says() -> None:
