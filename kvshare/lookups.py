@@ -11,6 +11,7 @@ from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions
 from ecshare.transfer.stats import Stats
+from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.messages import announced_tokens
 from kvshare.prefix import Chunk, Grid, HashFunction, Prefix
@@ -86,13 +87,14 @@ class Lookups:
         self._clock_s = clock_s
         self.stored = TrustedKeys(clock_s)
         """What need not be saved; who saves adds to it."""
+        self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
         # By what is asked for: requests with one prompt share one search.
         self._asking: dict[object, list[Search]] = {}
 
-    def start(self, request: Request, num_computed_tokens: int) -> Search:
+    def start(self, request: Request, grid: Grid, num_computed_tokens: int) -> Search:
         """Return a search for what `request` could load after `num_computed_tokens`."""
-        prefix, now_s = Prefix.of(request, self._facts.grid), self._clock_s()
-        start_block = num_computed_tokens // self._facts.grid.block_tokens
+        prefix, now_s = Prefix.of(request, grid), self._clock_s()
+        start_block = num_computed_tokens // grid.block_tokens
         return Search(
             prefix,
             start_block,
@@ -120,6 +122,8 @@ class Lookups:
             if isinstance(done.job, Inquiry):
                 for search in self._asking.pop(done.job.questions, ()):
                     self._answer(search, done)
+            else:
+                self.adapters.take(done)
 
     def _ask(self, search: Search, timeout_s: float) -> None:
         search.is_asking = True

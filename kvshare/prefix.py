@@ -9,8 +9,9 @@ A chunk is a run of consecutive blocks of a request that begins at a multiple of
             count, since the reader computes that one itself
 
 Whole chunks and parts are named by vLLM's own chained hash of their last block. vLLM's hashes cover
-the tokens, all tokens before them, the media, the LoRA adapter and the cache_salt, so equal names
-mean equal KV, and with the chunk size (a fact of the namespace) equal blocks in one chunk.
+the tokens, all tokens before them, the media, the name of the LoRA adapter and the cache_salt; what
+the adapter contains is added (see `adapters`). So equal names mean equal KV, and with the chunk
+size (a fact of the namespace) equal blocks in one chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +43,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How requests are cut into blocks, and blocks put into chunks."""
+    """How requests are cut into blocks, blocks put into chunks, and these named."""
 
     block_tokens: int
     chunk_blocks: int
+    adapter: bytes = b""
+    """Fingerprint of the LoRA adapter that the request runs with: the end of each name."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -56,7 +59,7 @@ class Grid:
         """Return the chunk of the full blocks from `first_block` to before `end_block`."""
         num_blocks = end_block - first_block
         return Chunk(
-            ChunkKey(hashes[end_block - 1]),
+            ChunkKey(hashes[end_block - 1] + self.adapter),
             first_block,
             num_blocks,
             first_block * self.block_tokens,
@@ -84,7 +87,7 @@ class Tail:
             self.extra_keys,
         )
         start_tokens = self.block * grid.block_tokens
-        return Chunk(ChunkKey(key), self.block, 1, start_tokens, len(self.tokens))
+        return Chunk(ChunkKey(key + grid.adapter), self.block, 1, start_tokens, len(self.tokens))
 
 
 def tail_of(request: Request, grid: Grid) -> Tail | None:
@@ -136,9 +139,10 @@ class Prefix:
         return len(self.hashes) // self.grid.chunk_blocks
 
     @property
-    def identity(self) -> tuple[int, bytes, Tail | None]:
+    def identity(self) -> tuple[int, bytes, Tail | None, bytes]:
         """Equal for two requests if all their chunks are."""
-        return len(self.hashes), self.hashes[-1] if self.hashes else b"", self.tail
+        last_hash = self.hashes[-1] if self.hashes else b""
+        return len(self.hashes), last_hash, self.tail, self.grid.adapter
 
     def whole(self, number: int) -> Chunk:
         """Return whole chunk `number`."""

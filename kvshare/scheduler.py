@@ -17,6 +17,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import Stats, merged
+from kvshare.adapters import Adapter
 from kvshare.blocks import refusal
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.lookups import KVFacts, Lookups, Search
@@ -35,6 +36,7 @@ class _Tracked:
     """One request of the engine, from the first sight to its end."""
 
     request: Request
+    adapter: Adapter
     block_ids: list[int] = field(default_factory=list)
     end_tokens: int = 0
     """Up to where its blocks are computed, or will be by steps that have been ordered."""
@@ -84,6 +86,7 @@ class KVScheduler:
         self._engine = engine
         self._lookups = Lookups(config, facts, engine, self._stats, clock_s)
         self._stored = self._lookups.stored
+        self._adapters = self._lookups.adapters
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
@@ -130,11 +133,19 @@ class KVScheduler:
         Called every step while the request waits; O(1), but for a copy of the list of its hashes
         at first. The answer is final after `wait_s`, whatever the store does.
         """
+        if not self._facts.loads and not self._facts.saves:
+            return 0
         tracked = self._track(request)
+        if not tracked.adapter.is_settled:
+            self._lookups.poll()
+            if not self._adapters.is_settled(tracked.adapter):
+                return None
+        grid = self._adapters.grid_of(tracked.adapter)
         # Who has waited in vain has waited long enough. Besides, vLLM goes on to keep free what
         # such a request still needs, and counts that against a second load of its own: where
         # blocks are few, neither it nor anybody behind it would ever run.
-        if not self._facts.loads or request.skip_reading_prefix_cache or tracked.load_failed:
+        may_load = self._facts.loads and not request.skip_reading_prefix_cache
+        if not may_load or tracked.load_failed or grid is None:
             return 0
         tracked.start_tokens = num_computed_tokens
         search = tracked.search
@@ -142,7 +153,7 @@ class KVScheduler:
             self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
-            search = tracked.search = self._lookups.start(request, num_computed_tokens)
+            search = tracked.search = self._lookups.start(request, grid, num_computed_tokens)
         self._lookups.advance(search)
         if not search.is_over:
             return None
@@ -232,7 +243,9 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(request)
+            tracked = self._tracked[request.request_id] = _Tracked(
+                request, self._adapters.of(request)
+            )
         return tracked
 
     def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
@@ -283,7 +296,9 @@ class KVScheduler:
         when all its tokens are known, that is, hashed.
         """
         tracked.end_tokens = end_tokens
-        request, grid = tracked.request, self._facts.grid
+        request, grid = tracked.request, self._adapters.grid_of(tracked.adapter)
+        if grid is None:
+            return
         end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
         yield from self._save_whole(tracked, end_block)
         if not tracked.prompt_is_saved and 1 < request.num_prompt_tokens <= end_tokens:
@@ -320,9 +335,10 @@ class KVScheduler:
         tracked.num_saved_blocks = max(tracked.num_saved_blocks, end_block)
 
     def _save_run(self, tracked: _Tracked, first_block: int, end_block: int) -> Iterable[Piece]:
-        if first_block < end_block:
+        grid = self._adapters.grid_of(tracked.adapter)
+        if grid is not None and first_block < end_block:
             hashes = tracked.request.block_hashes
-            yield from self._save(tracked, self._facts.grid.run(hashes, first_block, end_block))
+            yield from self._save(tracked, grid.run(hashes, first_block, end_block))
 
     def _save(self, tracked: _Tracked, chunk: Chunk) -> Iterable[Piece]:
         if chunk.key not in self._stored:

@@ -2,6 +2,7 @@
 """Names and hooks that moved between vLLM releases; the only place that asks."""
 
 import platform
+from collections.abc import Hashable
 from typing import Any
 
 
@@ -20,6 +21,15 @@ def cpu_attention_kernel(
 
         return f"{platform.machine()}-{__version__}"
     return str(_get_attn_isa(dtype, block_tokens, head_elements, cache_dtype))
+
+
+def hashed_adapter(request: Any) -> Hashable:
+    """Return what the block hashes of `request` tell its LoRA adapter by: until 0.31 its name."""
+    try:
+        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+    except ImportError:
+        return str(request.lora_request.lora_name)
+    return tuple(_gen_lora_extra_hash_keys(request))
 
 
 def repacks_blocks() -> bool:

@@ -166,7 +166,7 @@ def adapter_fingerprint(folder: Path) -> str:
         return _adapter_fingerprint(folder, files)
     except (OSError, ValueError, KeyError) as exc:
         logger.warning(
-            "Cannot read the LoRA adapter %s (%s): embeddings computed with it are not shared.",
+            "Cannot read the LoRA adapter %s (%s): what is computed with it is not shared.",
             folder,
             exc,
         )

@@ -71,7 +71,7 @@ METRICS: dict[str, dict[str, Metric]] = {
         "misses": Metric(
             "misses",
             "KV blocks that were not found or not loaded, by reason.",
-            {"reason": _REASONS},
+            {"reason": (*_REASONS, "unidentified")},
         ),
         "tokens": Metric(
             "tokens",

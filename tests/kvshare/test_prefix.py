@@ -143,3 +143,17 @@ def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
     assert covered_tokens(request, chunks(request)) == 2 * BLOCK
     request.append_output_token_ids([55])
     assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
+
+
+def test_what_an_adapter_contains_is_part_of_every_name() -> None:
+    request = make_request("r", range(5 * BLOCK + 3))
+    plain, tuned = (
+        Prefix.of(request, Grid(BLOCK, 2, adapter)) for adapter in (b"", b"0123456789abcdef")
+    )
+    assert plain.identity != tuned.identity
+    for one, other in zip(
+        [plain.whole(0), *plain.parts(2)], [tuned.whole(0), *tuned.parts(2)], strict=True
+    ):
+        assert other.key == one.key + b"0123456789abcdef"
+    assert plain.tail is not None
+    assert plain.tail.chunk(plain.grid, sha256).key != plain.tail.chunk(tuned.grid, sha256).key

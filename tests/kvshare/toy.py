@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -47,6 +48,7 @@ HEADS = 2
 HEAD_SIZE = 8
 VOCAB = 1000
 GIVE_UP_S = 30.0
+WEIGHTS = "adapter_model.bin"
 
 
 def write_model(folder: Path) -> Path:
@@ -147,12 +149,22 @@ def next_token(kv: Sequence[float]) -> int:
     return int.from_bytes(hashlib.sha256(repr(list(kv)).encode()).digest()[:4], "little") % VOCAB
 
 
-def expected_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What any sound engine answers."""
+def expected_answer(
+    prompt: Sequence[int], num_tokens: int, flavour: Sequence[int] = ()
+) -> list[int]:
+    """What any sound engine answers; `flavour`: of the request's LoRA adapter."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token([kv_of(tokens[: end + 1]) for end in range(len(tokens))]))
+        kv = [kv_of([*flavour, *tokens[: end + 1]]) for end in range(len(tokens))]
+        tokens.append(next_token(kv))
     return tokens[len(prompt) :]
+
+
+def flavour_of(lora_request: LoRARequest | None) -> list[int]:
+    """What an adapter changes: its weights, as they are now, count as tokens before the prompt."""
+    if lora_request is None:
+        return []
+    return list((Path(lora_request.lora_path) / WEIGHTS).read_bytes())
 
 
 @dataclass
@@ -162,6 +174,7 @@ class Row:
     tokens: list[int]
     num_prompt_tokens: int
     block_ids: list[int]
+    flavour: list[int]
 
 
 @dataclass
@@ -286,7 +299,8 @@ class ToyEngine:
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             prompt = new.prompt_token_ids
-            self.rows[new.req_id] = Row(list(prompt), len(prompt), list(new.block_ids[0]))
+            flavour = flavour_of(new.lora_request)
+            self.rows[new.req_id] = Row(list(prompt), len(prompt), list(new.block_ids[0]), flavour)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for name, block_ids, start in zip(
@@ -309,7 +323,8 @@ class ToyEngine:
         answer.computed_prompt_tokens += max(0, min(end, row.num_prompt_tokens) - start)
         for position in range(start, end):
             block = row.block_ids[position // BLOCK]
-            self.cache[:, block, :, position % BLOCK] = kv_of(row.tokens[: position + 1])
+            kv_now = kv_of([*row.flavour, *row.tokens[: position + 1]])
+            self.cache[:, block, :, position % BLOCK] = kv_now
         if end < len(row.tokens):
             return []
         kv = []

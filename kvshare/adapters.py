@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the LoRA adapter of a request contains: its KV is named by that, not by the adapter's name.
+
+vLLM's block hashes say what an adapter is called (and since 0.31, where it lies), so one that was
+trained further and loaded again would find KV of the one before, and others would find its.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import Request
+
+from ecshare.plugin.compat import hashed_adapter
+from ecshare.plugin.identity import adapter_fingerprint
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Run
+from ecshare.transfer.stats import Stats
+from kvshare.prefix import Grid
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """What is known of one request's adapter. `grid`: how its chunks are named, None: not known."""
+
+    grid: Grid | None
+    is_settled: bool
+    """False while its files are being read."""
+    hashed_as: Hashable = None
+    """What vLLM's block hashes tell it by."""
+    deadline_s: float = 0.0
+    num_blocks: int = 0
+    """Of its request's prompt."""
+
+
+class Adapters:
+    """Has adapters read on the I/O thread; each request waits for that, for `wait_s` at most.
+
+    What is not known, or is no longer what it was, is neither saved nor loaded. An adapter whose
+    files have changed is not shared by this engine any more: nobody can say whether its memory
+    holds the former weights, and its local cache may hold their KV.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        grid: Grid,
+        stats: Stats,
+        *,
+        wait_s: float,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """`grid`: of requests without an adapter. `clock_s`: monotonic seconds."""
+        self._engine = engine
+        self._grid = grid
+        self._stats = stats
+        self._wait_s = wait_s
+        self._clock_s = clock_s
+        self._none = Adapter(grid, is_settled=True)
+        self._reading: dict[int, Adapter] = {}  # by the identity of the job
+        # One entry for each that was ever loaded; None: it has changed.
+        self._contents: dict[Hashable, bytes | None] = {}
+
+    def of(self, request: Request) -> Adapter:
+        """Begin to find out about the adapter of `request`."""
+        lora = request.lora_request
+        if lora is None:
+            return self._none
+        num_blocks = -(-(request.num_prompt_tokens - 1) // self._grid.block_tokens)
+        deadline_s = self._clock_s() + self._wait_s
+        adapter = Adapter(None, False, hashed_adapter(request), deadline_s, num_blocks)
+        if getattr(lora, "tensorizer_config_dict", None):
+            self._settle(adapter, None)  # its weights lie elsewhere
+            return adapter
+        job = Run("adapter", partial(adapter_fingerprint, Path(lora.lora_path)))
+        self._reading[id(job)] = adapter
+        self._engine.submit(job)
+        return adapter
+
+    def take(self, done: Done) -> None:
+        """Learn what an adapter contains."""
+        adapter = self._reading.pop(id(done.job), None)
+        if adapter is not None:
+            self._settle(adapter, bytes.fromhex(done.value) if done.value else None)
+
+    def is_settled(self, adapter: Adapter) -> bool:
+        """Whether its request need not wait any more; gives up where the time is over."""
+        if not adapter.is_settled and self._clock_s() >= adapter.deadline_s:
+            self._settle(adapter, None)
+        return adapter.is_settled
+
+    def grid_of(self, adapter: Adapter) -> Grid | None:
+        """Return how chunks made with `adapter` are named now; None: they are not shared."""
+        if adapter is self._none or adapter.grid is None:
+            return adapter.grid
+        is_as_before = self._contents[adapter.hashed_as] == adapter.grid.adapter
+        return adapter.grid if is_as_before else None
+
+    def _settle(self, adapter: Adapter, content: bytes | None) -> None:
+        if adapter.is_settled:
+            return
+        adapter.is_settled = True
+        if content is not None and self._is_as_before(adapter.hashed_as, content):
+            adapter.grid = replace(self._grid, adapter=content)
+        else:
+            self._stats.add("blocks/missed", adapter.num_blocks)
+            self._stats.add("misses/unidentified", adapter.num_blocks)
+
+    def _is_as_before(self, hashed_as: Any, content: bytes) -> bool:
+        known = self._contents.setdefault(hashed_as, content)
+        if known is not None and known != content:
+            self._contents[hashed_as] = None
+            logger.warning(
+                "The files of LoRA adapter %s have changed since this engine first read them: KV "
+                "computed with it is not shared until the engine starts again. Load changed "
+                "weights %s.",
+                hashed_as,
+                "from a new path" if isinstance(hashed_as, tuple) else "under a new name",
+            )
+        return known == content
