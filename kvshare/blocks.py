@@ -8,63 +8,28 @@ axes that every kernel means alike: CPU kernels repack the inside of a block for
 set. So blocks are moved whole, never by token.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.staging import dtype_name
+from kvshare.layers import LayerSet
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-# The others can be made to collide on purpose, and a name in a shared store must mean one thing.
-_TRUSTED_HASHES = ("sha256", "sha256_cbor")
 # Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
 _HOST = "cpu"
 
 Places = list[tuple[int, int, int]] | Tensor
 """Blocks as runs (see `_runs`), or as their numbers on the device."""
 
-
-def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
-    """Return why the blocks of such an engine cannot be shared; None if they can."""
-    parallel = vllm_config.parallel_config
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if groups else None
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups, and only one is supported"
-    # By exact type: MLA and others derive from it and lay out their blocks in other ways.
-    if type(spec) is not FullAttentionSpec:
-        return f"the KV cache is of type {type(spec).__name__}, not plain full attention"
-    if spec.kv_quant_mode is not KVQuantMode.NONE or spec.tokens_per_state != 1:
-        return "quantized or compressed KV caches are not supported"
-    if spec.non_causal:
-        return "a token's KV depends on later tokens in this model"
-    if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
-        return "pipeline and context parallelism are not supported"
-    if algorithm not in _TRUSTED_HASHES:
-        return (
-            f"prefix_caching_hash_algo is {algorithm}, which needs to be one of {_TRUSTED_HASHES}"
-        )
-    return None
-
-
-def _context_parallel_size(parallel: object) -> int:
-    """Return over how many ranks one sequence is spread; older releases lack the fields."""
-    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
-    return max(int(getattr(parallel, name, 1)) for name in names)
+BlockIds = Sequence[Sequence[int]]
+"""The blocks of some consecutive tokens, in each of the cache groups of a layer set."""
 
 
 class BlockCaches:
-    """The KV cache of one worker as numbered blocks of one shape.
+    """The KV cache of one layer set in one worker, as numbered blocks of one shape.
 
     Holds views of vLLM's tensors: what is read and written here is the cache itself.
     """
@@ -72,29 +37,27 @@ class BlockCaches:
     def __init__(
         self,
         caches: Mapping[str, Tensor],
+        layer_set: LayerSet,
         num_blocks: int,
         block_tokens: int,
-        num_heads: int,
         *,
         is_repacked: bool = False,
     ) -> None:
-        """Find the axes of each layer's tensor in `caches`.
+        """Find the axes of each layer's tensor in `caches`, which holds those of other sets too.
 
         `is_repacked`: the kernel mixes the tokens of a block, so that none can be told from others.
 
         Raises:
             ValueError: a layout this does not understand; the message says which and why.
         """
-        self._pages = [
-            _paged(name, caches[name], num_blocks, block_tokens, num_heads)
-            for name in _distinct_layers(caches)
-        ]
-        if not self._pages:
-            raise ValueError("the model registered no KV cache")
-        shapes = {(tuple(pages.shape), pages.dtype, pages.device) for pages in self._pages}
+        num_heads = layer_set.num_heads
+        distinct = _distinct(layer_set.layers, caches)
+        pages = [_paged(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
+        shapes = {(tuple(each.shape), each.dtype, each.device) for each in pages}
         if len(shapes) > 1:
             raise ValueError(f"the layers' caches differ: {sorted(map(str, shapes))}")
-        first = self._pages[0]
+        self._layers = [(each, group) for each, (_, group) in zip(pages, distinct, strict=True)]
+        first = pages[0]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
         self._num_heads = num_heads
@@ -111,40 +74,43 @@ class BlockCaches:
             "chunk": name,
             "num_tokens": num_tokens,
             "block_tokens": self._block_tokens,
-            "num_layers": len(self._pages),
+            "num_layers": len(self._layers),
         }
         num_stored = num_blocks * self._block_tokens
-        shape = (self._num_heads, len(self._pages), num_stored, self._content)
+        shape = (self._num_heads, len(self._layers), num_stored, self._content)
         return TensorFacts(dtype=self.dtype, shape=shape, attributes=attributes)
 
-    def read(self, block_ids: Sequence[int], num_tokens: int, out: Tensor) -> None:
+    def read(self, block_ids: BlockIds, num_tokens: int, out: Tensor) -> None:
         """Copy blocks to `out` [head, layer, token, content], on the cache's device.
 
         What follows the first `num_tokens` are bytes of nobody or of an earlier request: they are
         zeroed. Where the kernel mixes the tokens of a block that cannot be done.
         """
-        places = _places(block_ids, self.device)
-        for layer, pages in enumerate(self._pages):
-            _gather(pages, places, self._rows(out, layer, len(block_ids)))
+        places = [_places(ids, self.device) for ids in block_ids]
+        for number, (pages, group) in enumerate(self._layers):
+            _gather(pages, places[group], _rows(out, number, pages))
         if not self._is_repacked:
             out[:, :, num_tokens:] = 0
 
-    def write(self, stored: Tensor, first_block: int, block_ids: Sequence[int]) -> None:
+    def write(self, stored: Tensor, first_block: int, block_ids: BlockIds) -> None:
         """Overwrite blocks with those of the host's `stored` [head, layer, token, content].
 
-        The blocks of `stored` from `first_block` on, as many as there are `block_ids`. The bytes
-        have been read on return: `stored` may be released.
+        The blocks of `stored` from `first_block` on, as many as `block_ids` has in each group. The
+        bytes have been read on return: `stored` may be released.
         """
-        first, end = first_block, first_block + len(block_ids)
-        tokens = stored[:, :, first * self._block_tokens : end * self._block_tokens]
-        here, places = tokens.to(self.device), _places(block_ids, self.device)
-        for layer, pages in enumerate(self._pages):
-            _scatter(self._rows(here, layer, len(block_ids)), pages, places)
+        first, end = first_block, first_block + len(block_ids[0])
+        here = stored[:, :, first * self._block_tokens : end * self._block_tokens].to(self.device)
+        places = [_places(ids, self.device) for ids in block_ids]
+        for number, (pages, group) in enumerate(self._layers):
+            _scatter(_rows(here, number, pages), pages, places[group])
 
-    def _rows(self, chunk: Tensor, layer: int, num_blocks: int) -> Tensor:
-        """View one layer of `chunk` as pages: [block, head, kernel block, token, content]."""
-        page = self._pages[layer].shape[1:]
-        return chunk[:, layer].view(page[0], num_blocks, *page[1:]).transpose(0, 1)
+
+def _rows(chunk: Tensor, number: int, pages: Tensor) -> Tensor:
+    """View layer `number` of `chunk` as pages: [block, head, kernel block, token, content]."""
+    heads, *page = pages.shape[1:]
+    rows = chunk[:, number]
+    num_blocks = rows.shape[1] // (page[0] * page[1])
+    return rows.view(heads, num_blocks, *page).transpose(0, 1)
 
 
 def _places(block_ids: Sequence[int], device: torch.device) -> Places:
@@ -184,26 +150,34 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = place
 
 
-def _distinct_layers(caches: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order of their numbers, without layers that share another's cache."""
-    places: dict[int, str] = {}
-    for name in sorted(caches, key=_by_number):
-        if not isinstance(caches[name], Tensor):
-            raise ValueError(f"{name}: the cache is a {type(caches[name]).__name__}, not a tensor")  # noqa: TRY004 — one kind of refusal
-        places.setdefault(caches[name].data_ptr(), name)
-    return list(places.values())
+def _distinct(
+    layers: Sequence[tuple[str, int]], caches: Mapping[str, Tensor]
+) -> list[tuple[tuple[str, Tensor], int]]:
+    """Return the cache of each layer, by name, and the place of its group; without layers that
+    share another's cache.
 
-
-def _by_number(name: str) -> list[tuple[str, int]]:
-    """Sort `layers.10` after `layers.9`."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
+    Caches of layers in different groups may be one memory: a block belongs to one group at a time.
+    """
+    found: dict[tuple[int, int], tuple[tuple[str, Tensor], int]] = {}
+    for name, group in layers:
+        cache = caches.get(name)
+        if not isinstance(cache, Tensor):
+            raise ValueError(f"{name}: the cache is a {type(cache).__name__}, not a tensor")  # noqa: TRY004 — one kind of refusal
+        found.setdefault((group, cache.data_ptr()), ((name, cache), group))
+    return list(found.values())
 
 
 def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_heads: int) -> Tensor:
     """View `cache` as [block, head, kernel block, token, content].
 
-    A kernel may work on blocks of fewer tokens; then several lie in one block of the cache.
+    A kernel may work on blocks of fewer tokens; then several lie in one block of the cache. One
+    without heads (MLA) may leave out their axis.
     """
+    if cache.ndim == 3 and num_heads == 1:
+        cache = cache.unsqueeze(1)
+    if cache.dtype.itemsize == 1:
+        # Not every device can select or fill 8-bit floats.
+        cache = cache.view(torch.uint8)
     fits = [
         axes
         for axes in permutations(range(cache.ndim))

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from ecshare.plugin.logs import log_as_vllm
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class KVShareConnector(KVConnectorBase_V1):
+class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares KV blocks through object storage; see docs/layout.md for the data path."""
 
     scheduler: "KVScheduler"  # scheduler process only
@@ -146,7 +147,7 @@ class KVShareConnector(KVConnectorBase_V1):
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Note the blocks that the load, if there is one, is to fill."""
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "Orders":
@@ -157,8 +158,8 @@ class KVShareConnector(KVConnectorBase_V1):
         """Take the workers' report."""
         self.scheduler.reported(connector_output)
 
-    def request_finished(
-        self, request: "Request", block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; a producer announces what of it is stored or on its way.
 
@@ -166,6 +167,12 @@ class KVShareConnector(KVConnectorBase_V1):
         step can fill the blocks anew.
         """
         return False, self.scheduler.finished(request)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, for a caller that knows one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
         """Forget what is in the cache; the store keeps what it has."""

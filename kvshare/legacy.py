@@ -82,7 +82,7 @@ class KVShareLegacyConnector(KVConnectorBase):
         options: dict[str, Any] = role.kv_connector_extra_config
         parallel = config.parallel_config
         size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        namespace = kv_namespace(config, None, str(options.get("epoch", "")))
+        namespace = kv_namespace(config, str(options.get("epoch", "")))
         self._sends: bool = role.is_kv_producer
         self._receives: bool = role.is_kv_consumer
         self._buffer = KVLookupBuffer(

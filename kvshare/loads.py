@@ -3,7 +3,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
@@ -25,7 +25,7 @@ _MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Requests whose load ended, and what vLLM must know of those that did not go well."""
+    """Requests whose load ended, and what is to be known of what did not go well."""
 
     requests: set[str] = field(default_factory=set)
     """All of them."""
@@ -33,6 +33,8 @@ class Finished:
     """Those of which nothing was loaded."""
     invalid_blocks: set[int] = field(default_factory=set)
     """Blocks that were not filled: a request keeps what lies before its first one of them."""
+    lost: set[ChunkKey] = field(default_factory=set)
+    """Chunks that could not be loaded, for these requests or for some that go on."""
 
 
 @dataclass(slots=True)
@@ -70,8 +72,8 @@ class Loads:
     to the waiting request alone until it is reported, so nobody can read them half filled. Fetches
     are submitted as far as `buffer_bytes` allow, so that neither a long prompt nor many requests
     hold more host memory than that. A piece that fails shortens the load to what lies before it:
-    that is loaded and kept, and vLLM computes the rest. A request is reported once; what arrives
-    later is let go unwritten.
+    that is loaded and kept, and vLLM computes the rest. Where vLLM cannot keep it, the load fails.
+    A request is reported once; what arrives later is let go unwritten.
 
     Ownership: the worker's main thread.
     """
@@ -80,16 +82,22 @@ class Loads:
         self,
         config: KVConfig,
         engine: TransferEngine,
-        blocks: BlockCaches,
+        blocks: Sequence[BlockCaches],
         stats: Stats,
-        lost: set[ChunkKey],
+        *,
+        keeps_prefix: bool,
     ) -> None:
-        """`lost`: takes the chunks that could not be loaded."""
+        """`blocks`: of each layer set.
+
+        `keeps_prefix`: vLLM can keep what leads up to a piece that failed. It cannot for layers
+        that look back over a window, whose earlier blocks it has not reserved, nor be told of
+        single blocks where it has several cache groups.
+        """
         self._config = config
         self._engine = engine
         self._blocks = blocks
         self._stats = stats
-        self._lost = lost
+        self._keeps_prefix = keeps_prefix
         self._limit_bytes = min(config.buffer_bytes, _MAX_BYTES)
         self._wanted: dict[str, _Wanted] = {}
         self._queue: deque[str] = deque()  # keys of what is wanted and not submitted yet
@@ -104,7 +112,8 @@ class Loads:
             key = key_of(piece)
             wanted = self._wanted.get(key)
             if wanted is None:
-                facts = self._blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
+                blocks = self._blocks[piece.layer_set]
+                facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
                 wanted = self._wanted[key] = _Wanted(facts)
                 self._queue.append(key)
             wanted.waiters.append((load, number))
@@ -154,20 +163,20 @@ class Loads:
     def _copy_in(self, stored: StoredObject, load: _Load, number: int) -> None:
         piece = load.pieces[number]
         tensor = as_tensor(stored.payload, stored.facts)
-        self._blocks.write(tensor, piece.first_block, piece.block_ids)
-        self._stats.add("blocks/loaded", len(piece.block_ids))
+        self._blocks[piece.layer_set].write(tensor, piece.first_block, piece.block_ids)
+        self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)
         self._end_if_complete(load)
 
     def _failed(self, load: _Load, number: int, reason: str) -> None:
         piece = load.pieces[number]
-        self._lost.add(piece.key)
+        self.finished.lost.add(piece.key)
         if not load.wants(number):
             return
-        self._stats.add("blocks/failed", len(piece.block_ids))
-        self._stats.add(f"misses/{reason}", len(piece.block_ids))
-        load.end = number
-        load.missing = {each for each in load.missing if each < number}
+        self._stats.add("blocks/failed", piece.num_held)
+        self._stats.add(f"misses/{reason}", piece.num_held)
+        load.end = number if self._keeps_prefix else 0
+        load.missing = {each for each in load.missing if each < load.end}
         self._end_if_complete(load)
 
     def _end_if_complete(self, load: _Load) -> None:
@@ -175,5 +184,8 @@ class Loads:
             return
         load.is_over = True
         self.finished.requests.add(load.request_id)
-        for piece in load.pieces[load.end :]:
-            self.finished.invalid_blocks.update(piece.block_ids)
+        if self._keeps_prefix:
+            for piece in load.pieces[load.end :]:
+                self.finished.invalid_blocks.update(*piece.block_ids)
+        elif load.end < len(load.pieces):
+            self.finished.failed.add(load.request_id)

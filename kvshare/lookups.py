@@ -13,6 +13,7 @@ from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
+from kvshare.layers import LayerSet
 from kvshare.messages import announced_tokens
 from kvshare.prefix import Chunk, Grid, HashFunction, Prefix
 from kvshare.search import KEYS_A_ROUND, Found, longest_stored
@@ -28,8 +29,9 @@ class KVFacts:
 
     namespace: str
     grid: Grid
+    layer_sets: tuple[LayerSet, ...]
     parts: tuple[str, ...]
-    """The names of the shares in which the ranks store a chunk; it is there if all of them are."""
+    """The names of the shares in which a chunk is stored; it is there if all of them are."""
     hash_function: HashFunction
     """vLLM's own, which made the block hashes."""
     saves: bool

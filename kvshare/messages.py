@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One chunk, and the cache blocks that hold some of its blocks, or are to hold them."""
+    """What is stored of one chunk for one layer set, and the cache blocks that hold some of its
+    blocks, or are to hold them."""
 
     key: ChunkKey
     num_blocks: int
-    """Of the whole chunk."""
+    """That are stored."""
     num_tokens: int
-    """Tokens that the chunk vouches for; the rest of its last block is noise."""
-    block_ids: tuple[int, ...]
-    """Of consecutive blocks of the chunk: all of them where it is saved."""
+    """Tokens that they vouch for; the rest of the last block is noise."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """Of consecutive stored blocks, in each cache group of the layer set: all where it is saved."""
     first_block: int = 0
-    """Which block of the chunk the first of `block_ids` is."""
+    """Which stored block the first of `block_ids` is."""
+    layer_set: int = 0
+
+    @property
+    def num_held(self) -> int:
+        """How many of the stored blocks have `block_ids`."""
+        return len(self.block_ids[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,11 @@ from vllm.v1.request import Request
 
 from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.ranks import Rank
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import Stats, merged
 from kvshare.adapters import Adapter
-from kvshare.blocks import refusal
 from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.layers import LayerSet, layer_sets, parts_of, refusal
 from kvshare.lookups import KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, tail_of
@@ -37,7 +36,10 @@ class _Tracked:
 
     request: Request
     adapter: Adapter
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Of each cache group. vLLM has freed those before the span of the layers of a group."""
+    step_tokens: int = 0
+    """Up to where its blocks were computed before the latest step."""
     end_tokens: int = 0
     """Up to where its blocks are computed, or will be by steps that have been ordered."""
     num_saved_blocks: int = 0
@@ -66,10 +68,12 @@ class KVScheduler:
 
     None of them does I/O or waits: look-ups are submitted, and polled when vLLM asks again.
 
-    Saves. A whole chunk is saved by the step that fills it; a prompt's part and tail by the step
-    that completes the prompt; the part that an answer ends in when the request leaves its blocks,
-    at its end or preempted. By then vLLM has freed them: the order goes with the next step, and is
-    carried out before anything of that step can fill them anew.
+    Saves. A whole chunk, or the part that a prompt's full blocks end in, is saved by the step that
+    fills its last block; a prompt's tail by the step that completes the prompt; the part that an
+    answer ends in when the request leaves its blocks, at its end or preempted. By then vLLM has
+    freed them: the order goes with the next step, and is carried out before anything of that step
+    can fill them anew. Of layers that look back over a window vLLM may have freed blocks earlier:
+    a chunk of which some that a reader needs are gone is not saved.
     """
 
     def __init__(
@@ -111,15 +115,20 @@ class KVScheduler:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
         block_tokens = vllm_config.cache_config.block_size
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
+        sets = layer_sets(kv_cache_config) if why_not is None else ()
         engine = TransferEngine(config, OPTIONS_PATH)
         namespace = kv_namespace(
-            vllm_config, kv_cache_config, config.epoch, engine.integrity, chunk_blocks=chunk_blocks
+            vllm_config,
+            config.epoch,
+            engine.integrity,
+            chunk_blocks=chunk_blocks,
+            layer_sets=[each.facts for each in sets],
         )
-        tp_size = vllm_config.parallel_config.tensor_parallel_size
         facts = KVFacts(
             namespace=namespace.digest,
             grid=Grid(block_tokens, chunk_blocks),
-            parts=tuple(Rank(rank, tp_size, 0, 1).part for rank in range(tp_size)),
+            layer_sets=sets,
+            parts=parts_of(sets, vllm_config.parallel_config.tensor_parallel_size),
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
@@ -160,26 +169,23 @@ class KVScheduler:
         return max(0, covered_tokens(request, search.found) - num_computed_tokens)
 
     def allocated(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Take note that vLLM admitted `request`, with `num_external_tokens` to be loaded.
 
-        `block_ids`: all blocks of the request, in order. Zero tokens: nothing to load (any more).
+        `block_ids`: all blocks of the request, in order, of each cache group. Zero tokens: nothing
+        to load (any more).
         """
         tracked = self._track(request)
         search, tracked.search = tracked.search, None
         if not num_external_tokens or search is None:
             return
-        block_tokens = self._facts.grid.block_tokens
-        first_block = tracked.start_tokens // block_tokens
-        end_block = -(-(tracked.start_tokens + num_external_tokens) // block_tokens)
-        pieces = []
-        for chunk in search.found:
-            first = max(first_block, chunk.first_block)
-            ids = tuple(block_ids[first : min(end_block, chunk.first_block + chunk.num_blocks)])
-            if ids:
-                offset = first - chunk.first_block
-                pieces.append(Piece(chunk.key, chunk.num_blocks, chunk.num_tokens, ids, offset))
+        end_tokens = tracked.start_tokens + num_external_tokens
+        pieces = [
+            piece
+            for chunk in search.found
+            for piece in self._loaded_pieces(chunk, block_ids, tracked.start_tokens, end_tokens)
+        ]
         self._loads.append(LoadOrder(request.request_id, tuple(pieces)))
         self._loading[request.request_id] = _Loading(
             search.found, tracked.start_tokens, num_external_tokens, self._clock_s()
@@ -266,15 +272,44 @@ class KVScheduler:
         if request_id in self._tracked:
             self._tracked[request_id].load_failed = True
 
+    def _loaded_pieces(
+        self, chunk: Chunk, block_ids: Sequence[Sequence[int]], start_tokens: int, end_tokens: int
+    ) -> Iterable[Piece]:
+        """Yield what to load of `chunk` for a request that has KV up to `start_tokens` and will be
+        computed from `end_tokens` on."""
+        block_tokens = self._facts.grid.block_tokens
+        end_block = min(chunk.first_block + chunk.num_blocks, -(-end_tokens // block_tokens))
+        for layer_set in self._facts.layer_sets:
+            needed_block = layer_set.span.first_needed(end_tokens) // block_tokens
+            stored_block = layer_set.first_block(chunk, block_tokens)
+            first = max(start_tokens // block_tokens, needed_block, stored_block)
+            if first < end_block:
+                ids = tuple(tuple(block_ids[group][first:end_block]) for group in layer_set.groups)
+                yield self._piece(chunk, layer_set, stored_block, ids, first - stored_block)
+
+    def _piece(
+        self,
+        chunk: Chunk,
+        layer_set: LayerSet,
+        stored_block: int,
+        block_ids: tuple[tuple[int, ...], ...],
+        first_block: int = 0,
+    ) -> Piece:
+        """Return the piece of `chunk` whose first stored block is the request's `stored_block`."""
+        num_blocks = chunk.first_block + chunk.num_blocks - stored_block
+        num_tokens = chunk.end_tokens - stored_block * self._facts.grid.block_tokens
+        number = layer_set.number
+        return Piece(chunk.key, num_blocks, num_tokens, block_ids, first_block, number)
+
     # --- what to save ---
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
         for new in output.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
-                tracked.block_ids = list(new.block_ids[0])
+                tracked.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-                yield from self._computed(tracked, end)
+                yield from self._computed(tracked, new.num_computed_tokens, end)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -282,28 +317,32 @@ class KVScheduler:
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = []
-            if block_ids is not None:
-                tracked.block_ids += block_ids[0]
+            if request_id in cached.resumed_req_ids or not tracked.block_ids:
+                tracked.block_ids = [[] for _ in block_ids or ()]
+            for known, new_ids in zip(tracked.block_ids, block_ids or (), strict=False):
+                known += new_ids
             end = num_computed_tokens + output.num_scheduled_tokens[request_id]
-            yield from self._computed(tracked, end)
+            yield from self._computed(tracked, num_computed_tokens, end)
 
-    def _computed(self, tracked: _Tracked, end_tokens: int) -> Iterable[Piece]:
+    def _computed(self, tracked: _Tracked, step_tokens: int, end_tokens: int) -> Iterable[Piece]:
         """Order the saves of what is computed once this step is: `end_tokens` of the request.
+
+        `step_tokens`: of those, what is computed before this step.
 
         With asynchronous scheduling `end_tokens` runs ahead of the known tokens; a block counts
         when all its tokens are known, that is, hashed.
         """
-        tracked.end_tokens = end_tokens
+        tracked.step_tokens, tracked.end_tokens = step_tokens, end_tokens
         request, grid = tracked.request, self._adapters.grid_of(tracked.adapter)
         if grid is None:
             return
         end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
         yield from self._save_whole(tracked, end_block)
+        num_prompt_blocks = request.num_prompt_tokens // grid.block_tokens
+        if tracked.num_saved_blocks < num_prompt_blocks <= end_block:
+            yield from self._save_part(tracked, num_prompt_blocks)
         if not tracked.prompt_is_saved and 1 < request.num_prompt_tokens <= end_tokens:
             tracked.prompt_is_saved = True
-            yield from self._save_part(tracked, request.num_prompt_tokens // grid.block_tokens)
             tail = tail_of(request, grid)
             if tail is not None:
                 yield from self._save(tracked, tail.chunk(grid, self._facts.hash_function))
@@ -318,7 +357,7 @@ class KVScheduler:
         if end_block > tracked.num_saved_blocks:
             self._leaving += self._save_whole(tracked, end_block)
             self._leaving += self._save_part(tracked, end_block)
-        tracked.block_ids, tracked.end_tokens = [], 0
+        tracked.block_ids, tracked.step_tokens, tracked.end_tokens = [], 0, 0
 
     def _save_whole(self, tracked: _Tracked, end_block: int) -> Iterable[Piece]:
         """Order the saves of whole chunks before `end_block` that were not considered yet."""
@@ -341,8 +380,19 @@ class KVScheduler:
             yield from self._save(tracked, grid.run(hashes, first_block, end_block))
 
     def _save(self, tracked: _Tracked, chunk: Chunk) -> Iterable[Piece]:
-        if chunk.key not in self._stored:
-            self._stored.add(chunk.key)
-            first, num_blocks = chunk.first_block, chunk.num_blocks
-            ids = tuple(tracked.block_ids[first : first + num_blocks])
-            yield Piece(chunk.key, num_blocks, chunk.num_tokens, ids)
+        if chunk.key in self._stored:
+            return
+        block_tokens = self._facts.grid.block_tokens
+        end_block = chunk.first_block + chunk.num_blocks
+        pieces = []
+        for layer_set in self._facts.layer_sets:
+            first = layer_set.first_block(chunk, block_tokens)
+            if first < layer_set.span.first_needed(tracked.step_tokens) // block_tokens:
+                # The request has passed it, and vLLM may have given these blocks away.
+                return
+            ids = tuple(
+                tuple(tracked.block_ids[group][first:end_block]) for group in layer_set.groups
+            )
+            pieces.append(self._piece(chunk, layer_set, first, ids))
+        self._stored.add(chunk.key)
+        yield from pieces

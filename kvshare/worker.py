@@ -11,14 +11,15 @@ from torch import Tensor
 
 from ecshare.plugin.compat import repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.ranks import worker_rank
+from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put
 from ecshare.transfer.staging import Staging
 from ecshare.transfer.stats import Stats, merged
-from kvshare.blocks import BlockCaches, refusal
+from kvshare.blocks import BlockCaches
 from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.layers import LayerSet, layer_sets, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
@@ -36,9 +37,15 @@ class CacheShape:
 
     num_blocks: int
     block_tokens: int
-    num_heads: int
+    layer_sets: tuple[LayerSet, ...]
+    num_groups: int
     is_repacked: bool
     """The kernel mixes the tokens of a block."""
+
+    @property
+    def keeps_prefix(self) -> bool:
+        """See `Loads`."""
+        return self.num_groups == 1 and all(each.span.is_full for each in self.layer_sets)
 
 
 class KVWorker:
@@ -51,19 +58,19 @@ class KVWorker:
     """
 
     def __init__(
-        self, config: KVConfig, shape: CacheShape | None, part: str, engine: TransferEngine
+        self, config: KVConfig, shape: CacheShape | None, rank: Rank, engine: TransferEngine
     ) -> None:
         """Own `engine` from now on.
 
-        `shape`: None for a cache that cannot be shared. `part`: this rank's share of a chunk.
+        `shape`: None for a cache that cannot be shared.
         """
         self._config = config
         self._shape = shape
-        self._part = part
+        self._rank = rank
         self._engine = engine
         self._stats = Stats()
         # These are set by `register`; without them every save is dropped, every load fails.
-        self._blocks: BlockCaches | None = None
+        self._blocks: list[BlockCaches] = []
         self._staging: Staging | None = None
         self._loads: Loads | None = None
         self._saving: dict[str, Piece] = {}
@@ -85,13 +92,16 @@ class KVWorker:
         assert role is not None
         shape = None
         if refusal(vllm_config, kv_cache_config) is None:
-            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
             shape = CacheShape(
-                kv_cache_config.num_blocks, spec.block_size, spec.num_heads, repacks_blocks()
+                kv_cache_config.num_blocks,
+                vllm_config.cache_config.block_size,
+                layer_sets(kv_cache_config),
+                len(kv_cache_config.kv_cache_groups),
+                repacks_blocks(),
             )
         engine = TransferEngine(config, OPTIONS_PATH)
         engine.probe(write=role.is_kv_producer)
-        return cls(config, shape, worker_rank(vllm_config).part, engine)
+        return cls(config, shape, worker_rank(vllm_config), engine)
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Take hold of vLLM's cache tensors; refuse a layout that is not understood."""
@@ -99,20 +109,29 @@ class KVWorker:
         if shape is None:
             return
         try:
-            blocks = BlockCaches(
-                caches,
-                shape.num_blocks,
-                shape.block_tokens,
-                shape.num_heads,
-                is_repacked=shape.is_repacked,
-            )
+            blocks = [
+                BlockCaches(
+                    caches,
+                    layer_set,
+                    shape.num_blocks,
+                    shape.block_tokens,
+                    is_repacked=shape.is_repacked,
+                )
+                for layer_set in shape.layer_sets
+            ]
         except ValueError as exc:
             logger.warning("kvshare saves and loads nothing: %s.", exc)
             self._tells_idle = True
             return
         self._blocks = blocks
-        self._staging = Staging(blocks.device, self._config.buffer_bytes)
-        self._loads = Loads(self._config, self._engine, blocks, self._stats, self._lost)
+        self._staging = Staging(blocks[0].device, self._config.buffer_bytes)
+        self._loads = Loads(
+            self._config,
+            self._engine,
+            blocks,
+            self._stats,
+            keeps_prefix=shape.keeps_prefix,
+        )
 
     def load(self, orders: Orders) -> None:
         """Start the loads of `orders`."""
@@ -121,7 +140,7 @@ class KVWorker:
             if self._loads is not None:
                 self._loads.start(order, key_of)
                 continue
-            num_blocks = sum(len(piece.block_ids) for piece in order.pieces)
+            num_blocks = sum(piece.num_held for piece in order.pieces)
             self._stats.add("blocks/failed", num_blocks)
             self._stats.add("misses/rejected", num_blocks)
             self._unloadable.requests.add(order.request_id)
@@ -149,6 +168,7 @@ class KVWorker:
         else:
             finished, self._loads.finished = self._loads.finished, Finished()
         self._invalid_blocks |= finished.invalid_blocks
+        self._lost |= finished.lost
         return finished
 
     def take_invalid_blocks(self) -> set[int]:
@@ -177,18 +197,23 @@ class KVWorker:
         self._engine.close()
 
     def _object_key(self, namespace: str, piece: Piece) -> str:
-        return object_key(Kind.KV, namespace, bytes(piece.key), self._part)
+        assert self._shape is not None
+        part = self._shape.layer_sets[piece.layer_set].part(self._rank)
+        return object_key(Kind.KV, namespace, bytes(piece.key), part)
 
     def _save_all(self, namespace: str, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
-            if not self._save(self._object_key(namespace, piece), piece):
+            if not self._save(namespace, piece):
                 self._stats.add("blocks/dropped", piece.num_blocks)
                 self._lost.add(piece.key)
 
-    def _save(self, key: str, piece: Piece) -> bool:
-        blocks, staging = self._blocks, self._staging
-        if blocks is None or staging is None:
+    def _save(self, namespace: str, piece: Piece) -> bool:
+        staging, shape = self._staging, self._shape
+        if staging is None or shape is None:
             return False
+        if not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
+            return True
+        key, blocks = self._object_key(namespace, piece), self._blocks[piece.layer_set]
         slab = staging.reserve(blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex()))
         if slab is None:
             return False

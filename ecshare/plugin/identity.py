@@ -7,7 +7,7 @@ is seldom of one kind. KV blocks are the exception: kernels differ in how they l
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,15 +53,16 @@ def encoder_namespace(vllm_config: Any, epoch: str, integrity: str = "") -> Name
 
 def kv_namespace(
     vllm_config: Any,
-    kv_cache_config: Any,
     epoch: str,
     integrity: str = "",
     *,
     chunk_blocks: int = 1,
+    layer_sets: Sequence[Any] = (),
 ) -> Namespace:
     """Return the namespace of this engine's KV; options as for `encoder_namespace`.
 
-    `chunk_blocks`: how many blocks are stored as one object. The block hashes themselves contain
+    `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
+    together, and what they look back to, as JSON can hold it. The block hashes themselves contain
     tokens, media identifiers, LoRA names and cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -74,8 +75,8 @@ def kv_namespace(
         "num_layers": model.hf_text_config.num_hidden_layers,
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
-        "cache_groups": len(kv_cache_config.kv_cache_groups) if kv_cache_config else 1,
-        "layout": 2,
+        "layer_sets": list(layer_sets),
+        "layout": 3,
         "page": _page_format(vllm_config),
         # The same picture gives other embeddings, so other KV, under other options.
         "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),

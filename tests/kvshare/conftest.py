@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines over one store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from tests.kvshare.toy import ToyEngine, options, vllm_config, write_model
 
@@ -29,12 +30,13 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
         num_blocks: int = 64,
         is_async: bool = False,
         store: dict[str, Any] | None = None,
+        specs: Sequence[KVCacheSpec] = (),
         **engine_args: Any,
     ) -> ToyEngine:
         config = vllm_config(
             text_model, options(folder or tmp_path, **(store or {})), kv_role, **engine_args
         )
-        started.append(ToyEngine(config, num_blocks=num_blocks, is_async=is_async))
+        started.append(ToyEngine(config, num_blocks=num_blocks, is_async=is_async, specs=specs))
         return started[-1]
 
     yield start

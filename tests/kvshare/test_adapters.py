@@ -42,7 +42,7 @@ def ask(
     name: str = "r",
 ) -> Answer:
     (answer,) = engine.run(make_request(name, prompt, 6, lora_request=lora))
-    assert answer.tokens == expected_answer(prompt, 6, flavour)
+    assert answer.tokens == expected_answer(prompt, 6, flavour=flavour)
     return answer
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache tensors of several layouts -> stored blocks -> cache tensors, to the byte."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 import kvshare.blocks as module
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.staging import Staging
-from kvshare.blocks import BlockCaches, refusal
+from kvshare.blocks import BlockCaches
+from kvshare.layers import LayerSet, Span
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
 SHAPE = (HEADS, LAYERS, TOKENS, CONTENT)
@@ -65,8 +56,14 @@ def named(caches: list[Tensor]) -> dict[str, Tensor]:
     return dict(sorted(zip(names, caches, strict=True), reverse=True))
 
 
+def layer_set(names: Iterable[str], heads: int = HEADS) -> LayerSet:
+    """All layers in one cache group, in the order of their numbers."""
+    ordered = sorted(names, key=lambda name: int(name.split(".")[-2 if "attn" in name else -1]))
+    return LayerSet(0, (0,), tuple((name, 0) for name in ordered), Span(), heads, False)
+
+
 def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
-    return BlockCaches(caches, BLOCKS, TOKENS, heads)
+    return BlockCaches(caches, layer_set(caches, heads), BLOCKS, TOKENS)
 
 
 def stored(blocks: BlockCaches, *block_ids: int, num_tokens: int | None = None) -> Tensor:
@@ -75,7 +72,7 @@ def stored(blocks: BlockCaches, *block_ids: int, num_tokens: int | None = None) 
     slab = staging.reserve(blocks.facts(len(block_ids), count, "name"))
     assert slab is not None
     slab.payload.fill_(-1.0)  # as a slab that held something else
-    staging.fill(slab, partial(blocks.read, block_ids, count))
+    staging.fill(slab, partial(blocks.read, (block_ids,), count))
     return slab.payload.clone()
 
 
@@ -118,7 +115,7 @@ def test_blocks_survive_the_round_trip(
     end = data.draw(st.integers(first + 1, BLOCKS))
     source, target = make(), [torch.zeros_like(cache) for cache in make()]
     payload = stored(blocks_of(named(source)), *sources)
-    blocks_of(named(target)).write(payload, first, targets[first:end])
+    blocks_of(named(target)).write(payload, first, [targets[first:end]])
     for layer in range(LAYERS):
         for number, (before, after) in enumerate(zip(sources, targets, strict=True)):
             written = page(target, layer, after)
@@ -148,7 +145,7 @@ def test_what_does_not_count_is_zero(make: Callable[[], list[Tensor]]) -> None:
 
 def test_what_the_kernel_has_mixed_is_kept_whole() -> None:
     caches = named([cache + 1 for cache in head_major()])
-    mixed = BlockCaches(caches, BLOCKS, TOKENS, HEADS, is_repacked=True)
+    mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, is_repacked=True)
     assert torch.equal(stored(mixed, 2, num_tokens=3), stored(mixed, 2))
 
 
@@ -158,7 +155,7 @@ def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) ->
     expected = stored(blocks_of(named(source)), 3, 0, 1)
     monkeypatch.setattr(module, "_HOST", "none")
     assert torch.equal(stored(blocks_of(named(source)), 3, 0, 1), expected)
-    blocks_of(named(target)).write(expected, 1, [4, 2])
+    blocks_of(named(target)).write(expected, 1, [[4, 2]])
     monkeypatch.undo()
     assert torch.equal(stored(blocks_of(named(target)), 4, 2), expected[:, :, TOKENS:])
 
@@ -186,7 +183,6 @@ def test_facts_name_the_chunk_and_what_counts() -> None:
 @pytest.mark.parametrize(
     ("caches", "says"),
     [
-        ({}, "no KV cache"),
         ({"l.0": numbered(2, BLOCKS, HEADS, TOKENS, CONTENT)}, "cannot be read"),
         ({"l.0": numbered(BLOCKS, TOKENS, CONTENT)}, "cannot be read"),
         ({"l.0": numbered(BLOCKS, HEADS + 1, TOKENS, CONTENT)}, "cannot be read"),
@@ -214,63 +210,44 @@ def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
     assert torch.equal(payload[:, 0], cache[2])
 
 
-FULL = FullAttentionSpec(
-    block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT, dtype=torch.float32
-)
-
-
-def engine(algorithm: str = "sha256", **parallel: int) -> Any:
-    # What `refusal` reads of a VllmConfig.
-    sizes = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **parallel}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**sizes),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+def test_groups_are_read_and_written_through_their_own_blocks() -> None:
+    """Two groups whose layers take turns in the model, over one memory."""
+    memory = head_major()[:2]
+    names = [f"model.layers.{number}.attn" for number in range(4)]
+    both = LayerSet(
+        0, (0, 1), tuple((name, number % 2) for number, name in enumerate(names)), Span(), 2, False
     )
+    caches = dict(zip(names, (memory[0], memory[0], memory[1], memory[1]), strict=True))
+    blocks = BlockCaches(caches, both, BLOCKS, TOKENS)
+    out = torch.empty(blocks.facts(2, 2 * TOKENS, "name").shape)
+    blocks.read(((1, 3), (4, 0)), 2 * TOKENS, out)
+    assert torch.equal(out[:, 0], torch.cat([memory[0][1], memory[0][3]], dim=1))
+    assert torch.equal(out[:, 1], torch.cat([memory[0][4], memory[0][0]], dim=1))
+    assert torch.equal(out[:, 3], torch.cat([memory[1][4], memory[1][0]], dim=1))
+    for layer in memory:
+        layer.zero_()
+    blocks.write(out, 1, ((2,), (4,)))
+    assert torch.equal(memory[1][2], out[:, 2, TOKENS:])
+    assert torch.equal(memory[1][4], out[:, 3, TOKENS:])
+    assert memory[1][[0, 1, 3]].count_nonzero() == 0
 
 
-def cache(*specs: Any) -> KVCacheConfig:
-    return KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0"], spec) for spec in specs])
+def test_a_cache_without_heads_is_one_head() -> None:
+    cache = numbered(BLOCKS, TOKENS, CONTENT)
+    payload = stored(blocks_of({"l.0": cache}, heads=1), 2, 4)
+    assert torch.equal(payload[0, 0], torch.cat([cache[2], cache[4]]))
 
 
-def test_plain_full_attention_is_shared() -> None:
-    assert refusal(engine(), cache(FULL)) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "specs", "says"),
-    [
-        (engine(), (), "0 KV cache groups"),
-        (engine(), (FULL, FULL), "2 KV cache groups"),
-        (
-            engine(),
-            (
-                SlidingWindowSpec(
-                    block_size=TOKENS,
-                    num_kv_heads=HEADS,
-                    head_size=CONTENT,
-                    dtype=torch.float32,
-                    sliding_window=64,
-                ),
-            ),
-            "SlidingWindowSpec",
-        ),
-        (
-            engine(),
-            (
-                MLAAttentionSpec(
-                    block_size=TOKENS, num_kv_heads=1, head_size=CONTENT, dtype=torch.float32
-                ),
-            ),
-            "MLAAttentionSpec",
-        ),
-        (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),), "quantized"),
-        (engine(), (replace(FULL, non_causal=True),), "later tokens"),
-        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
-        (engine(decode_context_parallel_size=2), (FULL,), "context"),
-        (engine(algorithm="xxhash"), (FULL,), "xxhash"),
-    ],
-)
-def test_other_engines_are_refused_in_a_sentence(
-    config: Any, specs: tuple[Any, ...], says: str
-) -> None:
-    assert says in (refusal(config, cache(*specs)) or "")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+def test_8_bit_numbers_are_moved_as_bytes(dtype: torch.dtype) -> None:
+    source = [(cache % 200).to(torch.uint8).view(dtype) for cache in head_major()]
+    target = [torch.zeros_like(cache.view(torch.uint8)).view(dtype) for cache in source]
+    blocks = blocks_of(named(source))
+    facts = blocks.facts(1, TOKENS, "name")
+    out = torch.empty(facts.shape, dtype=torch.uint8)
+    blocks.read(((3,),), TOKENS - 1, out)
+    assert facts.dtype == "U8"
+    blocks_of(named(target)).write(out, 0, ((1,),))
+    expected = source[5].view(torch.uint8)[3].clone()
+    expected[:, -1] = 0
+    assert torch.equal(target[5].view(torch.uint8)[1], expected)

@@ -314,7 +314,7 @@ def test_a_worker_that_refuses_its_cache_silences_the_engine(
 ) -> None:
     engine = start()
     engine.worker.register({"l.0": torch.zeros(3, 3, 3)})
-    engine.worker._blocks = None
+    engine.worker._staging = engine.worker._loads = None
     serve(engine, PROMPT, max_tokens=1, name="one")
     assert serve(engine, PROMPT, max_tokens=1, name="two").kv_transfer_params is None
     assert objects(tmp_path) == []

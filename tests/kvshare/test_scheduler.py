@@ -23,6 +23,7 @@ from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
 from kvshare import lookups
 from kvshare.config import KVConfig
+from kvshare.layers import LayerSet, Span
 from kvshare.lookups import KVFacts
 from kvshare.messages import Orders, Report, announced_tokens
 from kvshare.prefix import Chunk, Grid
@@ -33,6 +34,7 @@ from tests.kvshare.toy import BLOCK, chunks_for, make_request
 NAMESPACE = "0" * 32
 PROMPT = list(range(3 * BLOCK + 2))
 NUM_CHUNKS = 4
+FULL = LayerSet(0, (0,), (("layers.0", 0),), Span(), 1, False)
 
 
 class Clock:
@@ -51,6 +53,7 @@ class Bench:
         tmp_path: Path,
         parts: tuple[str, ...] = ("t0of1",),
         chunk_blocks: int = 1,
+        layer_sets: tuple[LayerSet, ...] = (FULL,),
         **roles: bool,
     ) -> None:
         self.config = KVConfig(
@@ -59,7 +62,8 @@ class Bench:
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
         flags = {"saves": True, "loads": True} | roles
-        facts = KVFacts(NAMESPACE, Grid(BLOCK, chunk_blocks), parts, sha256, **flags)
+        grid = Grid(BLOCK, chunk_blocks)
+        facts = KVFacts(NAMESPACE, grid, layer_sets, parts, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
@@ -220,10 +224,10 @@ def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> 
     here.put(chunks)
     request = make_request("r", PROMPT)
     tokens = here.ask(request, BLOCK)
-    here.half.allocated(request, [50, 51, 52, 53], tokens)
+    here.half.allocated(request, [[50, 51, 52, 53]], tokens)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
     assert order.request_id == "r"
-    assert [(piece.key, piece.block_ids, piece.num_tokens) for piece in order.pieces] == [
+    assert [(piece.key, piece.block_ids[0], piece.num_tokens) for piece in order.pieces] == [
         (chunks[1].key, (51,), BLOCK),
         (chunks[2].key, (52,), BLOCK),
         (chunks[3].key, (53,), 1),
@@ -238,9 +242,9 @@ def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None
     here.put(chunks)
     request = make_request("r", PROMPT)
     here.ask(request, 0)
-    here.half.allocated(request, [50, 51, 52, 53], here.ask(request, 2 * BLOCK))
+    here.half.allocated(request, [[50, 51, 52, 53]], here.ask(request, 2 * BLOCK))
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    assert [piece.block_ids for piece in order.pieces] == [(52,), (53,)]
+    assert [piece.block_ids[0] for piece in order.pieces] == [(52,), (53,)]
 
 
 def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
@@ -248,9 +252,9 @@ def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
     here.ask(request)
-    here.half.allocated(request, [50, 51], 2 * BLOCK)
+    here.half.allocated(request, [[50, 51]], 2 * BLOCK)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    assert [piece.block_ids for piece in order.pieces] == [(50,), (51,)]
+    assert [piece.block_ids[0] for piece in order.pieces] == [(50,), (51,)]
 
 
 def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
@@ -278,7 +282,7 @@ def test_a_load_that_lost_a_chunk_is_not_tried_again(bench: StartBench) -> None:
     chunks = chunks_of(PROMPT)
     here.put(chunks)
     request = make_request("r", PROMPT)
-    here.half.allocated(request, [1, 2, 3, 4], here.ask(request))
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
     end_load(here, chunks[2])
     assert here.half.num_loadable_tokens(request, 0) == 0
     # vLLM has kept two blocks, and computes the rest.
@@ -293,7 +297,7 @@ def test_a_load_of_which_nothing_came_is_saved_as_a_whole(bench: StartBench) -> 
     here = bench()
     here.put(chunks_of(PROMPT))
     request = make_request("r", PROMPT)
-    here.half.allocated(request, [1, 2, 3, 4], here.ask(request))
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
     here.half.reported(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
     assert here.half.num_loadable_tokens(request, 0) == 0
     assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == NUM_CHUNKS
@@ -303,7 +307,9 @@ def test_a_load_of_which_nothing_came_is_saved_as_a_whole(bench: StartBench) -> 
 
 
 def pieces_of(orders: Orders) -> list[tuple[bytes, tuple[int, ...], int, int]]:
-    return [(each.key, each.block_ids, each.num_tokens, each.first_block) for each in orders.saves]
+    return [
+        (each.key, each.block_ids[0], each.num_tokens, each.first_block) for each in orders.saves
+    ]
 
 
 def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
@@ -340,7 +346,7 @@ def test_a_preempted_chunk_is_saved_from_its_new_blocks(bench: StartBench) -> No
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {"r"}
     (left,) = here.half.orders(output).leaving
-    assert (bytes(left.key), left.block_ids) == (request.block_hashes[0], (7,))
+    assert (bytes(left.key), left.block_ids[0]) == (request.block_hashes[0], (7,))
     orders = here.go_on(request, 3 * BLOCK - 1, [30, 31, 32], resumed={"r"})
     assert pieces_of(orders) == [(chunk.key, (30, 31, 32), 3 * BLOCK, 0)]
     assert orders.leaving == ()
@@ -350,7 +356,7 @@ def leave(here: Bench, request: Request) -> list[tuple[bytes, tuple[int, ...]]]:
     here.half.finished(request)
     orders = here.half.orders(SchedulerOutput.make_empty())
     assert here.half.orders(SchedulerOutput.make_empty()).leaving == (), "once"
-    return [(piece.key, piece.block_ids) for piece in orders.leaving]
+    return [(piece.key, piece.block_ids[0]) for piece in orders.leaving]
 
 
 def test_what_an_answer_ends_in_is_saved_when_it_ends(bench: StartBench) -> None:
@@ -412,9 +418,9 @@ def test_a_local_hit_inside_a_chunk_is_not_loaded_over(
     request = make_request("r", prompt)
     num_tokens = here.ask(request, local_blocks * BLOCK)
     assert num_tokens == len(prompt) - 1 - local_blocks * BLOCK, "nothing is computed twice"
-    here.half.allocated(request, [50, 51, 52, 53, 54, 55], num_tokens)
+    here.half.allocated(request, [[50, 51, 52, 53, 54, 55]], num_tokens)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    blocks = [block for piece in order.pieces for block in piece.block_ids]
+    blocks = [block for piece in order.pieces for block in piece.block_ids[0]]
     assert blocks == list(range(50 + local_blocks, 56))
     first = order.pieces[0]
     assert first.first_block == local_blocks % 3 if local_blocks < 5 else first.first_block == 0
@@ -428,9 +434,9 @@ def test_vllm_may_take_some_blocks_of_a_chunk(
     here.put(chunks_of(list(range(16)), 4))
     request = make_request("r", range(16))
     assert here.ask(request) == 15
-    here.half.allocated(request, [50, 51, 52], num_tokens)
+    here.half.allocated(request, [[50, 51, 52]], num_tokens)
     (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
-    assert [block for piece in order.pieces for block in piece.block_ids] == blocks
+    assert [block for piece in order.pieces for block in piece.block_ids[0]] == blocks
 
 
 def test_another_prompt_finds_the_part_that_one_ended_in(bench: StartBench) -> None:
@@ -537,7 +543,7 @@ def test_an_announced_prefix_is_taken_when_it_is_whole(bench: StartBench) -> Non
 
 def saved(orders: Orders) -> list[tuple[bytes, int]]:
     """The saves of `orders`, each of one block."""
-    return [(piece.key, block) for piece in orders.saves for block in piece.block_ids]
+    return [(piece.key, block) for piece in orders.saves for block in piece.block_ids[0]]
 
 
 def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare.config import KVConfig
+from kvshare.layers import LayerSet, Span
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
@@ -24,7 +26,11 @@ NAMESPACE = "0" * 32
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
-SHAPE = CacheShape(BLOCKS, TOKENS, HEADS, is_repacked=False)
+LAYER_SET = LayerSet(
+    0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), Span(), HEADS, False
+)
+SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1, is_repacked=False)
+RANK = Rank(0, 1, 0, 1)
 A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 
 
@@ -34,7 +40,7 @@ class Host:
     def __init__(self, host_cache: Path, **options: Any) -> None:
         config = KVConfig(url="gated://bucket", host_cache_dir=str(host_cache), **options)
         self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, SHAPE, "t0of1", self.engine)
+        self.worker = KVWorker(config, SHAPE, RANK, self.engine)
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -90,7 +96,7 @@ def host(tmp_path: Path) -> Iterator[Callable[[], Host]]:
 
 def block(key: ChunkKey, num_tokens: int, block_id: int) -> Piece:
     """A chunk of one block."""
-    return Piece(key, 1, num_tokens, (block_id,))
+    return Piece(key, 1, num_tokens, ((block_id,),))
 
 
 def name_of(chunk: ChunkKey) -> str:
@@ -120,9 +126,9 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
 def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())
-    source.save(Piece(A, 3, 3 * TOKENS, (6, 1, 2)))
+    source.save(Piece(A, 3, 3 * TOKENS, ((6, 1, 2),)))
     assert source.counts() == {"blocks/saved": 3}
-    target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4), first_block=1))
+    target.load("r", Piece(A, 3, 3 * TOKENS, ((5, 4),), first_block=1))
     assert target.engine.in_flight == 1
     assert target.settle() == Finished({"r"})
     assert target.counts() == {"blocks/loaded": 2}
@@ -133,8 +139,8 @@ def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], H
 
 def test_a_chunk_of_another_number_of_blocks_is_another_thing(host: Callable[[], Host]) -> None:
     source, target = host(), host()
-    source.save(Piece(A, 2, 2 * TOKENS, (6, 1)))
-    target.load("r", Piece(A, 3, 3 * TOKENS, (5, 4, 3)))
+    source.save(Piece(A, 2, 2 * TOKENS, ((6, 1),)))
+    target.load("r", Piece(A, 3, 3 * TOKENS, ((5, 4, 3),)))
     assert target.settle() == Finished({"r"}, invalid_blocks={5, 4, 3})
     assert target.cache.count_nonzero() == 0
 
@@ -288,8 +294,9 @@ def test_a_cache_it_does_not_understand_is_neither_read_nor_written(
 ) -> None:
     config = KVConfig(url="gated://bucket", host_cache_dir=host().engine.host.root.as_posix())
     engine = TransferEngine(config, "options")
-    worker = KVWorker(config, SHAPE, "t0of1", engine)
-    worker.register({"l.0": torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT)})
+    worker = KVWorker(config, SHAPE, RANK, engine)
+    other = torch.zeros(2, BLOCKS, HEADS, TOKENS, CONTENT)
+    worker.register({f"l.{number}": other for number in range(LAYERS)})
     assert "cannot be read as 8 blocks of 2 heads x 4 tokens" in caplog.text
     report = worker.report()
     assert report is not None

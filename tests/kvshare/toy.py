@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -29,16 +30,20 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from ecshare.plugin.ranks import Rank
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import merged
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
+from kvshare.layers import Span, layer_sets
 from kvshare.prefix import Chunk, Grid, Prefix
 from kvshare.worker import CacheShape, KVWorker
 
@@ -76,16 +81,35 @@ def spec() -> FullAttentionSpec:
     )
 
 
-def cache_config(num_blocks: int) -> KVCacheConfig:
-    layers = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
-    page = spec().page_size_bytes
-    tensor = KVCacheTensor(
-        size=page * num_blocks * LAYERS,
-        layers=layers,
-        layer_stride=page * num_blocks,
-        block_stride=page,
+def window(num_tokens: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=BLOCK,
+        num_kv_heads=HEADS,
+        head_size=HEAD_SIZE,
+        dtype=torch.float32,
+        sliding_window=num_tokens,
     )
-    return KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(layers, spec())])
+
+
+def cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
+    """Cache groups of `LAYERS` layers each, which take turns in the model and share memory."""
+    specs = specs or (spec(),)
+    names = [
+        [f"model.layers.{layer * len(specs) + group}.self_attn.attn" for layer in range(LAYERS)]
+        for group in range(len(specs))
+    ]
+    page = specs[0].page_size_bytes
+    tensors = [
+        KVCacheTensor(
+            size=page * num_blocks * LAYERS,
+            layers=layers,
+            layer_stride=page * num_blocks,
+            block_stride=page,
+        )
+        for layers in names
+    ]
+    groups = [KVCacheGroupSpec(*group) for group in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks, tensors, groups)
 
 
 def vllm_config(
@@ -139,10 +163,10 @@ def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
     return (*chunks, *([prefix.tail.chunk(grid, sha256)] if prefix.tail else []))
 
 
-def kv_of(tokens: Sequence[int]) -> float:
-    """The KV of the last of `tokens`: exact in float32, and other for any other prefix."""
+def kv_of(tokens: Sequence[int], group: int = 0) -> float:
+    """The KV of the last of `tokens`: exact in float32, and other for any other prefix or group."""
     digest = hashlib.sha256(repr(list(tokens)).encode()).digest()
-    return float(int.from_bytes(digest[:2], "little") + 1)
+    return float(int.from_bytes(digest[:2], "little") + 1 + 100_000 * group)
 
 
 def next_token(kv: Sequence[float]) -> int:
@@ -150,12 +174,22 @@ def next_token(kv: Sequence[float]) -> int:
 
 
 def expected_answer(
-    prompt: Sequence[int], num_tokens: int, flavour: Sequence[int] = ()
+    prompt: Sequence[int],
+    num_tokens: int,
+    spans: Sequence[Span] = (Span(),),
+    flavour: Sequence[int] = (),
 ) -> list[int]:
-    """What any sound engine answers; `flavour`: of the request's LoRA adapter."""
+    """What any sound engine answers whose cache groups look back over `spans`.
+
+    `flavour`: of the request's LoRA adapter.
+    """
     tokens = list(prompt)
     for _ in range(num_tokens):
-        kv = [kv_of([*flavour, *tokens[: end + 1]]) for end in range(len(tokens))]
+        kv = [
+            kv_of([*flavour, *tokens[: position + 1]], group)
+            for group, span in enumerate(spans)
+            for position in range(span.first_needed(len(tokens) - 1), len(tokens))
+        ]
         tokens.append(next_token(kv))
     return tokens[len(prompt) :]
 
@@ -173,7 +207,8 @@ class Row:
 
     tokens: list[int]
     num_prompt_tokens: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """Of each cache group."""
     flavour: list[int]
 
 
@@ -186,7 +221,11 @@ class Answer:
 
 
 class ToyEngine:
-    """See the module's docstring. `is_async`: schedules the next step before it has the output."""
+    """See the module's docstring.
+
+    `is_async`: schedules the next step before it has the output. `specs`: of the cache groups; one
+    with full attention, if none is given.
+    """
 
     def __init__(
         self,
@@ -194,9 +233,12 @@ class ToyEngine:
         *,
         num_blocks: int = 64,
         is_async: bool = False,
+        specs: Sequence[KVCacheSpec] = (),
     ) -> None:
         init_none_hash(sha256)
-        cache = cache_config(num_blocks)
+        cache = cache_config(num_blocks, specs)
+        groups = cache.kv_cache_groups
+        self.spans = [Span.of(group.kv_cache_spec) for group in groups]
         config.cache_config.num_gpu_blocks = num_blocks
         self.is_async = is_async
         self.scheduler: Scheduler = (AsyncScheduler if is_async else Scheduler)(
@@ -214,12 +256,17 @@ class ToyEngine:
         extra = config.kv_transfer_config.kv_connector_extra_config
         kv_config = KVConfig(**extra)
         self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
-        shape = CacheShape(num_blocks, BLOCK, HEADS, is_repacked=False)
-        self.worker = KVWorker(kv_config, shape, "t0of1", self.transfer)
+        shape = CacheShape(num_blocks, BLOCK, layer_sets(cache), len(groups), is_repacked=False)
+        self.worker = KVWorker(kv_config, shape, Rank(0, 1, 0, 1), self.transfer)
         # Garbage, so that a block nobody wrote is noticed.
         self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
-        names = cache.kv_cache_groups[0].layer_names
-        self.worker.register(dict(zip(names, self.cache, strict=True)))
+        self.worker.register(
+            {
+                name: layer
+                for group in groups
+                for name, layer in zip(group.layer_names, self.cache, strict=True)
+            }
+        )
         self.rows: dict[str, Row] = {}
         self.answers: dict[str, Answer] = {}
         self.counts: dict[str, float] = {}
@@ -299,17 +346,19 @@ class ToyEngine:
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             prompt = new.prompt_token_ids
+            block_ids = [list(ids) for ids in new.block_ids]
             flavour = flavour_of(new.lora_request)
-            self.rows[new.req_id] = Row(list(prompt), len(prompt), list(new.block_ids[0]), flavour)
+            self.rows[new.req_id] = Row(list(prompt), len(prompt), block_ids, flavour)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
-        for name, block_ids, start in zip(
+        for name, new_ids, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             row = self.rows[name]
             if name in cached.resumed_req_ids:
-                row.block_ids = []
-            row.block_ids += block_ids[0] if block_ids else []
+                row.block_ids = [[] for _ in self.spans]
+            for known, ids in zip(row.block_ids, new_ids or (), strict=False):
+                known += ids
             starts[name] = start
         return {
             name: (starts[name], starts[name] + count)
@@ -321,19 +370,25 @@ class ToyEngine:
         row = self.rows[name]
         answer = self.answers[name]
         answer.computed_prompt_tokens += max(0, min(end, row.num_prompt_tokens) - start)
-        for position in range(start, end):
-            block = row.block_ids[position // BLOCK]
-            kv_now = kv_of([*row.flavour, *row.tokens[: position + 1]])
-            self.cache[:, block, :, position % BLOCK] = kv_now
+        for group in range(len(self.spans)):
+            for position in range(start, end):
+                kv_now = kv_of([*row.flavour, *row.tokens[: position + 1]], group)
+                self._cells(row, group, position)[:] = kv_now
         if end < len(row.tokens):
             return []
         kv = []
-        for position in range(end):
-            cells = self.cache[:, row.block_ids[position // BLOCK], :, position % BLOCK]
-            assert cells.min() == cells.max(), "a token's KV is torn"
-            kv.append(float(cells[0, 0, 0]))
+        for group, span in enumerate(self.spans):
+            for position in range(span.first_needed(end - 1), end):
+                cells = self._cells(row, group, position)
+                assert cells.min() == cells.max(), "a token's KV is torn"
+                kv.append(float(cells[0, 0, 0]))
         row.tokens.append(next_token(kv))
         return [row.tokens[-1]]
+
+    def _cells(self, row: Row, group: int, position: int) -> Tensor:
+        """View the KV of one token in one cache group: [layer, head, content]."""
+        block = row.block_ids[group][position // BLOCK]
+        return self.cache[:, block, :, position % BLOCK]
 
     def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         for outputs in self.scheduler.update_from_output(output, result).values():
@@ -352,10 +407,10 @@ class ToyEngine:
 def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str = "r") -> Answer:
     """Serve one request and check its tokens."""
     (answer,) = engine.run(make_request(name, prompt, max_tokens))
-    assert answer.tokens == expected_answer(prompt, max_tokens)
+    assert answer.tokens == expected_answer(prompt, max_tokens, engine.spans)
     return answer
 
 
 def objects(folder: Path) -> list[Path]:
     """The KV objects in the store at `folder`."""
-    return sorted(path for path in (folder / "store").rglob("*.t0of1") if path.is_file())
+    return sorted(path for path in (folder / "store").rglob("*.t0of1*") if path.is_file())

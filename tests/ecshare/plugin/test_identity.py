@@ -29,7 +29,7 @@ def encoder(config: VllmConfig, epoch: str = "") -> str:
 
 
 def kv(config: VllmConfig, epoch: str = "") -> str:
-    return kv_namespace(config, None, epoch).digest
+    return kv_namespace(config, epoch).digest
 
 
 both = pytest.mark.parametrize("namespace", [encoder, kv])

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model are stored together, and which tokens of them a reader needs; pure.
+
+vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
+*layer set* is one or more such groups: layers whose blocks have one shape and that look back
+equally far. A chunk of KV is one object a layer set (and share of the heads).
+
+Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers that
+look back over a window need the last tokens of a prefix alone, and vLLM frees the blocks before
+those: of them a chunk holds what a prefix that ends in it, or later, can need.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ecshare.plugin.ranks import Rank
+from kvshare.prefix import Chunk
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+# The others can be made to collide on purpose, and a name in a shared store must mean one thing.
+_TRUSTED_HASHES = ("sha256", "sha256_cbor")
+# By exact type: others derive from these and lay out their blocks, or free them, in other ways.
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# What scales such a cache lies in the checkpoint. Others keep scales among the blocks, or several
+# tokens in one cell.
+_QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How far back a layer looks. Both None: to the first token."""
+
+    window: int | None = None
+    """Over the last so many tokens, the current one among them."""
+    section: int | None = None
+    """To the last multiple of this (vLLM's chunked local attention)."""
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> "Span":
+        """Return the span of layers that vLLM describes as `spec`."""
+        if isinstance(spec, SlidingWindowSpec):
+            # vLLM keeps some more where it may compute them again.
+            return cls(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return cls(section=spec.attention_chunk_size)
+        return cls()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all tokens are needed."""
+        return self.window is None and self.section is None
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first token whose KV the token after `num_tokens` needs; never falls."""
+        if self.window is not None:
+            return max(0, num_tokens - self.window + 1)
+        return num_tokens // self.section * self.section if self.section else 0
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"window {self.window}"
+        return f"section {self.section}" if self.section else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Layers that are stored together."""
+
+    number: int
+    groups: tuple[int, ...]
+    """vLLM's cache groups that they are in."""
+    layers: tuple[tuple[str, int], ...]
+    """Their names in the order of the model and, for each, which of `groups` it is in."""
+    span: Span
+    num_heads: int
+    """Of one rank."""
+    is_replicated: bool
+    """Every rank holds all of it."""
+
+    def part(self, rank: Rank) -> str:
+        """Return what the share of `rank` is called. Ranks that hold the same share one."""
+        share = "t0of1" if self.is_replicated else rank.part
+        return f"{share}-s{self.number}" if self.number else share
+
+    def is_written_by(self, rank: Rank) -> bool:
+        """Whether `rank` stores its share: one of those that hold the same does."""
+        return rank.is_writer if self.is_replicated else True
+
+    def first_block(self, chunk: Chunk, block_tokens: int) -> int:
+        """Return the first block of `chunk` that is stored: those before it nobody can need.
+
+        A reader may leave out the last token of the chunk, to compute that one itself.
+        """
+        needed = self.span.first_needed(chunk.end_tokens - 1) // block_tokens
+        return max(chunk.first_block, needed)
+
+    @property
+    def facts(self) -> list[Any]:
+        """Return what must agree between engines that share it, as JSON can hold it."""
+        return [str(self.span), len(self.layers)]
+
+
+def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """Return why the blocks of such an engine cannot be shared; None if they can."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
+        return "pipeline and context parallelism are not supported"
+    if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
+        return (
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
+            f"of {_TRUSTED_HASHES}"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        return "calculate_kv_scales is on: each engine scales its KV in its own way"
+    if getattr(cache, "prefix_match_unit", None) not in (None, cache.block_size):
+        return "prefix_match_unit is set: blocks are hashed in pieces"
+    if not kv_cache_config.kv_cache_groups:
+        return "the model has no KV cache"
+    for group in kv_cache_config.kv_cache_groups:
+        for _, spec in _layers(group):
+            why_not = _spec_refusal(spec, cache.block_size)
+            if why_not is not None:
+                return why_not
+    if len({spec for spec in _all_specs(kv_cache_config) if type(spec) is MLAAttentionSpec}) > 1:
+        return "the model keeps several kinds of MLA caches"
+    return None
+
+
+def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
+    if type(spec) not in _SPECS or not isinstance(spec, AttentionSpec):
+        return f"a KV cache of type {type(spec).__name__} is not supported"
+    if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
+        return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
+    if "ds_mla" in str(getattr(spec, "cache_dtype_str", None)):
+        return "a KV cache of quantization fp8_ds_mla is not supported"
+    if getattr(spec, "non_causal", False):
+        return "a token's KV depends on later tokens in this model"
+    if spec.block_size != block_tokens:
+        return (
+            f"some layers have blocks of {spec.block_size} tokens and others of {block_tokens}: "
+            "set --block-size so that all are equal, if the model allows"
+        )
+    return None
+
+
+def layer_sets(kv_cache_config: "KVCacheConfig") -> tuple[LayerSet, ...]:
+    """Return the layer sets of an engine that `refusal` has nothing against.
+
+    The order is the same in every engine of the model: by span, the full ones first, then by shape.
+    """
+    members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in _layers(group):
+            members.setdefault(_likeness(spec), []).append((name, group_id))
+    sets = []
+    for number, likeness in enumerate(sorted(members)):
+        groups = tuple(sorted({group_id for _, group_id in members[likeness]}))
+        layers = tuple(
+            (name, groups.index(group_id))
+            for name, group_id in sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
+        )
+        window, section, is_replicated, num_heads, *_ = likeness
+        span = Span(window or None, section or None)
+        sets.append(LayerSet(number, groups, layers, span, num_heads, is_replicated))
+    return tuple(sets)
+
+
+def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
+    """Return what is equal for layers that are stored together."""
+    span = Span.of(spec)
+    assert isinstance(spec, _SPECS)
+    is_replicated = isinstance(spec, MLAAttentionSpec)
+    shape = (spec.num_heads, spec.page_size_bytes, str(spec.dtype))
+    return (span.window or 0, span.section or 0, is_replicated, *shape)
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Sort `layers.10` after `layers.9`."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
+    """Yield each layer of a cache group and how it keeps its KV."""
+    spec = group.kv_cache_spec
+    for name in group.layer_names:
+        yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _all_specs(kv_cache_config: "KVCacheConfig") -> Iterator[KVCacheSpec]:
+    for group in kv_cache_config.kv_cache_groups:
+        for _, spec in _layers(group):
+            yield spec
+
+
+def _context_parallel_size(parallel: object) -> int:
+    """Return over how many ranks one sequence is spread; older releases lack the fields."""
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return max(int(getattr(parallel, name, 1)) for name in names)
+
+
+def parts_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
+    """Return the names of all shares of a chunk; it is stored if all of them are."""
+    ranks = [Rank(rank, tp_size, 0, 1) for rank in range(tp_size)]
+    return tuple(dict.fromkeys(layer_set.part(rank) for layer_set in sets for rank in ranks))

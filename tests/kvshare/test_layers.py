@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's cache groups -> the layers that are stored together, and what a reader needs of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ecshare.plugin.ranks import Rank
+from kvshare.layers import LayerSet, Span, layer_sets, parts_of, refusal
+from kvshare.prefix import Chunk, ChunkKey
+
+BLOCKS, HEADS, TOKENS = 5, 2, 16
+SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_size": 8}
+FULL = FullAttentionSpec(num_kv_heads=HEADS, **SHAPE)
+MLA = MLAAttentionSpec(num_kv_heads=1, **SHAPE)
+LOCAL = ChunkedLocalAttentionSpec(num_kv_heads=HEADS, attention_chunk_size=48, **SHAPE)
+
+
+def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=num_tokens, **SHAPE, **more)
+
+
+def engine(algorithm: str = "sha256", **more: Any) -> Any:
+    # What `refusal` reads of a VllmConfig.
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    cache = {"prefix_caching_hash_algo": algorithm, "block_size": TOKENS}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{name: more.get(name, one) for name, one in parallel.items()}
+        ),
+        cache_config=SimpleNamespace(
+            **cache | {n: v for n, v in more.items() if n not in parallel}
+        ),
+    )
+
+
+def cache(*specs: Any) -> KVCacheConfig:
+    """Groups of two layers, which take turns in the model."""
+    groups = [
+        KVCacheGroupSpec([f"l.{layer * len(specs) + group}" for layer in range(2)], spec)
+        for group, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(BLOCKS, [], groups)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (FULL,),
+        (FULL, FULL),
+        (FULL, window(64), window(64)),
+        (window(64),),
+        (FULL, LOCAL),
+        (MLA,),
+        (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
+    ],
+)
+def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
+    assert refusal(engine(), cache(*specs)) is None
+
+
+class Derived(FullAttentionSpec):
+    """A layout of its own."""
+
+
+@pytest.mark.parametrize(
+    ("config", "specs", "says"),
+    [
+        (engine(), (), "no KV cache"),
+        (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
+        (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
+        (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
+        (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
+        (engine(), (replace(FULL, non_causal=True),), "later tokens"),
+        (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
+        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
+        (engine(decode_context_parallel_size=2), (FULL,), "context"),
+        (engine(algorithm="xxhash"), (FULL,), "xxhash"),
+        (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
+        (engine(prefix_match_unit=8), (FULL,), "prefix_match_unit"),
+    ],
+)
+def test_other_engines_are_refused_in_a_sentence(
+    config: Any, specs: tuple[Any, ...], says: str
+) -> None:
+    assert says in (refusal(config, cache(*specs)) or "")
+
+
+def test_groups_that_look_back_equally_far_are_one_set() -> None:
+    """However vLLM has grouped them: engines must agree on the order of the layers."""
+    full, short = layer_sets(cache(window(64), FULL, window(64)))
+    assert (full.span, full.groups) == (Span(), (1,))
+    assert full.layers == (("l.1", 0), ("l.4", 0))
+    assert (short.span, short.groups) == (Span(window=64), (0, 2))
+    assert short.layers == (("l.0", 0), ("l.2", 1), ("l.3", 0), ("l.5", 1))
+    assert [each.facts for each in (full, short)] == [["full", 2], ["window 64", 4]]
+
+
+def test_layers_of_other_shapes_are_other_sets() -> None:
+    wide = replace(FULL, head_size=16)
+    uniform = UniformTypeKVCacheSpecs(
+        block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": wide, "l.2": FULL}
+    )
+    group = KVCacheGroupSpec(["l.0", "l.1", "l.2"], uniform)
+    first, second = layer_sets(KVCacheConfig(BLOCKS, [], [group]))
+    assert [name for name, _ in first.layers] == ["l.0", "l.2"]
+    assert [name for name, _ in second.layers] == ["l.1"]
+
+
+def test_shares_have_a_name_each_and_replicas_one() -> None:
+    sets = layer_sets(cache(FULL, window(64)))
+    assert parts_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
+    (replicated,) = layer_sets(cache(MLA))
+    assert parts_of((replicated,), 2) == ("t0of1",)
+    assert [replicated.is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2)] == [True, False]
+    assert all(sets[0].is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2))
+
+
+@given(st.integers(1, 100), st.integers(0, 3), st.integers(0, 1000))
+def test_a_window_reaches_as_far_back_as_vllm_keeps_blocks(
+    size: int, extra: int, num_tokens: int
+) -> None:
+    spec = window(size, extra_retained_tokens=extra)
+    manager: Any = SimpleNamespace(
+        sliding_window=size, extra_retained_tokens=extra, attention_chunk_size=size
+    )
+    kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
+    assert Span.of(spec).first_needed(num_tokens) == kept
+    local = replace(LOCAL, attention_chunk_size=size)
+    kept = ChunkedLocalAttentionManager.get_num_skipped_tokens(manager, num_tokens)
+    assert Span.of(local).first_needed(num_tokens) == kept
+
+
+@given(
+    st.sampled_from([Span(), Span(window=1), Span(window=7), Span(window=64), Span(section=48)]),
+    st.integers(1, 4),
+    st.integers(1, 400),
+)
+def test_what_is_stored_is_enough_for_every_prefix(
+    span: Span, chunk_blocks: int, num_tokens: int
+) -> None:
+    """A prefix that ends in the middle of nowhere, cut into chunks as `kvshare.prefix` does."""
+    layer_set = LayerSet(0, (0,), (("l.0", 0),), span, HEADS, False)
+    blocks, rest = divmod(num_tokens, TOKENS)
+    ends = [*range(chunk_blocks, blocks, chunk_blocks), *([blocks] if blocks else [])]
+    chunks = [
+        Chunk(ChunkKey(b""), first, end - first, first * TOKENS, (end - first) * TOKENS)
+        for first, end in zip([0, *ends], ends, strict=False)
+    ]
+    if rest:
+        chunks.append(Chunk(ChunkKey(b""), blocks, 1, blocks * TOKENS, rest))
+    stored = {
+        block
+        for chunk in chunks
+        for block in range(
+            layer_set.first_block(chunk, TOKENS), chunk.first_block + chunk.num_blocks
+        )
+    }
+    # The reader computes the last token itself where it must, and may begin one token earlier.
+    for end in (num_tokens, num_tokens - 1):
+        needed = set(range(span.first_needed(end) // TOKENS, -(-end // TOKENS)))
+        assert needed <= stored

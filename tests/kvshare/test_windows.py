@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with several cache groups, or whose layers look back over a window."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.damage import flip_a_payload_bit
+from tests.kvshare.test_chunks import LONG, chunked, spoil
+from tests.kvshare.toy import (
+    BLOCK,
+    ToyEngine,
+    expected_answer,
+    make_request,
+    objects,
+    serve,
+    spec,
+    window,
+)
+from tests.releases import loads_may_hang
+
+W = 3 * BLOCK
+GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "two full groups": (spec(), spec()),
+    "full and windows": (spec(), window(W), window(W)),
+    "a window that no block divides": (spec(), window(W + 1)),
+    "windows of two sizes": (window(2), spec(), window(5 * BLOCK)),
+    "a window alone": (window(W),),
+    "a window longer than all": (spec(), window(400)),
+}
+each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
+
+
+@each_kind
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("chunk_blocks", [1, 5])
+def test_the_second_engine_computes_one_token(
+    start: StartEngine, specs: Sequence[KVCacheSpec], chunk_blocks: int, is_async: bool
+) -> None:
+    engine = partial(
+        start, specs=specs, is_async=is_async, store=chunked(chunk_blocks), num_blocks=160
+    )
+    lengths = [2, BLOCK, 7, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 41, len(LONG)]
+    prompts = [[number, *LONG[: length - 1]] for number, length in enumerate(lengths)]
+    first = engine()
+    for number, prompt in enumerate(prompts):
+        assert serve(first, prompt, name=f"cold{number}").computed_prompt_tokens == len(prompt)
+    second = engine()
+    for number, prompt in enumerate(prompts):
+        assert serve(second, prompt, name=f"warm{number}").computed_prompt_tokens == 1
+    assert "blocks/failed" not in second.counts
+
+
+@each_kind
+@pytest.mark.parametrize("budget", [7, 9])
+def test_a_prompt_that_is_computed_in_pieces_is_stored_whole(
+    start: StartEngine, specs: Sequence[KVCacheSpec], budget: int
+) -> None:
+    """vLLM frees a window's blocks while the prompt goes on."""
+    engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
+    serve(engine(max_num_batched_tokens=budget, max_num_seqs=4), LONG)
+    assert serve(engine(), LONG).computed_prompt_tokens == 1
+
+
+@each_kind
+def test_a_longer_prompt_goes_on_from_what_is_stored(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(3), num_blocks=160)
+    serve(engine(), LONG[: 7 * BLOCK + 2], max_tokens=1)
+    longer = engine()
+    assert serve(longer, LONG).computed_prompt_tokens == len(LONG) - 7 * BLOCK
+
+
+@each_kind
+def test_a_local_hit_is_not_loaded_over(start: StartEngine, specs: Sequence[KVCacheSpec]) -> None:
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG)
+    second = engine()
+    serve(second, LONG[: 6 * BLOCK], max_tokens=1, name="short")
+    assert serve(second, LONG, name="long").computed_prompt_tokens == 1
+
+
+def test_of_a_window_only_what_it_reaches_is_loaded(start: StartEngine) -> None:
+    engine = partial(start, specs=(spec(), window(W)), store=chunked(2), num_blocks=160)
+    serve(engine(), LONG)
+    second = engine()
+    serve(second, LONG)
+    # All 14 blocks of the one group; of the other, those of tokens 43 to 53.
+    assert second.counts["blocks/loaded"] == 14 + 4
+
+
+def test_turns_of_a_conversation_are_found(start: StartEngine) -> None:
+    """The window's blocks at an answer's end are still there, but for a late one now and then."""
+    engine = partial(start, specs=(spec(), window(W)), store=chunked(3), num_blocks=160)
+    engines = [engine(), engine()]
+    talk: list[int] = []
+    computed = total = 0
+    for turn in range(8):
+        talk += range(500 + 10 * turn, 500 + 10 * turn + 7)
+        here = engines[turn % 2]
+        assert here.scheduler.reset_prefix_cache()
+        answer = serve(here, talk, max_tokens=11, name=f"turn{turn}")
+        computed += answer.computed_prompt_tokens
+        total += len(talk)
+        talk += answer.tokens
+    assert computed < total / 3
+
+
+@each_kind
+def test_a_lost_object_costs_a_recomputation(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
+) -> None:
+    """Each object in turn: right tokens, and it is stored again if it was needed."""
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG, max_tokens=1)
+    for lost in objects(tmp_path):
+        shutil.rmtree(tmp_path / "host")
+        lost.unlink()
+        reader = engine()
+        answer = serve(reader, LONG, max_tokens=1)
+        assert lost.exists() or answer.computed_prompt_tokens == 1
+
+
+@each_kind
+def test_a_damaged_object_costs_a_recomputation(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
+) -> None:
+    engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
+    serve(engine(), LONG, max_tokens=1)
+    for damaged in objects(tmp_path):
+        shutil.rmtree(tmp_path / "host")
+        flip_a_payload_bit(damaged)
+        serve(engine(), LONG, max_tokens=1)
+
+
+def test_engines_with_other_groups_miss_each_others(start: StartEngine) -> None:
+    """Where the hybrid cache manager is off, all layers keep all tokens, in other objects."""
+    serve(start(specs=(spec(), window(W))), LONG)
+    for specs in ((spec(),), (spec(), window(W + 1)), (spec(), spec())):
+        other = start(specs=specs)
+        assert serve(other, LONG).computed_prompt_tokens == len(LONG)
+        assert "blocks/failed" not in other.counts
+
+
+@each_kind
+def test_preempted_requests_find_what_they_had(
+    start: StartEngine, specs: Sequence[KVCacheSpec]
+) -> None:
+    prompts = [[number, *LONG[:9]] for number in range(6)]
+    engine = start(num_blocks=16 * len(specs) + 4, store=chunked(2), specs=specs)
+    requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+        assert answer.tokens == expected_answer(prompt, 20, engine.spans)
+    assert any(request.num_preemptions for request in requests)
+
+
+@loads_may_hang
+@each_kind
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_the_tokens_are_right(
+    start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
+) -> None:
+    dice = random.Random(seed)
+    chunk_blocks = dice.choice([1, 2, 3, 7])
+    stem = [dice.randrange(1000) for _ in range(60)]
+    for turn in range(3):
+        if turn:
+            spoil(dice, tmp_path)
+        engine = start(
+            num_blocks=dice.choice([26, 40, 128]) * len(specs),
+            is_async=dice.random() < 0.5,
+            max_num_batched_tokens=dice.choice([9, 30, 2048]),
+            max_num_seqs=8,
+            enable_prefix_caching=dice.random() < 0.7,
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+            specs=specs,
+        )
+        ask(engine, dice, stem, turn)
+
+
+def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> None:
+    prompts = [
+        [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
+        for _ in range(6)
+    ]
+    num_tokens = dice.choice([1, 5, 25])
+    requests = [
+        make_request(f"{turn}-{number}", prompt, num_tokens)
+        for number, prompt in enumerate(prompts)
+    ]
+    answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == expected_answer(prompt, num_tokens, engine.spans)
