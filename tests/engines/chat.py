@@ -2,16 +2,20 @@
 """What the engine tests ask of an engine, and how they read its answers."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ecshare.testing import asking
 from ecshare.testing.processes import Server
+
+STORED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,22 @@ def passed_on(*encoded: Answer) -> dict[str, Any]:
         assert answer.status == 200, answer.body
         params |= answer.body["ec_transfer_params"]
     return {"ec_transfer_params": params}
+
+
+def stored_kv(root: Path, part: str) -> set[Path]:
+    """Return the KV objects of a store in `root`, once nothing has been added for a second.
+
+    Engines answer before they have stored.
+    """
+    seen: set[Path] = set()
+    deadline_s = time.monotonic() + STORED_WITHIN_S
+    while time.monotonic() < deadline_s:
+        found = {path for path in (root / "store" / "kv").rglob(f"*.{part}") if path.is_file()}
+        if found == seen:
+            return found
+        seen = found
+        time.sleep(1)
+    raise AssertionError("the engine never ends to store")
 
 
 @contextmanager

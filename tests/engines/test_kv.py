@@ -12,7 +12,7 @@ import pytest
 
 from ecshare.testing.asking import counters
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, complete, counts, picture, text
+from tests.engines.chat import Answer, ask, complete, counts, picture, stored_kv, text
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ class Fleet(NamedTuple):
     root: Path
 
     def objects(self) -> set[Path]:
-        return set((self.root / "store" / "kv").rglob("*.t0of1"))
+        return stored_kv(self.root, "t0of1")
 
     def plain_tokens(self, content: list[dict[str, Any]], **fields: Any) -> list[int]:
         return ask(self.plain, self.plain.model, content, **fields).tokens
@@ -68,6 +68,7 @@ def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
 def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) -> Answer:
     answer = ask(engine, engine.model, content)
     assert answer.tokens == fleet.plain_tokens(content)
+    fleet.objects()  # all of them stored, for whoever comes next
     return answer
 
 
@@ -101,6 +102,7 @@ def test_a_talk_goes_on_with_the_other_engine(fleet: Fleet, num_tokens: int) -> 
         answer = complete(engine, engine.model, talk, max_tokens=40)
         assert answer.tokens == complete(fleet.plain, fleet.plain.model, talk, 40).tokens
         assert answer.num_cached_tokens >= stored
+        fleet.objects()
         talk += answer.tokens
         # The last token of an answer is sampled, not computed.
         stored = (len(talk) - 1) // BLOCK * BLOCK
@@ -116,6 +118,7 @@ def test_other_pictures_are_other_prompts(fleet: Fleet) -> None:
 def test_a_cache_salt_keeps_prompts_apart(fleet: Fleet) -> None:
     content = [text(f"salted {STORY}")]
     ask(fleet.first, fleet.first.model, content, cache_salt="a")
+    fleet.objects()
     other = ask(fleet.second, fleet.second.model, content, cache_salt="b")
     assert other.num_cached_tokens == 0
     same = ask(fleet.second, fleet.second.model, content, cache_salt="a")

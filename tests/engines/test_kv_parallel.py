@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, text
+from tests.engines.chat import Answer, ask, stored_kv, text
 
 pytestmark = pytest.mark.engine
 
@@ -15,18 +15,20 @@ TWO_RANKS = ("--tensor-parallel-size=2", "--block-size=32")
 
 
 def run(vlm: Path, root: Path, name: str) -> Answer:
-    """Ask an engine that lives for this question alone."""
+    """Ask an engine that lives for this question alone, until it has stored what it computed."""
     kv = kv_argument("both", f"file://{root}/store", host_cache_dir=f"{root}/{name}-host")
     arguments = (*SMALL_ENGINE, *TWO_RANKS, kv)
     one_core_each = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with EngineProcess(name, vlm, root, arguments, one_core_each) as engine:
-        return ask(engine, engine.model, STORY)
+        answer = ask(engine, engine.model, STORY)
+        stored_kv(root, "t?of2")
+        return answer
 
 
 def test_two_ranks_hand_over_to_two_ranks(vlm: Path, tmp_path: Path) -> None:
     cold = run(vlm, tmp_path, "first")
     shares = [
-        {path.name.partition(".")[0] for path in (tmp_path / "store" / "kv").rglob(f"*.{part}")}
+        {path.name.partition(".")[0] for path in stored_kv(tmp_path, part)}
         for part in ("t0of2", "t1of2")
     ]
     assert shares[0] == shares[1]
