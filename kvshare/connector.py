@@ -25,6 +25,7 @@ from kvshare.config import OPTIONS_PATH, KVConfig
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -173,6 +174,19 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for a caller that knows one group."""
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return how many of these tokens come from this host's memory, and how many from where."""
+        from ecshare.plugin.compat import cache_hit_source
+
+        sources = self.scheduler.hit_sources(request, num_external_tokens)
+        return {cache_hit_source(name): count for name, count in sources.items()}
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Return which blocks were stored, or found lost, where vLLM's KV events are on."""
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool:
         """Forget what is in the cache; the store keeps what it has."""

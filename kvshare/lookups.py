@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks how much of a request is stored, while vLLM's scheduler goes on."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions
+from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions, Tier
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet
 from kvshare.messages import announced_tokens
-from kvshare.prefix import Chunk, Grid, HashFunction, Prefix
+from kvshare.prefix import Chunk, ChunkKey, Grid, HashFunction, Prefix
 from kvshare.search import KEYS_A_ROUND, Found, longest_stored
 from kvshare.trusted import TrustedKeys
+
+UNSPECIFIED_SOURCE = "external_unspecified"
+"""vLLM's word for hits from a remote store, or from who knows where."""
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
@@ -36,6 +39,8 @@ class KVFacts:
     """vLLM's own, which made the block hashes."""
     saves: bool
     loads: bool
+    store_source: str = UNSPECIFIED_SOURCE
+    """What vLLM calls hits in a store like this one."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,8 @@ class Search:
     is_asking: bool = False
     is_over: bool = False
     found: tuple[Chunk, ...] = ()
+    tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
+    """Where what was found is, as far as it was asked for."""
 
     @property
     def start_tokens(self) -> int:
@@ -142,11 +149,10 @@ class Lookups:
             return
         for chunk in done.value.chunks:
             self.stored.add(chunk.key)
-        for key in done.value.missing:
-            self.stored.discard(key)
+        self.stored.lost(done.value.missing)
         if search.is_over:
             return
-        search.found = done.value.chunks
+        search.found, search.tiers = done.value.chunks, done.value.tiers
         found_tokens = search.found[-1].end_tokens if search.found else 0
         if not search.num_missing_blocks or found_tokens >= search.announced_tokens:
             self._end(search, "missing")
@@ -188,14 +194,20 @@ class _Asked:
     def __call__(self) -> Questions:
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function)
         answers: Any = None  # to send None is to begin
+        tiers: dict[ChunkKey, Tier] = {}
         while True:
             try:
                 chunks = rounds.send(answers)
             except StopIteration as end:
-                return end.value
+                return replace(end.value, tiers=tiers)
             keys = [self._keys(chunks, number) for number in range(len(chunks))]
-            there = iter((yield [key for shares in keys for key in shares]))
-            answers = [all([next(there) for _ in shares]) for shares in keys]
+            where = iter((yield [key for shares in keys for key in shares]))
+            answers = []
+            for chunk, shares in zip(chunks, keys, strict=True):
+                found = [next(where) for _ in shares]
+                answers.append(None not in found)
+                if answers[-1]:
+                    tiers[chunk.key] = Tier.STORE if Tier.STORE in found else Tier.HOST
 
     def _keys(self, chunks: Sequence[Chunk], number: int) -> list[str]:
         """Return the keys of chunk `number`: of all its shares if that is one round trip for all

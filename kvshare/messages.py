@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between the two halves of a connector, and between the connectors of two engines."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -66,12 +68,15 @@ class Report(KVConnectorWorkerMetadata):
     """Ordered to be saved or loaded, but not in the store: to be saved when next seen."""
     is_idle: bool = False
     """This worker can neither save nor load: its cache has a layout it does not understand."""
+    saved: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """How many of their shares are stored now; told where KV events are on."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is whole only if every share of it is."""
         if not isinstance(other, Report):
             raise TypeError(f"cannot add a {type(other).__name__} to a Report")
-        return Report(self.lost | other.lost, self.is_idle or other.is_idle)
+        saved = Counter(self.saved) + Counter(other.saved)
+        return Report(self.lost | other.lost, self.is_idle or other.is_idle, saved)
 
 
 def announcement(num_tokens: int) -> dict[str, Any]:

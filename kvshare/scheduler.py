@@ -2,7 +2,8 @@
 """The half of the connector in the scheduler process: what to load, what to save, and when."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -15,16 +16,19 @@ from vllm.v1.request import Request
 from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Tier
 from ecshare.transfer.stats import Stats, merged
 from kvshare.adapters import Adapter
 from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.events import BlockEvents, publishes_events
 from kvshare.layers import LayerSet, layer_sets, parts_of, refusal
-from kvshare.lookups import KVFacts, Lookups, Search
+from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, tail_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -57,6 +61,7 @@ class _Loading:
     """A load that was ordered; which of its chunks came to nothing, as far as is known."""
 
     chunks: tuple[Chunk, ...]
+    tiers: Mapping[ChunkKey, Tier]
     start_tokens: int
     num_tokens: int
     begun_s: float
@@ -82,15 +87,19 @@ class KVScheduler:
         facts: KVFacts,
         engine: TransferEngine,
         clock_s: Callable[[], float] = monotonic,
+        events: BlockEvents | None = None,
     ) -> None:
-        """`clock_s`: monotonic seconds."""
+        """`clock_s`: monotonic seconds. `events`: None where vLLM's KV events are off."""
         self._stats = Stats()
         self._clock_s = clock_s
         self._facts = facts
         self._engine = engine
+        self._events = events
         self._lookups = Lookups(config, facts, engine, self._stats, clock_s)
         self._stored = self._lookups.stored
         self._adapters = self._lookups.adapters
+        if events is not None:
+            self._stored.on_lost = events.lost
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
@@ -132,9 +141,18 @@ class KVScheduler:
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
+            store_source="disk" if config.is_folder else UNSPECIFIED_SOURCE,
         )
         engine.start_up(namespace.kind, namespace.digest, namespace.facts, write=facts.saves)
-        return cls(config, facts, engine)
+        events = None
+        if facts.saves and publishes_events(vllm_config):
+            events = BlockEvents(
+                facts.grid,
+                len(facts.parts),
+                group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
+                is_remote=not config.is_folder,
+            )
+        return cls(config, facts, engine, events=events)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` can be loaded; None: ask again.
@@ -188,9 +206,31 @@ class KVScheduler:
         ]
         self._loads.append(LoadOrder(request.request_id, tuple(pieces)))
         self._loading[request.request_id] = _Loading(
-            search.found, tracked.start_tokens, num_external_tokens, self._clock_s()
+            search.found,
+            search.tiers,
+            tracked.start_tokens,
+            num_external_tokens,
+            self._clock_s(),
         )
         self._stats.add("tokens/hit", num_external_tokens)
+
+    def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
+        """Return how many of the tokens that were just allocated come from where.
+
+        As far as the look-up knows: of a long prompt it has not asked for every chunk.
+        """
+        sources: Counter[str] = Counter()
+        loading = self._loading.get(request.request_id)
+        if loading is not None:
+            names = {Tier.HOST: "host", Tier.STORE: self._facts.store_source}
+            position = loading.start_tokens
+            for chunk in loading.chunks:
+                end = min(chunk.end_tokens, loading.start_tokens + num_tokens)
+                tier = loading.tiers.get(chunk.key)
+                sources[names[tier] if tier else UNSPECIFIED_SOURCE] += max(0, end - position)
+                position = max(position, end)
+        sources[UNSPECIFIED_SOURCE] += num_tokens - sources.total()
+        return {name: count for name, count in sources.items() if count}
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
@@ -208,8 +248,9 @@ class KVScheduler:
         """Learn from the workers which loads ended and which chunks are not in the store."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
-            for key in report.lost:
-                self._stored.discard(key)
+            self._stored.lost(report.lost)
+            if self._events is not None:
+                self._events.stored(report.saved)
             for loading in self._loading.values():
                 loading.lost.update(report.lost)
             if report.is_idle:
@@ -236,6 +277,10 @@ class KVScheduler:
         self._leaving.clear()
         for tracked in self._tracked.values():
             tracked.end_tokens = 0
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Return what became of the store's blocks since the last call."""
+        return self._events.take() if self._events is not None else []
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
@@ -395,4 +440,6 @@ class KVScheduler:
             )
             pieces.append(self._piece(chunk, layer_set, first, ids))
         self._stored.add(chunk.key)
+        if self._events is not None:
+            self._events.ordered(tracked.request, chunk)
         yield from pieces

@@ -12,9 +12,10 @@ load.
 three otherwise.
 """
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from ecshare.transfer.jobs import Tier
 from kvshare.prefix import Chunk, ChunkKey, HashFunction, Prefix
 
 # As many keys as the stores ask for at once.
@@ -27,6 +28,8 @@ class Found:
 
     chunks: tuple[Chunk, ...]
     missing: tuple[ChunkKey, ...]
+    tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
+    """Where those that were asked for are; added by who asks."""
 
     def __bool__(self) -> bool:
         """Whether anything is stored."""

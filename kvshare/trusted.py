@@ -2,7 +2,7 @@
 """The chunks that need no saving, because the store has them, as far as one can know."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 
 from kvshare.prefix import ChunkKey
@@ -25,6 +25,8 @@ class TrustedKeys:
         """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self._seen_s: OrderedDict[ChunkKey, float] = OrderedDict()
+        self.on_lost: Callable[[Collection[ChunkKey]], None] = lambda _: None
+        """Called with what the store was found not to have."""
 
     def __contains__(self, key: ChunkKey) -> bool:
         return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
@@ -35,6 +37,12 @@ class TrustedKeys:
         self._seen_s.move_to_end(key)
         if len(self._seen_s) > _MAX_CHUNKS:
             self._seen_s.popitem(last=False)
+
+    def lost(self, keys: Collection[ChunkKey]) -> None:
+        """Note that the store does not have these."""
+        for key in keys:
+            self.discard(key)
+        self.on_lost(keys)
 
     def discard(self, key: ChunkKey) -> None:
         """Note that the store may not have it."""

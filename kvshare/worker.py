@@ -2,6 +2,7 @@
 """The worker half: blocks between vLLM's cache tensors and the store."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from ecshare.transfer.staging import Staging
 from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches
 from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.events import publishes_events
 from kvshare.layers import LayerSet, layer_sets, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
@@ -58,11 +60,17 @@ class KVWorker:
     """
 
     def __init__(
-        self, config: KVConfig, shape: CacheShape | None, rank: Rank, engine: TransferEngine
+        self,
+        config: KVConfig,
+        shape: CacheShape | None,
+        rank: Rank,
+        engine: TransferEngine,
+        *,
+        tells_saved: bool = False,
     ) -> None:
         """Own `engine` from now on.
 
-        `shape`: None for a cache that cannot be shared.
+        `shape`: None for a cache that cannot be shared. `tells_saved`: report what was saved.
         """
         self._config = config
         self._shape = shape
@@ -78,6 +86,8 @@ class KVWorker:
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
+        self._tells_saved = tells_saved
+        self._num_saved: Counter[ChunkKey] = Counter()
 
     @classmethod
     def start(
@@ -101,7 +111,13 @@ class KVWorker:
             )
         engine = TransferEngine(config, OPTIONS_PATH)
         engine.probe(write=role.is_kv_producer)
-        return cls(config, shape, worker_rank(vllm_config), engine)
+        return cls(
+            config,
+            shape,
+            worker_rank(vllm_config),
+            engine,
+            tells_saved=publishes_events(vllm_config),
+        )
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Take hold of vLLM's cache tensors; refuse a layout that is not understood."""
@@ -178,10 +194,11 @@ class KVWorker:
 
     def report(self) -> Report | None:
         """Return what the scheduler half must know; None if there is nothing."""
-        if not self._lost and not self._tells_idle:
+        if not self._lost and not self._tells_idle and not self._num_saved:
             return None
-        report = Report(frozenset(self._lost), self._tells_idle)
+        report = Report(frozenset(self._lost), self._tells_idle, dict(self._num_saved))
         self._lost.clear()
+        self._num_saved.clear()
         self._tells_idle = False
         return report
 
@@ -228,6 +245,8 @@ class KVWorker:
         num_blocks = piece.num_blocks if piece else 1
         if done.outcome is Outcome.OK:
             self._stats.add("blocks/saved", num_blocks)
+            if self._tells_saved and piece is not None:
+                self._num_saved[piece.key] += 1
             return
         self._stats.add("blocks/dropped", num_blocks)
         if piece is not None:

@@ -9,6 +9,9 @@ VLLM = tuple(int(part) for part in __version__.split(".")[:2])
 needs_encoder_metrics = pytest.mark.skipif(
     VLLM < (0, 31), reason="vLLM asks encoder-cache connectors for metrics since 0.31"
 )
+needs_hit_sources = pytest.mark.skipif(
+    VLLM < (0, 32), reason="vLLM asks where cached tokens come from since 0.32"
+)
 needs_adapter_hashes = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM's block hashes tell LoRA adapters apart by name alone"
 )

@@ -32,6 +32,31 @@ def hashed_adapter(request: Any) -> Hashable:
     return tuple(_gen_lora_extra_hash_keys(request))
 
 
+def event_extra_keys(
+    request: Any, first_block: int, end_block: int, block_tokens: int
+) -> list[tuple[Any, ...] | None] | None:
+    """Return what vLLM's KV events say of these blocks of `request` beside their tokens."""
+    from vllm.v1.core import kv_cache_utils
+
+    keys, at = [], 0
+    for block in range(first_block, end_block):
+        start = block * block_tokens
+        extra, at = kv_cache_utils.generate_block_hash_extra_keys(
+            request, start, start + block_tokens, at
+        )
+        keys.append(extra)
+    # Before 0.31 they went into events as they go into hashes.
+    published = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return published(keys) if published else keys
+
+
+def cache_hit_source(name: str) -> Any:
+    """Return vLLM's name for where cached tokens were; only releases that have it ask (0.32)."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource(name)
+
+
 def repacks_blocks() -> bool:
     """Whether the attention kernels of this device mix the tokens of a block when they fill it."""
     from vllm.platforms import current_platform

@@ -61,6 +61,12 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     without the right one count as missing. The key itself, `env:NAME` or `file:/path`; best 32
     random bytes as hex."""
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether the store is a folder: this host's own, or one that is mounted here."""
+        protocol, separator, _ = self.url.partition("://")
+        return not separator or protocol in ("file", "local")
+
     def store_id(self) -> str:
         """16 hex digits that tell this store from others: url and endpoint, no credentials.
 

@@ -323,7 +323,8 @@ class TransferEngine:
                 return await self._backfill(job)
             case Lookup():
                 deadline_s = started_s + job.timeout_s
-                return await self._look_up(job.keys, deadline_s, store_only=job.store_only), ()
+                where = await self._look_up(job.keys, deadline_s, store_only=job.store_only)
+                return tuple(tier is not None for tier in where), ()
             case Inquiry():
                 return await self._inquire(job, started_s + job.timeout_s), ()
             case Run():
@@ -394,18 +395,19 @@ class TransferEngine:
 
     async def _look_up(
         self, wanted: Sequence[str], deadline_s: float, *, store_only: bool = False
-    ) -> tuple[bool, ...]:
-        found = dict.fromkeys(wanted, False)
+    ) -> tuple[Tier | None, ...]:
+        found: dict[str, Tier | None] = dict.fromkeys(wanted)
         if not store_only:
             for key in found:
                 entry = self.host.open(key)
                 if entry is not None:
-                    found[key] = True
+                    found[key] = Tier.HOST
                     entry.close()
-        keys = [key for key, is_here in found.items() if not is_here]
+        keys = [key for key, tier in found.items() if tier is None]
         if keys:
             there = await self._access.ask(
                 lambda store: store.exists(keys), Urgency.LOOK_UP, deadline_s=deadline_s
             )
-            found.update(zip(keys, there, strict=True))
+            for key, is_there in zip(keys, there, strict=True):
+                found[key] = Tier.STORE if is_there else None
         return tuple(found[key] for key in wanted)

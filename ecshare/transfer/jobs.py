@@ -87,8 +87,8 @@ class Lookup(Struct, frozen=True):
     store_only: bool = False
 
 
-Questions = Generator[Sequence[str], Sequence[bool], Any]
-"""Yields keys, is sent which of them exist, and returns what it makes of all answers."""
+Questions = Generator[Sequence[str], Sequence[Tier | None], Any]
+"""Yields keys, is sent where each exists (None: nowhere), and returns what it makes of it all."""
 
 
 class Inquiry(Struct, frozen=True):

@@ -32,6 +32,7 @@ RUN_BY_TESTS = {
 ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
     "--ec-transfer-config",
+    "--kv-events-config",
     "--kv-transfer-config",
     "--mm-processor-cache-gb",
     "--model",

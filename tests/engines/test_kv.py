@@ -13,6 +13,7 @@ import pytest
 from ecshare.testing.asking import counters
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, ask, complete, counts, picture, stored_kv, text
+from tests.kv_events import Subscriber
 
 pytestmark = pytest.mark.engine
 
@@ -30,6 +31,8 @@ class Fleet(NamedTuple):
     small: EngineProcess
     """Has so few blocks that requests are preempted."""
     root: Path
+    subscriber: Subscriber
+    """Of `first`."""
 
     def objects(self) -> set[Path]:
         return stored_kv(self.root, "t0of1")
@@ -49,12 +52,14 @@ def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
         arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", kv, *more)
         return EngineProcess(name, vlm, root, arguments)
 
+    subscriber = Subscriber(tmp_path_factory.mktemp("events"))
     fleet = Fleet(
         EngineProcess("plain", vlm, root),
-        sharing("first"),
+        sharing("first", subscriber.argument),
         sharing("second"),
         sharing("small", "--num-gpu-blocks-override=14", "--max-model-len=384"),
         root,
+        subscriber,
     )
     with ExitStack() as running:
         for engine in fleet[:4]:
@@ -178,6 +183,19 @@ def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
 
 def preemptions(engine: EngineProcess) -> float:
     return counters(engine.base_url)["vllm:num_preemptions_total", ""]
+
+
+def test_followers_of_kv_events_learn_what_is_stored(fleet: Fleet) -> None:
+    check(fleet, fleet.first, [text(f"events {STORY}")])
+    check(fleet, fleet.first, PICTURES)
+    before = fleet.subscriber.wait(lambda now: len(now.stored) > 0)
+    assert before.stored <= before.computed, "under vLLM's own names"
+    objects = fleet.objects()
+    check(fleet, fleet.first, [text(f"and more events {STORY}")])
+    check(fleet, fleet.first, [text("to tell of it")])
+    assert len(fleet.objects()) > len(objects)
+    after = fleet.subscriber.wait(lambda now: len(now.stored) > len(before.stored))
+    assert after.stored <= after.computed
 
 
 def test_an_engine_that_starts_again_finds_what_it_had(fleet: Fleet) -> None:

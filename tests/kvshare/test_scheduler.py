@@ -54,14 +54,14 @@ class Bench:
         parts: tuple[str, ...] = ("t0of1",),
         chunk_blocks: int = 1,
         layer_sets: tuple[LayerSet, ...] = (FULL,),
-        **roles: bool,
+        **roles: Any,
     ) -> None:
         self.config = KVConfig(
             url="gated://bucket", host_cache_dir=f"{tmp_path}/host", wait_s=5.0, io_timeout_s=20.0
         )
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
-        flags = {"saves": True, "loads": True} | roles
+        flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
         facts = KVFacts(NAMESPACE, grid, layer_sets, parts, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)

@@ -10,6 +10,7 @@ stale, misplaced or foreign gives other tokens, as in a real model.
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import merged
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
+from kvshare.events import publishes_events
 from kvshare.layers import Span, layer_sets
 from kvshare.prefix import Chunk, Grid, Prefix
 from kvshare.worker import CacheShape, KVWorker
@@ -257,7 +259,13 @@ class ToyEngine:
         kv_config = KVConfig(**extra)
         self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
         shape = CacheShape(num_blocks, BLOCK, layer_sets(cache), len(groups), is_repacked=False)
-        self.worker = KVWorker(kv_config, shape, Rank(0, 1, 0, 1), self.transfer)
+        self.worker = KVWorker(
+            kv_config,
+            shape,
+            Rank(0, 1, 0, 1),
+            self.transfer,
+            tells_saved=publishes_events(config),
+        )
         # Garbage, so that a block nobody wrote is noticed.
         self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
         self.worker.register(
@@ -270,6 +278,7 @@ class ToyEngine:
         self.rows: dict[str, Row] = {}
         self.answers: dict[str, Answer] = {}
         self.counts: dict[str, float] = {}
+        self.hit_sources: Counter[Any] = Counter()
         self.before_load: Callable[[], object] = lambda: None
         self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
 
@@ -399,6 +408,9 @@ class ToyEngine:
                 answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
             if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
                 self._count(outputs.scheduler_stats.kv_connector_stats)
+            if outputs.scheduler_stats and outputs.scheduler_stats.connector_prefix_cache_stats:
+                hits = outputs.scheduler_stats.connector_prefix_cache_stats
+                self.hit_sources.update(getattr(hits, "hits_by_source", {}))
 
     def _count(self, counts: dict[str, float]) -> None:
         self.counts = merged(self.counts, counts)
