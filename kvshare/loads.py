@@ -5,6 +5,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
@@ -18,6 +20,14 @@ from kvshare.prefix import ChunkKey
 
 logger = logging.getLogger(__name__)
 
+# How many chunks behind the next one a load asks for that waits for what is being computed. It
+# begins with the first number; each that comes adds one, and one that is not there yet takes all.
+_FIRST_AHEAD = 8
+_MOST_AHEAD = 32  # as many as the store's lanes take
+# What was announced may come after these.
+_NOT_YET = (Outcome.MISSING, Outcome.UNAVAILABLE, Outcome.CANCELLED)
+# Between two questions for the next one: a client waits for the last of them.
+_LONGEST_PAUSE_S = 0.05
 # More than the store's lanes take at once, so that they never run dry; and little enough that
 # what waits here, and not there, does not use up the time-out of one object.
 _MAX_BYTES = 256 << 20
@@ -43,26 +53,51 @@ class _Load:
 
     request_id: str
     pieces: tuple[Piece, ...]
+    keys: tuple[str, ...]
     end: int
     missing: set[int]
     """Those of them that have not arrived."""
+    ahead: int
+    """How many are asked for beyond the first missing one."""
+    deadline_s: float | None = None
+    """What was announced may come until then; each that comes puts it off. None: what is not there
+    is lost."""
+    first: int = 0
+    """No piece before it is missing."""
+    asked: set[int] = field(default_factory=set)
     is_over: bool = False
 
     def wants(self, number: int) -> bool:
         """Whether piece `number` is still of use."""
         return not self.is_over and number < self.end
 
+    def take_unasked(self) -> list[int]:
+        """Return the pieces to ask for now, which then count as asked for."""
+        if self.is_over:
+            return []
+        while self.first < self.end and self.first not in self.missing:
+            self.first += 1
+        missing = (number for number in range(self.first, self.end) if number in self.missing)
+        unasked = [each for each in islice(missing, 1 + self.ahead) if each not in self.asked]
+        self.asked.update(unasked)
+        return unasked
+
 
 @dataclass(slots=True)
 class _Wanted:
     """One object, and the pieces of loads that wait for it: it is fetched once."""
 
+    job: Fetch
     facts: TensorFacts
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
 
     @property
-    def num_bytes(self) -> int:
-        return PROLOGUE_BYTES + self.facts.num_bytes
+    def is_wanted(self) -> bool:
+        return any(load.wants(number) for load, number in self.waiters)
+
+
+_Name = tuple[str, bool]
+"""The key of a Fetch, and whether it is announced: one that waits must hold up no other."""
 
 
 class Loads:
@@ -74,6 +109,11 @@ class Loads:
     hold more host memory than that. A piece that fails shortens the load to what lies before it:
     that is loaded and kept, and vLLM computes the rest. Where vLLM cannot keep it, the load fails.
     A request is reported once; what arrives later is let go unwritten.
+
+    Pieces that were announced are being computed, one after the other. The first missing one is
+    waited for, until `wait_s` have passed in which none came; those behind it are asked for, and
+    again when their turn comes. The fetch that waits counts against no budget: it holds no memory,
+    and what never comes must not keep others from theirs.
 
     Ownership: the worker's main thread.
     """
@@ -99,57 +139,92 @@ class Loads:
         self._stats = stats
         self._keeps_prefix = keeps_prefix
         self._limit_bytes = min(config.buffer_bytes, _MAX_BYTES)
-        self._wanted: dict[str, _Wanted] = {}
-        self._queue: deque[str] = deque()  # keys of what is wanted and not submitted yet
+        self._loads: dict[str, _Load] = {}
+        self._wanted: dict[_Name, _Wanted] = {}
+        self._queue: deque[_Name] = deque()  # names of what is wanted and not submitted yet
         self._fetching_bytes = 0
         self.finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], str]) -> None:
         """Fill the blocks of `order` and note it in `finished`, once."""
-        count = len(order.pieces)
-        load = _Load(order.request_id, order.pieces, count, set(range(count)))
-        for number, piece in enumerate(order.pieces):
-            key = key_of(piece)
-            wanted = self._wanted.get(key)
-            if wanted is None:
-                blocks = self._blocks[piece.layer_set]
-                facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
-                wanted = self._wanted[key] = _Wanted(facts)
-                self._queue.append(key)
-            wanted.waiters.append((load, number))
+        pieces, count = order.pieces, len(order.pieces)
+        keys = tuple(key_of(piece) for piece in pieces)
+        load = _Load(order.request_id, pieces, keys, count, set(range(count)), ahead=count)
+        if order.is_announced:
+            load.ahead = _FIRST_AHEAD
+            load.deadline_s = monotonic() + self._config.wait_s
+        self._loads[order.request_id] = load
+        self._ask(load)
         self._submit()
         self._end_if_complete(load)  # an order for nothing is done
+
+    def abandon(self, request_id: str) -> None:
+        """End the load of a request that is over, unless it has ended; see `start`."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        load.missing.clear()
+        self._end_if_complete(load)
+        for wanted in self._wanted.values():
+            if wanted.job.is_announced and not wanted.is_wanted:
+                self._engine.cancel(wanted.job)
 
     def arrived(self, done: Done) -> None:
         """Hand an object to all who wait for it, and go on."""
         assert isinstance(done.job, Fetch)
-        wanted = self._wanted.pop(done.job.key)
-        self._fetching_bytes -= wanted.num_bytes
+        wanted = self._wanted.pop((done.job.key, done.job.is_announced))
+        if not done.job.is_announced:
+            self._fetching_bytes -= done.job.limit_bytes
         stored = done.value if isinstance(done.value, StoredObject) else None
         is_sound = stored is not None and self._fits(stored, wanted.facts)
         reason = done.outcome if stored is None else Outcome.CORRUPT
         for load, number in wanted.waiters:
             if stored is None or not is_sound:
-                self._failed(load, number, reason.value)
+                self._absent(load, number, reason)
             elif load.wants(number):
                 self._copy_in(stored, load, number)
+            if load.deadline_s is not None:
+                self._ask(load)
         if stored is not None:
             stored.release()
         self._submit()
+
+    def _ask(self, load: _Load) -> None:
+        """Want the pieces of `load` whose turn it is."""
+        for number in load.take_unasked():
+            is_awaited = load.deadline_s is not None and number == load.first
+            name = load.keys[number], is_awaited
+            if name not in self._wanted:
+                self._wanted[name] = self._new_wanted(load, number, is_awaited=is_awaited)
+                if is_awaited:
+                    self._engine.submit(self._wanted[name].job)
+                else:
+                    self._queue.append(name)
+            self._wanted[name].waiters.append((load, number))
+
+    def _new_wanted(self, load: _Load, number: int, *, is_awaited: bool) -> _Wanted:
+        piece, timeout_s = load.pieces[number], self._config.io_timeout_s
+        if is_awaited and load.deadline_s is not None:
+            timeout_s = max(0.0, load.deadline_s - monotonic())
+        blocks = self._blocks[piece.layer_set]
+        facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
+        limit_bytes = PROLOGUE_BYTES + facts.num_bytes
+        key = load.keys[number]
+        return _Wanted(Fetch(key, timeout_s, limit_bytes, is_awaited, _LONGEST_PAUSE_S), facts)
 
     def _submit(self) -> None:
         """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
         while self._queue:
             wanted = self._wanted[self._queue[0]]
-            if not any(load.wants(number) for load, number in wanted.waiters):
+            if not wanted.is_wanted:
                 del self._wanted[self._queue.popleft()]
                 continue
-            after_bytes = self._fetching_bytes + wanted.num_bytes
+            after_bytes = self._fetching_bytes + wanted.job.limit_bytes
             if self._fetching_bytes and after_bytes > self._limit_bytes:
                 return
             self._fetching_bytes = after_bytes
-            key = self._queue.popleft()
-            self._engine.submit(Fetch(key, self._config.io_timeout_s, wanted.num_bytes))
+            self._queue.popleft()
+            self._engine.submit(wanted.job)
 
     def _fits(self, stored: StoredObject, facts: TensorFacts) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""
@@ -166,7 +241,20 @@ class Loads:
         self._blocks[piece.layer_set].write(tensor, piece.first_block, piece.block_ids)
         self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)
+        if load.deadline_s is not None:
+            load.ahead = min(load.ahead + 1, _MOST_AHEAD)
+            load.deadline_s = monotonic() + self._config.wait_s
         self._end_if_complete(load)
+
+    def _absent(self, load: _Load, number: int, reason: Outcome) -> None:
+        """Take note that a piece cannot be had now; what was announced is asked for again."""
+        if load.deadline_s is None or reason not in _NOT_YET:
+            self._failed(load, number, reason.value)
+        elif load.wants(number) and monotonic() < load.deadline_s:
+            load.asked.discard(number)
+            load.ahead = 0
+        elif load.wants(number):
+            self._failed(load, number, "late")
 
     def _failed(self, load: _Load, number: int, reason: str) -> None:
         piece = load.pieces[number]
@@ -183,6 +271,7 @@ class Loads:
         if load.missing:
             return
         load.is_over = True
+        self._loads.pop(load.request_id, None)
         self.finished.requests.add(load.request_id)
         if self._keeps_prefix:
             for piece in load.pieces[load.end :]:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks how much of a request is stored, while vLLM's scheduler goes on."""
+"""Asks how much of a request is stored, while vLLM's scheduler goes on.
+
+What was announced is not asked for: the chunks are named, and the load waits for them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from vllm.v1.request import Request
@@ -15,15 +19,12 @@ from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet
 from kvshare.messages import announced_tokens
-from kvshare.prefix import Chunk, ChunkKey, Grid, HashFunction, Prefix
+from kvshare.prefix import Chunk, ChunkKey, Grid, HashFunction, Prefix, covered_tokens
 from kvshare.search import KEYS_A_ROUND, Found, longest_stored
 from kvshare.trusted import TrustedKeys
 
 UNSPECIFIED_SOURCE = "external_unspecified"
 """vLLM's word for hits from a remote store, or from who knows where."""
-
-_FIRST_PAUSE_S = 0.005
-_LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +46,19 @@ class KVFacts:
 
 @dataclass(slots=True)
 class Search:
-    """The question how much of a request is stored. Answered once `is_over`."""
+    """The question how much of a request can be loaded. Answered once `is_over`."""
 
     prefix: Prefix
     start_block: int
-    announced_tokens: int
     begun_s: float
     deadline_s: float
-    next_ask_s: float
-    pause_s: float = _FIRST_PAUSE_S
     is_asking: bool = False
     is_over: bool = False
     found: tuple[Chunk, ...] = ()
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
     """Where what was found is, as far as it was asked for."""
+    is_announced: bool = False
+    """Nobody looked for `found`: whoever computes it said so."""
 
     @property
     def start_tokens(self) -> int:
@@ -104,14 +104,31 @@ class Lookups:
         """Return a search for what `request` could load after `num_computed_tokens`."""
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
+        announced = self._announced(request, prefix, num_computed_tokens)
         return Search(
             prefix,
             start_block,
-            announced_tokens(request),
             begun_s=now_s,
             deadline_s=now_s + self._config.wait_s,
-            next_ask_s=now_s,
-            is_over=start_block >= prefix.num_blocks,
+            is_over=bool(announced) or start_block >= prefix.num_blocks,
+            found=announced,
+            is_announced=bool(announced),
+        )
+
+    def _announced(
+        self, request: Request, prefix: Prefix, num_computed_tokens: int
+    ) -> tuple[Chunk, ...]:
+        """Return the chunks that were announced: they need not be looked for."""
+        num_tokens = announced_tokens(request)
+        # Less than a block is computed sooner than it comes. What a preempted request has
+        # generated was not announced.
+        is_little = num_tokens - num_computed_tokens < prefix.grid.block_tokens
+        if is_little or request.num_tokens > request.num_prompt_tokens:
+            return ()
+        start_block = num_computed_tokens // prefix.grid.block_tokens
+        chunks = prefix.chunks(start_block, self._facts.hash_function)
+        return tuple(
+            takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
         )
 
     def advance(self, search: Search) -> None:
@@ -122,7 +139,7 @@ class Lookups:
             return
         if now_s >= search.deadline_s:
             self._end(search, "late")
-        elif not search.is_asking and now_s >= search.next_ask_s:
+        elif not search.is_asking:
             self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
 
     def poll(self) -> None:
@@ -153,13 +170,7 @@ class Lookups:
         if search.is_over:
             return
         search.found, search.tiers = done.value.chunks, done.value.tiers
-        found_tokens = search.found[-1].end_tokens if search.found else 0
-        if not search.num_missing_blocks or found_tokens >= search.announced_tokens:
-            self._end(search, "missing")
-            return
-        # The rest was announced: it is being stored right now.
-        search.next_ask_s = self._clock_s() + search.pause_s
-        search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
+        self._end(search, "missing")
 
     def _end(self, search: Search, reason: str) -> None:
         """Make the answer final; `reason`: why there are blocks that were not found, if any."""

@@ -45,6 +45,8 @@ class LoadOrder:
 
     request_id: str
     pieces: tuple[Piece, ...]
+    is_announced: bool = False
+    """Somebody is computing them now: they are waited for, in their order."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Orders(KVConnectorMetadata):
 
     namespace: str
     loads: tuple[LoadOrder, ...] = ()
+    abandoned: tuple[str, ...] = ()
+    """Requests whose load is to end now, with what it has: they are over."""
     saves: tuple[Piece, ...] = ()
     """To be copied out of the cache after this step's forward pass."""
     leaving: tuple[Piece, ...] = ()
@@ -87,11 +91,16 @@ def announcement(num_tokens: int) -> dict[str, Any]:
 def announced_tokens(request: "Request") -> int:
     """Return how many tokens of `request` somebody says are being stored; 0: nobody, or nonsense.
 
-    The number comes from the client. All it can do is make this one request wait, for `wait_s`.
+    docs/format.md has the two forms. They come from the client: all one can do is to make this one
+    request wait for what does not come, for `wait_s`.
     """
     params: Any = request.kv_transfer_params
     ours = params.get("kvshare") if isinstance(params, dict) else None
-    num_tokens = ours.get("num_tokens") if isinstance(ours, dict) else None
+    if not isinstance(ours, dict) or len(ours) != 1:
+        return 0
+    if ours.get("streamed") is True:
+        return request.num_prompt_tokens - 1
+    num_tokens = ours.get("num_tokens")
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
         return 0
-    return num_tokens if 0 < num_tokens < request.num_tokens else 0
+    return num_tokens if 0 < num_tokens < request.num_prompt_tokens else 0

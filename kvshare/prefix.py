@@ -14,7 +14,7 @@ the adapter contains is added (see `adapters`). So equal names mean equal KV, an
 size (a fact of the namespace) equal blocks in one chunk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -160,6 +160,17 @@ class Prefix:
             self.grid.run(self.hashes, first_block, end_block)
             for end_block in range(longest, max(first_block, start_block), -1)
         ]
+
+    def chunks(self, start_block: int, hash_function: HashFunction) -> Iterator[Chunk]:
+        """Yield the chunks in which whoever computes all of it stores it, from `start_block` on.
+
+        The first one may begin before it.
+        """
+        for number in range(start_block // self.grid.chunk_blocks, self.num_whole):
+            yield self.whole(number)
+        yield from self.parts(self.num_whole, start_block)[:1]
+        if self.tail is not None:
+            yield self.tail.chunk(self.grid, hash_function)
 
 
 def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kvshare.events import BlockEvents, publishes_events
 from kvshare.layers import LayerSet, layer_sets, parts_of, refusal
 from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
-from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, tail_of
+from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, tail_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +55,8 @@ class _Tracked:
     """Tokens of the local cache hit that the latest answer was given for."""
     search: Search | None = None
     load_failed: bool = False
+    num_lost_before: int = 0
+    """Chunks that workers had ever reported as lost when it was first seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,9 @@ class KVScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
+        self._abandoned: list[str] = []
         self._leaving: list[Piece] = []
+        self._num_lost = 0
 
     @classmethod
     def start(
@@ -204,7 +209,7 @@ class KVScheduler:
             for chunk in search.found
             for piece in self._loaded_pieces(chunk, block_ids, tracked.start_tokens, end_tokens)
         ]
-        self._loads.append(LoadOrder(request.request_id, tuple(pieces)))
+        self._loads.append(LoadOrder(request.request_id, tuple(pieces), search.is_announced))
         self._loading[request.request_id] = _Loading(
             search.found,
             search.tiers,
@@ -212,7 +217,8 @@ class KVScheduler:
             num_external_tokens,
             self._clock_s(),
         )
-        self._stats.add("tokens/hit", num_external_tokens)
+        event = "announced" if search.is_announced else "hit"
+        self._stats.add(f"tokens/{event}", num_external_tokens)
 
     def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
         """Return how many of the tokens that were just allocated come from where.
@@ -236,18 +242,21 @@ class KVScheduler:
         """Return the orders of this step."""
         self._lookups.poll()
         loads, self._loads = tuple(self._loads), []
+        abandoned, self._abandoned = tuple(self._abandoned), []
         if not self._facts.saves:
-            return Orders(self._facts.namespace, loads)
+            return Orders(self._facts.namespace, loads, abandoned)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._leave_blocks(self._tracked[request_id])
         leaving, self._leaving = tuple(self._leaving), []
-        return Orders(self._facts.namespace, loads, tuple(self._plan_saves(output)), leaving)
+        saves = tuple(self._plan_saves(output))
+        return Orders(self._facts.namespace, loads, abandoned, saves, leaving)
 
     def reported(self, output: KVConnectorOutput) -> None:
         """Learn from the workers which loads ended and which chunks are not in the store."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
+            self._num_lost += len(report.lost)
             self._stored.lost(report.lost)
             if self._events is not None:
                 self._events.stored(report.saved)
@@ -263,11 +272,14 @@ class KVScheduler:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget `request`; return what its reader is to be told."""
         tracked = self._tracked.pop(request.request_id, None)
+        if self._loading.pop(request.request_id, None) is not None:
+            self._abandoned.append(request.request_id)
         if tracked is None:
             return None
         if self._facts.saves:
             self._leave_blocks(tracked)
-        return announcement(request.num_prompt_tokens - 1) if tracked.prompt_is_saved else None
+        num_tokens = self._num_handed_over(tracked)
+        return announcement(num_tokens) if num_tokens else None
 
     def reset(self) -> None:
         """Forget what lies in the cache's blocks: it is no longer what it was.
@@ -294,9 +306,8 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = _Tracked(
-                request, self._adapters.of(request)
-            )
+            tracked = _Tracked(request, self._adapters.of(request), num_lost_before=self._num_lost)
+            self._tracked[request.request_id] = tracked
         return tracked
 
     def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
@@ -304,10 +315,12 @@ class KVScheduler:
         self._stats.add("waits/load")
         self._stats.add("wait_seconds/load", self._clock_s() - loading.begun_s)
         lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
-        if not failed and not lost:
+        first = 0 if failed else (lost or [len(loading.chunks)])[0]
+        for chunk in loading.chunks[:first]:
+            self._stored.add(chunk.key)
+        if first == len(loading.chunks):
             self._stats.add("tokens/loaded", loading.num_tokens)
             return
-        first = 0 if failed else lost[0]
         num_tokens = loading.chunks[first].start_tokens - loading.start_tokens
         if num_tokens > 0:
             self._stats.add("tokens/loaded", num_tokens)
@@ -345,6 +358,19 @@ class KVScheduler:
         num_tokens = chunk.end_tokens - stored_block * self._facts.grid.block_tokens
         number = layer_set.number
         return Piece(chunk.key, num_blocks, num_tokens, block_ids, first_block, number)
+
+    def _num_handed_over(self, tracked: _Tracked) -> int:
+        """Return how many tokens of the prompt are stored or on their way, as far as is known."""
+        request, grid = tracked.request, self._adapters.grid_of(tracked.adapter)
+        if not tracked.prompt_is_saved or grid is None:
+            return 0
+        if tracked.num_lost_before == self._num_lost:
+            return request.num_prompt_tokens - 1
+        # A save was dropped meanwhile, or the store has failed: it may be one of this prompt.
+        hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
+        chunks = Prefix(grid, hashes, tail_of(request, grid)).chunks(0, self._facts.hash_function)
+        ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
+        return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
 
     # --- what to save ---
 

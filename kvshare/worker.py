@@ -150,7 +150,7 @@ class KVWorker:
         )
 
     def load(self, orders: Orders) -> None:
-        """Start the loads of `orders`."""
+        """Start the loads of `orders`, and end those that nobody waits for any more."""
         key_of = partial(self._object_key, orders.namespace)
         for order in orders.loads:
             if self._loads is not None:
@@ -161,6 +161,9 @@ class KVWorker:
             self._stats.add("misses/rejected", num_blocks)
             self._unloadable.requests.add(order.request_id)
             self._unloadable.failed.add(order.request_id)
+        if self._loads is not None:
+            for request_id in orders.abandoned:
+                self._loads.abandon(request_id)
 
     def save(self, orders: Orders) -> None:
         """Start the saves of `orders`; on return their blocks may be refilled, in stream order."""

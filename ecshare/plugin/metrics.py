@@ -76,7 +76,7 @@ METRICS: dict[str, dict[str, Metric]] = {
         "tokens": Metric(
             "tokens",
             "Prompt tokens, by whether their KV was stored, and loaded instead of computed.",
-            {"event": ("queried", "hit", "loaded")},
+            {"event": ("queried", "hit", "announced", "loaded")},
         ),
         "waits": Metric(
             "waits",

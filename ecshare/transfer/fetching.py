@@ -33,7 +33,6 @@ _FIRST_GLANCE_S = 0.001
 _LONGEST_GLANCE_S = 0.01
 # How often the store is asked for what was announced and is not there yet.
 _FIRST_PAUSE_S = 0.01
-_LONGEST_PAUSE_S = 0.5
 _PAUSE_GROWTH = 1.6
 # A damaged object that could not be removed (read-only credentials) is not downloaded for every
 # request that asks for it.
@@ -187,7 +186,7 @@ class Fetcher:
                 if not job.is_announced or left_s <= 0:
                     raise missing or exc from None
             await self._appearance(job, min(pause_s, left_s))
-            pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
+            pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
         started_s = time.monotonic()

@@ -12,6 +12,8 @@ from ecshare.store.hostcache import Entry
 from ecshare.store.rows import Rows
 from ecshare.transfer.staging import Slab
 
+# Between two questions to the store for what was announced.
+_LONGEST_PAUSE_S = 0.5
 # No tensor of any model is larger; who knows the size of what it asks for gives a lower limit.
 MAX_OBJECT_BYTES = 4 << 30
 
@@ -49,7 +51,8 @@ class Fetch(Struct, frozen=True):
     `accepts`: a tensor that it says no to counts as damaged too, so that a usable one can take the
     place. Any thread.
     `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
-    over: look again, on this host every few milliseconds, in the store ever less often.
+    over: look again, on this host every few milliseconds, in the store ever less often, but at
+    least every `longest_pause_s`.
     `use`: called with the object on a copy thread, which then releases it. The job ends after that,
     cancelled or not: what `use` writes to is its own no longer once the Done is there.
     """
@@ -58,6 +61,7 @@ class Fetch(Struct, frozen=True):
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
+    longest_pause_s: float = _LONGEST_PAUSE_S
     accepts: Callable[[TensorFacts], bool] | None = None
     use: "Callable[[StoredObject], None] | None" = None
     rows: Rows | None = None

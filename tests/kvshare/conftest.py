@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines over one store."""
+"""Engines over one store, and how they are watched."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import ToyEngine, options, vllm_config, write_model
 
 StartEngine = Callable[..., ToyEngine]
@@ -42,3 +43,48 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture
+def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
+    """Start engines on one store in memory, each as on a host of its own."""
+    hosts = iter(range(100))
+
+    def start_gated(
+        kv_role: str = "kv_both", engine: dict[str, Any] | None = None, **more: object
+    ) -> ToyEngine:
+        store = {
+            "url": "gated://bucket",
+            "wait_s": 25.0,
+            "io_timeout_s": 5.0,
+            "host_cache_dir": f"{tmp_path}/host-{next(hosts)}",
+        }
+        return start(kv_role, store=store | more, **(engine or {}))
+
+    yield start_gated
+    GatedFileSystem.reset()
+
+
+def spin(engine: ToyEngine, until: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if until():
+            return
+        engine.step()
+    raise AssertionError("it never came to that")
+
+
+def is_at_rest(engine: ToyEngine) -> bool:
+    """Whether nothing of a request is left, in vLLM or in either half."""
+    scheduler, worker = engine.connector.scheduler, engine.worker
+    leftovers = (
+        engine.scheduler.requests,
+        scheduler._tracked,
+        scheduler._loading,
+        scheduler._loads,
+        scheduler._leaving,
+        scheduler._abandoned,
+        worker._loads and (worker._loads._wanted or worker._loads._loads),
+        worker._saving,
+    )
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return not any(leftovers) and pool.get_usage() == 0.0

@@ -160,7 +160,8 @@ def lose(engine: ToyEngine, folder: Path, index: int) -> set[Path]:
 def test_whatever_happens_the_tokens_are_right(
     start: StartEngine, tmp_path: Path, seed: int
 ) -> None:
-    """Prompts that share beginnings, engines of all kinds, objects that vanish or break."""
+    """Prompts that share beginnings, engines of all kinds, objects that vanish or break, requests
+    that are announced rightly or falsely."""
     dice = random.Random(seed)
     chunk_blocks = dice.choice([2, 3, 4, 7])
     stem = [dice.randrange(1000) for _ in range(60)]
@@ -173,7 +174,7 @@ def test_whatever_happens_the_tokens_are_right(
             max_num_batched_tokens=dice.choice([9, 30, 2048]),
             max_num_seqs=8,
             enable_prefix_caching=dice.random() < 0.7,
-            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20])),
+            store=chunked(chunk_blocks, buffer_bytes=dice.choice([1, 1 << 20]), wait_s=0.2),
         )
         prompts = [
             [*stem[: dice.randrange(1, 60)], *dice.choices(range(1000), k=dice.randrange(12))]
@@ -181,7 +182,12 @@ def test_whatever_happens_the_tokens_are_right(
         ]
         max_tokens = dice.choice([1, 5, 25])
         requests = [
-            make_request(f"{turn}-{number}", prompt, max_tokens)
+            make_request(
+                f"{turn}-{number}",
+                prompt,
+                max_tokens,
+                kv_transfer_params=dice.choice([None, None, {"kvshare": {"streamed": True}}]),
+            )
             for number, prompt in enumerate(prompts)
         ]
         for prompt, answer in zip(prompts, answers(engine, requests), strict=True):

@@ -3,7 +3,6 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvshare import lookups
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet, Span
 from kvshare.lookups import KVFacts
-from kvshare.messages import Orders, Report, announced_tokens
+from kvshare.messages import Orders, Report, announced_tokens, announcement
 from kvshare.prefix import Chunk, Grid
 from kvshare.scheduler import KVScheduler
 from tests.kvshare.gated import GatedFileSystem
@@ -489,6 +488,13 @@ def test_of_many_shares_one_of_each_chunk_is_asked_for(bench: StartBench) -> Non
         ({"kvshare": {"num_tokens": "5"}}, 0),
         ({"kvshare": {"num_tokens": None}}, 0),
         ({"kvshare": {}}, 0),
+        ({"kvshare": {"num_tokens": 5, "more": 1}}, 0),
+        ({"kvshare": {"num_tokens": 5}, "others": 1}, 5),
+        ({"kvshare": {"streamed": True}}, len(PROMPT) - 1),
+        ({"kvshare": {"streamed": True, "num_tokens": 5}}, 0),
+        ({"kvshare": {"streamed": 1}}, 0),
+        ({"kvshare": {"streamed": "true"}}, 0),
+        ({"kvshare": {"streamed": False}}, 0),
         ({"kvshare": [5]}, 0),
         ({"kvshare": "5"}, 0),
         ({"other": {"num_tokens": 5}}, 0),
@@ -504,38 +510,147 @@ def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
     assert announced_tokens(request) == expected
 
 
-def test_what_was_announced_is_asked_for_again_with_pauses(bench: StartBench) -> None:
-    here = bench()
-    params = {"kvshare": {"num_tokens": len(PROMPT) - 1}}
-    request = make_request("r", PROMPT, kv_transfer_params=params)
-    asked_s: list[float] = []
-    was_asking = False
-    while here.half.num_loadable_tokens(request, 0) is None:
-        if here.engine.in_flight and not was_asking:
-            asked_s.append(here.clock.now_s)
-        was_asking = bool(here.engine.in_flight)
-        if not was_asking:
-            here.clock.now_s += 0.001
-    assert here.half.num_loadable_tokens(request, 0) == 0
-    # The last look-ups before the deadline have next to no time, and may fail.
-    pauses_s = [after - before for before, after in pairwise(asked_s)]
-    assert pauses_s[:4] == pytest.approx([0.005, 0.010, 0.020, 0.040], abs=0.002)
-    assert pauses_s[4:] == pytest.approx([0.050] * len(pauses_s[4:]), abs=0.002)
-    assert asked_s[-1] > 1000.0 + 0.9 * here.config.wait_s
+def announcing(prompt: list[int], num_tokens: int | None = None, name: str = "r") -> Request:
+    """A request of which somebody is computing `num_tokens`, or all that can be loaded."""
+    said = {"streamed": True} if num_tokens is None else {"num_tokens": num_tokens}
+    return make_request(name, prompt, kv_transfer_params={"kvshare": said})
 
 
-def test_an_announced_prefix_is_taken_when_it_is_whole(bench: StartBench) -> None:
+@pytest.mark.parametrize("num_tokens", [None, len(PROMPT) - 1])
+@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+def test_what_was_announced_is_named_and_not_looked_up(
+    bench: StartBench, local_blocks: int, num_tokens: int | None
+) -> None:
     here = bench()
     chunks = chunks_of(PROMPT)
-    here.put(chunks[:1])
-    params = {"kvshare": {"num_tokens": 2 * BLOCK}}
-    request = make_request("r", PROMPT, kv_transfer_params=params)
+    request = announcing(PROMPT, num_tokens)
+    start = local_blocks * BLOCK
+    answer = here.half.num_loadable_tokens(request, start)
+    assert answer == len(PROMPT) - 1 - start
+    here.half.allocated(request, [[50, 51, 52, 53]], answer)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert order.is_announced
+    assert [(piece.key, piece.block_ids) for piece in order.pieces] == [
+        (chunk.key, ((50 + number,),)) for number, chunk in enumerate(chunks)
+    ][local_blocks:]
+    assert here.engine.in_flight == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/announced"] == answer
+    assert "tokens/hit" not in stats.data
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (2 * BLOCK, 0),
+        (3 * BLOCK, 3 * BLOCK),
+        (5 * BLOCK, 3 * BLOCK),
+        (6 * BLOCK - 1, 3 * BLOCK),
+        (6 * BLOCK, 6 * BLOCK),
+        (8 * BLOCK - 1, 6 * BLOCK),
+        (8 * BLOCK, 8 * BLOCK),
+        (8 * BLOCK + 1, 8 * BLOCK + 1),
+    ],
+)
+def test_the_chunks_that_end_within_the_announced_tokens_are_named(
+    bench: StartBench, num_tokens: int, expected: int
+) -> None:
+    """The prompt: two whole chunks, two blocks, and a tail of one token besides the last one."""
+    here = bench(chunk_blocks=3)
+    request = announcing(list(range(8 * BLOCK + 2)), num_tokens)
+    assert here.ask(request) == expected
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 6 * BLOCK))
+def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int) -> None:
+    """Wherever the prompt ends, and whatever of it the first engine had already."""
+    prompt = list(range(num_tokens))
+    for number, local_blocks in enumerate(range(-(-num_tokens // BLOCK))):
+        here = bench(chunk_blocks=3)
+        request = make_request(f"p{number}", prompt)
+        blocks = list(range(8))
+        saves = here.run(request, local_blocks * BLOCK, num_tokens, blocks).saves
+        handed_over = here.half.finished(request)
+        reader = make_request("d", prompt, kv_transfer_params=handed_over)
+        answer = here.ask(reader)
+        if num_tokens <= BLOCK:
+            assert answer == 0, "less than a block is not worth a wait"
+            continue
+        assert answer == num_tokens - 1
+        here.half.allocated(reader, [blocks], answer)
+        (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+        assert [piece.key for piece in order.pieces] == [piece.key for piece in saves]
+
+
+def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:
+    here = bench()
+    assert here.ask(announcing(PROMPT), 3 * BLOCK) == 0
+    here.put(chunks_of(PROMPT))
+    assert here.ask(announcing(PROMPT, name="again"), 3 * BLOCK) == 1
+
+
+def test_what_a_preempted_request_has_generated_was_not_announced(bench: StartBench) -> None:
+    here = bench()
+    request = announcing(PROMPT)
+    request.append_output_token_ids([1, 2, 3])
     assert here.half.num_loadable_tokens(request, 0) is None
-    while here.engine.in_flight:
-        assert here.half.num_loadable_tokens(request, 0) is None
-    here.put(chunks[1:2])
-    here.clock.now_s += 0.01
-    assert here.ask(request) == 2 * BLOCK
+    assert here.ask(request) == 0
+
+
+def test_an_announced_load_that_came_to_its_end_is_known_to_be_stored(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    end_load(here, chunks[2])
+    orders = here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[2].key, 3), (chunks[3].key, 4)]
+    assert here.half.num_loadable_tokens(request, 0) == 0, "not waited for again"
+
+
+def test_a_promise_keeps_nobody_from_saving(bench: StartBench) -> None:
+    """Anybody may promise anything."""
+    here = bench()
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    assert len(here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8]).saves) == 4
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [(0, 0), (1, 2 * BLOCK), (2, 4 * BLOCK), (3, 5 * BLOCK), (None, 5 * BLOCK + 2)],
+)
+def test_what_was_dropped_is_not_announced(
+    bench: StartBench, lost: int | None, expected: int
+) -> None:
+    """None: somebody else's chunk was."""
+    here = bench(chunk_blocks=2)
+    prompt = list(range(5 * BLOCK + 3))
+    keys = [chunk.key for chunk in chunks_of(prompt, 2)]
+    request = make_request("r", prompt)
+    here.run(request, 0, len(prompt), list(range(6)))
+    key = keys[lost] if lost is not None else chunks_of(prompt[1:], 2)[0].key
+    report = Report(frozenset({key}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    request.append_output_token_ids([1, 2, 3, 4])
+    assert here.half.finished(request) == (announcement(expected) if expected else None)
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_load_of_a_request_that_is_over_is_ended(bench: StartBench, is_loading: bool) -> None:
+    here = bench()
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    if not is_loading:
+        end_load(here)
+    here.half.finished(request)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (("r",) * is_loading)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (), "once"
+    end_load(here)
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data.get("tokens/loaded", 0) == (0 if is_loading else len(PROMPT) - 1)
 
 
 # --- saves ---

@@ -14,6 +14,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
+from kvshare import loads
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet, Span
 from kvshare.loads import Finished
@@ -48,8 +49,12 @@ class Host:
         self.worker.save(Orders(NAMESPACE, saves=pieces))
         self.settle()
 
-    def load(self, request_id: str, *pieces: Piece) -> None:
-        self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
+    def load(self, request_id: str, *pieces: Piece, is_announced: bool = False) -> None:
+        order = LoadOrder(request_id, pieces, is_announced)
+        self.worker.load(Orders(NAMESPACE, loads=(order,)))
+
+    def abandon(self, request_id: str) -> None:
+        self.worker.load(Orders(NAMESPACE, abandoned=(request_id,)))
 
     def settle(
         self,
@@ -314,3 +319,132 @@ def test_reports_of_all_ranks_add_up() -> None:
     one, other = Report(frozenset({A}), is_idle=True), Report(frozenset({B}))
     assert one.aggregate(other) == Report(frozenset({A, B}), is_idle=True)
     assert other.aggregate(one) == Report(frozenset({A, B}), is_idle=True)
+
+
+# --- what was announced ---
+
+
+class Clock:
+    """Time as loads see it; the jobs that they submit live in real time."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(loads, "monotonic", clock)
+    return clock
+
+
+def many(number: int) -> list[Piece]:
+    """So many chunks; the blocks of the cache take turns."""
+    return [block(ChunkKey(bytes([each]) * 32), TOKENS, each % BLOCKS) for each in range(number)]
+
+
+def test_what_was_announced_may_come_while_others_of_it_do(
+    host: Callable[..., Host], clock: Clock
+) -> None:
+    """However long the whole takes."""
+    source, target = host(), host(wait_s=0.05)
+    source.cache.copy_(random_cache())
+    pieces = many(5)
+    target.load("r", *pieces, is_announced=True)
+    for number, piece in enumerate(pieces[:-1]):
+        clock.now_s += 0.04
+        source.save(piece)
+        row = target.cache[:, number]
+        assert target.settle(until=lambda _, row=row: bool(row.any())) == Finished()  # type: ignore[misc]
+    clock.now_s += 0.06
+    assert target.settle() == Finished({"r"}, invalid_blocks={4})
+    assert torch.equal(target.cache[:, :4], source.cache[:, :4])
+    counts = target.counts()
+    assert (counts["blocks/loaded"], counts["blocks/failed"]) == (4, 1)
+    report = target.worker.report()
+    assert report is not None
+    assert report.lost == {pieces[4].key}
+
+
+def test_of_what_is_not_there_yet_only_the_next_one_is_asked_for(
+    host: Callable[..., Host], clock: Clock
+) -> None:
+    source, target = host(), host()
+    pieces = many(120)
+    GatedFileSystem.close_gate("exists")  # which a read begins with
+    target.load("r", *pieces, is_announced=True)
+    assert target.engine.in_flight == 1 + 8
+    GatedFileSystem.open_gates()
+    assert target.settle(until=lambda _: target.engine.in_flight == 1) == Finished()
+    assert target.worker._loads is not None
+    (wanted,) = target.worker._loads._wanted.values()
+    assert wanted.job.is_announced, "it waits, and is not asked for again and again"
+    source.save(pieces[0])
+    most = 0
+
+    def watched() -> bool:
+        nonlocal most
+        most = max(most, target.engine.in_flight)
+        return True
+
+    target.settle(until=lambda _: target.engine.in_flight == 1, each=watched)
+    assert most <= 2
+    source.save(*pieces[2:])
+    source.save(pieces[1])
+    assert target.settle(each=watched) == Finished({"r"})
+    assert 8 < most <= 1 + 32
+
+
+def test_what_never_comes_takes_no_room_from_others(host: Callable[..., Host]) -> None:
+    source, target = host(), host(buffer_bytes=1, wait_s=60.0)
+    source.save(block(B, TOKENS, 1))
+    target.load("false", block(A, TOKENS, 0), block(C, TOKENS, 2), is_announced=True)
+    target.load("true", block(B, TOKENS, 1))
+    target.load("also false", block(A, TOKENS, 3), is_announced=True)
+    finished = target.settle(until=lambda total: bool(total.requests))
+    assert finished == Finished({"true"})
+    target.load("looked up, and lost since", block(A, TOKENS, 4))
+    finished = target.settle(until=lambda total: bool(total.requests))
+    assert finished == Finished({"looked up, and lost since"}, invalid_blocks={4})
+    assert target.engine.in_flight == 1, "one fetch for both"
+
+
+def test_a_damaged_chunk_is_not_waited_for(host: Callable[..., Host]) -> None:
+    source, target = host(), host(wait_s=60.0)
+    source.save(Piece(A, 2, 2 * TOKENS, ((6, 1),)))
+    target.load("r", block(A, TOKENS, 0), is_announced=True)
+    assert target.settle() == Finished({"r"}, invalid_blocks={0})
+    assert target.counts()["blocks/failed"] == 1
+
+
+def test_nobody_works_for_a_load_that_was_abandoned(host: Callable[..., Host]) -> None:
+    target = host(wait_s=60.0)
+    target.load("r", block(A, TOKENS, 0), is_announced=True)
+    target.load("other", block(A, TOKENS, 1), is_announced=True)
+    target.abandon("r")
+    target.abandon("r")
+    target.abandon("nobody")
+    assert target.worker.settle() == Finished({"r"})
+    assert target.engine.in_flight == 1
+    target.abandon("other")
+    assert target.settle() == Finished({"other"})
+    assert target.worker.report() is None, "nothing was lost"
+    assert target.counts() == {}
+
+
+def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
+    host: Callable[[], Host],
+) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3))
+    GatedFileSystem.close_gate(f"get {name_of(A)}")
+    target.load("r", block(A, TOKENS, 0))
+    target.abandon("r")
+    assert target.worker.settle() == Finished({"r"})
+    GatedFileSystem.open_gates()
+    assert target.settle() == Finished()
+    assert target.cache.count_nonzero() == 0

@@ -313,6 +313,12 @@ def test_the_store_is_asked_ever_less_often(store: Scripted, start: Start) -> No
     assert pauses[0] < pauses[-2]
 
 
+def test_a_job_may_want_it_asked_more_often(store: Scripted, start: Start) -> None:
+    job = Fetch(KEY, 1.5, is_announced=True, longest_pause_s=0.01)
+    assert finish(start(), job).outcome is Outcome.MISSING
+    assert len(store.gets) > 15
+
+
 def test_an_object_that_was_damaged_on_the_way_is_asked_for_again(
     store: Scripted, start: Start
 ) -> None:

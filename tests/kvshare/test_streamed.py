@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines but for the model: D has its request while P computes, or is said to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ecshare.store.remote import RemoteObjects
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import BLOCK, ToyEngine, expected_answer, make_request, serve
+
+PROMPT = list(range(100, 100 + 21 * BLOCK + 3))
+CHUNK = 2 * BLOCK
+STEP = 3 * BLOCK
+STREAMED = {"kvshare": {"streamed": True}}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that engines ask the store for, without taking what is there."""
+    keys: list[str] = []
+    exists = RemoteObjects.exists
+
+    async def noted(self: RemoteObjects, wanted: Sequence[str]) -> list[bool]:
+        keys.extend(wanted)
+        return await exists(self, wanted)
+
+    monkeypatch.setattr(RemoteObjects, "exists", noted)
+    return keys
+
+
+def start_p(gated: StartEngine, **store: Any) -> ToyEngine:
+    """Computes a few blocks a step."""
+    few = {"max_num_batched_tokens": STEP, "max_num_seqs": 3}
+    return gated("kv_producer", engine=few, chunk_tokens=CHUNK, **store)
+
+
+def start_d(gated: StartEngine, *, is_async: bool = False, **store: Any) -> ToyEngine:
+    return gated("kv_consumer", engine={"is_async": is_async}, chunk_tokens=CHUNK, **store)
+
+
+def add_streamed(d: ToyEngine, name: str = "d", prompt: list[int] = PROMPT) -> None:
+    d.add(make_request(name, prompt, 3, kv_transfer_params=STREAMED))
+
+
+def load(d: ToyEngine, num_tokens: int) -> None:
+    """Step until all whole chunks of these tokens are loaded."""
+    due = num_tokens // CHUNK * (CHUNK // BLOCK)
+    spin(d, lambda: d.counts.get("blocks/loaded", 0) >= due)
+
+
+def check(d: ToyEngine, computed: int, name: str = "d", prompt: list[int] = PROMPT) -> None:
+    d.run_out()
+    answer = d.answers[name]
+    assert answer.tokens == expected_answer(prompt, 3)
+    assert answer.computed_prompt_tokens == computed
+    assert is_at_rest(d)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_chunk_is_loaded_once_it_is_computed(
+    gated: StartEngine, asked: list[str], is_async: bool
+) -> None:
+    p, d = start_p(gated), start_d(gated, is_async=is_async)
+    asked.clear()
+    add_streamed(d)
+    p.add(make_request("p", PROMPT, 1))
+    for computed in range(STEP, len(PROMPT), STEP):
+        p.step()
+        load(d, computed)
+    assert p.scheduler.has_unfinished_requests()
+    p.run_out()
+    check(d, computed=1)
+    assert d.counts["tokens/announced"] == d.counts["tokens/loaded"] == len(PROMPT) - 1
+    assert "blocks/failed" not in d.counts
+    assert asked == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_what_p_leaves_when_it_dies_is_kept(gated: StartEngine, steps: int) -> None:
+    p, d = start_p(gated), start_d(gated, wait_s=0.3)
+    p.add(make_request("p", PROMPT, 1))
+    for _ in range(steps):
+        p.step()
+    add_streamed(d)
+    spin(d, lambda: not d.scheduler.has_unfinished_requests())
+    computed = steps * STEP // CHUNK * CHUNK
+    check(d, len(PROMPT) - computed)
+    assert d.counts["misses/late"] > 0
+    assert d.counts.get("tokens/loaded", 0) == computed
+
+
+def test_p_may_have_had_some_of_it(gated: StartEngine) -> None:
+    """From the store, and in its own cache; the end of another prompt among it."""
+    serve(gated("kv_both", chunk_tokens=CHUNK), PROMPT[: 7 * BLOCK])
+    p, d = gated("kv_both", chunk_tokens=CHUNK), start_d(gated)
+    serve(p, PROMPT[: 9 * BLOCK + 2], name="before")
+    add_streamed(d)
+    serve(p, PROMPT, max_tokens=1)
+    check(d, computed=1)
+
+
+def test_what_never_comes_keeps_nobody_from_loading(gated: StartEngine) -> None:
+    serve(start_p(gated), PROMPT)
+    d = start_d(gated, buffer_bytes=1)
+    for number in range(3):
+        add_streamed(d, f"false {number}", [number, *PROMPT[: 3 * CHUNK]])
+        d.step()
+    d.add(make_request("true", PROMPT, 3))
+    spin(d, lambda: bool(d.answers["true"].finish_reason))
+    assert d.answers["true"].computed_prompt_tokens == 1
+    assert len(d.scheduler.requests) == 3
+    for number in range(3):
+        d.abort(f"false {number}")
+    d.run_out()
+    assert is_at_rest(d)
+    assert d.transfer.in_flight == 0
+
+
+def test_two_requests_wait_for_one_prompt_and_one_is_aborted(gated: StartEngine) -> None:
+    p, d = start_p(gated), start_d(gated)
+    for name in ("one", "two"):
+        add_streamed(d, name)
+    p.add(make_request("p", PROMPT, 1))
+    p.step()
+    load(d, 2 * CHUNK)  # one, twice
+    d.abort("one")
+    d.step()
+    p.run_out()
+    check(d, computed=1, name="two")
+
+
+def test_d_loads_from_a_store_that_was_gone_for_a_while(gated: StartEngine) -> None:
+    d = start_d(gated)
+    GatedFileSystem.broken |= {"exists", "get"}
+    add_streamed(d)
+    spin(d, lambda: d.transfer.in_flight > 1)
+    spin(d, lambda: d.transfer.in_flight == 1)
+    GatedFileSystem.broken.clear()
+    serve(start_p(gated), PROMPT, max_tokens=1)
+    check(d, computed=1)
+
+
+def test_a_p_that_dropped_saves_says_what_it_has_stored(gated: StartEngine) -> None:
+    p = start_p(gated, buffer_bytes=1)
+    GatedFileSystem.close_gate("put")
+    p.add(make_request("p", PROMPT, 1))
+    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    assert p.answers["p"].kv_transfer_params == {"kvshare": {"num_tokens": CHUNK}}
+    GatedFileSystem.open_gates()
+    p.run_out()
+
+
+@pytest.mark.parametrize("said", [{"num_tokens": len(PROMPT) - 1}, {"streamed": True}])
+def test_d_waits_for_what_p_has_computed_and_not_stored_yet(
+    gated: StartEngine, asked: list[str], said: dict[str, Any]
+) -> None:
+    p, d = start_p(gated), start_d(gated)
+    GatedFileSystem.close_gate("put")
+    p.add(make_request("p", PROMPT, 1))
+    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    asked.clear()
+    d.add(make_request("d", PROMPT, 3, kv_transfer_params={"kvshare": said}))
+    for _ in range(50):
+        d.step()
+    assert d.answers["d"].computed_prompt_tokens == 0
+    GatedFileSystem.open_gates()
+    check(d, computed=1)
+    p.run_out()
+    assert asked == []
