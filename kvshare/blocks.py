@@ -61,6 +61,7 @@ class BlockCaches:
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
         self._num_heads = num_heads
+        self._by_row = layer_set.is_checked_by_head
         self._block_tokens = block_tokens
         self._content = int(first.shape[-1])
         self._is_repacked = is_repacked
@@ -78,7 +79,7 @@ class BlockCaches:
         }
         num_stored = num_blocks * self._block_tokens
         shape = (self._num_heads, len(self._layers), num_stored, self._content)
-        return TensorFacts(dtype=self.dtype, shape=shape, attributes=attributes)
+        return TensorFacts(self.dtype, shape, attributes, by_row=self._by_row)
 
     def read(self, block_ids: BlockIds, num_tokens: int, out: Tensor) -> None:
         """Copy blocks to `out` [head, layer, token, content], on the cache's device.
@@ -92,17 +93,22 @@ class BlockCaches:
         if not self._is_repacked:
             out[:, :, num_tokens:] = 0
 
-    def write(self, stored: Tensor, first_block: int, block_ids: BlockIds) -> None:
+    def write(
+        self, stored: Tensor, first_block: int, block_ids: BlockIds, first_head: int = 0
+    ) -> None:
         """Overwrite blocks with those of the host's `stored` [head, layer, token, content].
 
-        The blocks of `stored` from `first_block` on, as many as `block_ids` has in each group. The
-        bytes have been read on return: `stored` may be released.
+        The blocks of `stored` from `first_block` on, as many as `block_ids` has in each group; the
+        heads from `first_head` on, as many as `stored` has. The bytes have been read on return:
+        `stored` may be released.
         """
+        end_head = first_head + stored.shape[0]
         first, end = first_block, first_block + len(block_ids[0])
         here = stored[:, :, first * self._block_tokens : end * self._block_tokens].to(self.device)
         places = [_places(ids, self.device) for ids in block_ids]
         for number, (pages, group) in enumerate(self._layers):
-            _scatter(_rows(here, number, pages), pages, places[group])
+            target = pages[:, first_head:end_head]
+            _scatter(_rows(here, number, target), target, places[group])
 
 
 def _rows(chunk: Tensor, number: int, pages: Tensor) -> Tensor:

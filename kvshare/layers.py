@@ -27,7 +27,17 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.ranks import Rank
+from ecshare.store.rows import MAX_ROWS
 from kvshare.prefix import Chunk
+from kvshare.shares import (
+    Source,
+    is_first_holder,
+    num_shares,
+    share_of,
+    sources,
+    stored_size,
+    stored_sizes,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,17 +100,37 @@ class LayerSet:
     span: Span
     num_heads: int
     """Of one rank."""
-    is_replicated: bool
-    """Every rank holds all of it."""
+    total_heads: int
+    """Of all ranks together."""
 
-    def part(self, rank: Rank) -> str:
+    def part(self, share: int, size: int) -> str:
+        """Return what a share is called that engines of `size` store; see shares.py."""
+        name = f"t{share}of{num_shares(self.total_heads, size)}"
+        return f"{name}-s{self.number}" if self.number else name
+
+    def parts(self, size: int) -> tuple[str, ...]:
+        """Return what all shares are called that engines of `size` store."""
+        shares = range(num_shares(self.total_heads, size))
+        return tuple(self.part(share, size) for share in shares)
+
+    def own_part(self, rank: Rank) -> str:
         """Return what the share of `rank` is called. Ranks that hold the same share one."""
-        share = "t0of1" if self.is_replicated else rank.part
-        return f"{share}-s{self.number}" if self.number else share
+        share = share_of(rank.tp_rank, rank.tp_size, self.total_heads)
+        return self.part(share, rank.tp_size)
 
     def is_written_by(self, rank: Rank) -> bool:
         """Whether `rank` stores its share: one of those that hold the same does."""
-        return rank.is_writer if self.is_replicated else True
+        return is_first_holder(rank.tp_rank, rank.tp_size, self.total_heads)
+
+    def sources(self, rank: Rank, size: int) -> tuple[Source, ...]:
+        """Return where the heads of `rank` lie in what engines of `size` store."""
+        count = num_shares(self.total_heads, size)
+        return sources(rank.tp_rank, rank.tp_size, self.total_heads, count)
+
+    @property
+    def is_checked_by_head(self) -> bool:
+        """Whether its objects have a checksum a head, so that some can be read without others."""
+        return self.total_heads <= MAX_ROWS
 
     def first_block(self, chunk: Chunk, block_tokens: int) -> int:
         """Return the first block of `chunk` that is stored: those before it nobody can need.
@@ -113,7 +143,7 @@ class LayerSet:
     @property
     def facts(self) -> list[Any]:
         """Return what must agree between engines that share it, as JSON can hold it."""
-        return [str(self.span), len(self.layers)]
+        return [str(self.span), len(self.layers), self.total_heads]
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -159,9 +189,12 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
     return None
 
 
-def layer_sets(kv_cache_config: "KVCacheConfig") -> tuple[LayerSet, ...]:
+def layer_sets(
+    kv_cache_config: "KVCacheConfig", tp_size: int, model_heads: int
+) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine that `refusal` has nothing against.
 
+    `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks.
     The order is the same in every engine of the model: by span, the full ones first, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
@@ -177,7 +210,13 @@ def layer_sets(kv_cache_config: "KVCacheConfig") -> tuple[LayerSet, ...]:
         )
         window, section, is_replicated, num_heads, *_ = likeness
         span = Span(window or None, section or None)
-        sets.append(LayerSet(number, groups, layers, span, num_heads, is_replicated))
+        if is_replicated:
+            total_heads = num_heads
+        else:
+            total_heads = num_heads * tp_size
+            if num_heads == 1:  # where there are more ranks than heads, several have the same one
+                total_heads = min(total_heads, max(1, model_heads))
+        sets.append(LayerSet(number, groups, layers, span, num_heads, total_heads))
     return tuple(sets)
 
 
@@ -214,7 +253,18 @@ def _context_parallel_size(parallel: object) -> int:
     return max(int(getattr(parallel, name, 1)) for name in names)
 
 
-def parts_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
-    """Return the names of all shares of a chunk; it is stored if all of them are."""
-    ranks = [Rank(rank, tp_size, 0, 1) for rank in range(tp_size)]
-    return tuple(dict.fromkeys(layer_set.part(rank) for layer_set in sets for rank in ranks))
+def parts_of(sets: Sequence[LayerSet], size: int) -> tuple[str, ...]:
+    """Return the names of all shares of a chunk; it is stored in `size` if all of them are."""
+    return tuple(part for layer_set in sets for part in layer_set.parts(size))
+
+
+def own_size(sets: Sequence[LayerSet], tp_size: int) -> int:
+    """Return the size that an engine of `tp_size` stores chunks in; see shares.py."""
+    return stored_size(tp_size, [each.total_heads for each in sets])
+
+
+def readable_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
+    """Return the sizes of chunks that an engine of `tp_size` can read, if there are such."""
+    if all(each.is_checked_by_head for each in sets):
+        return stored_sizes([each.total_heads for each in sets])
+    return (own_size(sets, tp_size),)

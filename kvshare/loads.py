@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, facts_of_rows
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
 from ecshare.transfer.staging import as_tensor
@@ -97,7 +97,8 @@ class _Wanted:
 
 
 _Name = tuple[str, bool]
-"""The key of a Fetch, and whether it is announced: one that waits must hold up no other."""
+"""What a Fetch brings is called here, and whether it is announced: one that waits must hold up no
+other."""
 
 
 class Loads:
@@ -172,7 +173,7 @@ class Loads:
     def arrived(self, done: Done) -> None:
         """Hand an object to all who wait for it, and go on."""
         assert isinstance(done.job, Fetch)
-        wanted = self._wanted.pop((done.job.key, done.job.is_announced))
+        wanted = self._wanted.pop((done.job.local_key, done.job.is_announced))
         if not done.job.is_announced:
             self._fetching_bytes -= done.job.limit_bytes
         stored = done.value if isinstance(done.value, StoredObject) else None
@@ -193,11 +194,12 @@ class Loads:
         """Want the pieces of `load` whose turn it is."""
         for number in load.take_unasked():
             is_awaited = load.deadline_s is not None and number == load.first
-            name = load.keys[number], is_awaited
+            wanted = self._new_wanted(load, number, is_awaited=is_awaited)
+            name = wanted.job.local_key, is_awaited
             if name not in self._wanted:
-                self._wanted[name] = self._new_wanted(load, number, is_awaited=is_awaited)
+                self._wanted[name] = wanted
                 if is_awaited:
-                    self._engine.submit(self._wanted[name].job)
+                    self._engine.submit(wanted.job)
                 else:
                     self._queue.append(name)
             self._wanted[name].waiters.append((load, number))
@@ -206,11 +208,20 @@ class Loads:
         piece, timeout_s = load.pieces[number], self._config.io_timeout_s
         if is_awaited and load.deadline_s is not None:
             timeout_s = max(0.0, load.deadline_s - monotonic())
-        blocks = self._blocks[piece.layer_set]
+        blocks, rows = self._blocks[piece.layer_set], None
         facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
-        limit_bytes = PROLOGUE_BYTES + facts.num_bytes
-        key = load.keys[number]
-        return _Wanted(Fetch(key, timeout_s, limit_bytes, is_awaited, _LONGEST_PAUSE_S), facts)
+        if piece.source is not None:
+            rows = piece.source.rows(facts.num_bytes // facts.shape[0])
+            facts = facts_of_rows(facts, rows)
+        job = Fetch(
+            load.keys[number],
+            timeout_s,
+            PROLOGUE_BYTES + facts.num_bytes,
+            is_awaited,
+            longest_pause_s=_LONGEST_PAUSE_S,
+            rows=None if piece.source is None or piece.source.is_whole else rows,
+        )
+        return _Wanted(job, facts)
 
     def _submit(self) -> None:
         """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
@@ -238,8 +249,11 @@ class Loads:
     def _copy_in(self, stored: StoredObject, load: _Load, number: int) -> None:
         piece = load.pieces[number]
         tensor = as_tensor(stored.payload, stored.facts)
-        self._blocks[piece.layer_set].write(tensor, piece.first_block, piece.block_ids)
-        self._stats.add("blocks/loaded", piece.num_held)
+        first_head = piece.source.first_head if piece.source else 0
+        blocks = self._blocks[piece.layer_set]
+        blocks.write(tensor, piece.first_block, piece.block_ids, first_head)
+        if not first_head:  # counted once, of how many objects it may come
+            self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)
         if load.deadline_s is not None:
             load.ahead = min(load.ahead + 1, _MOST_AHEAD)

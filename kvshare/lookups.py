@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks how much of a request is stored, while vLLM's scheduler goes on.
 
-What was announced is not asked for: the chunks are named, and the load waits for them.
+What was announced is not asked for: the chunks are named, and the load waits for them. But where
+engines of several tensor-parallel sizes store, it must be seen which of them has stored each chunk:
+then what was announced is asked for until it is there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -13,18 +15,27 @@ from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Inquiry, Outcome, Questions, Tier
+from ecshare.transfer.jobs import Done, Inquiry, Lookup, Outcome, Questions, Tier
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet
-from kvshare.messages import announced_tokens
+from kvshare.messages import announced_size, announced_tokens
 from kvshare.prefix import Chunk, ChunkKey, Grid, HashFunction, Prefix, covered_tokens
-from kvshare.search import KEYS_A_ROUND, Found, longest_stored
+from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
+from kvshare.sizes import StoredSizes
 from kvshare.trusted import TrustedKeys
 
 UNSPECIFIED_SOURCE = "external_unspecified"
 """vLLM's word for hits from a remote store, or from who knows where."""
+
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.05
+# However many sizes are asked for: chunks of one round.
+_FEWEST_CHUNKS = 4
+
+Answers = Generator[Sequence[str], Sequence[Tier | None], dict[ChunkKey, int]]
+"""Yields keys, is sent where each of them is, and returns the size of each chunk that is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +45,11 @@ class KVFacts:
     namespace: str
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
-    parts: tuple[str, ...]
-    """The names of the shares in which a chunk is stored; it is there if all of them are."""
+    size: int
+    """The tensor-parallel size that it stores chunks in; see shares.py."""
+    parts: Mapping[int, tuple[str, ...]]
+    """By each size that it can read, the names of the shares in which a chunk is stored: it is
+    there if all of one size are."""
     hash_function: HashFunction
     """vLLM's own, which made the block hashes."""
     saves: bool
@@ -50,8 +64,14 @@ class Search:
 
     prefix: Prefix
     start_block: int
+    sizes: tuple[int, ...]
+    """The tensor-parallel sizes to look for."""
+    awaited_tokens: int
+    """So many were announced: they are looked for until they are there."""
     begun_s: float
     deadline_s: float
+    next_ask_s: float
+    pause_s: float = _FIRST_PAUSE_S
     is_asking: bool = False
     is_over: bool = False
     found: tuple[Chunk, ...] = ()
@@ -59,6 +79,8 @@ class Search:
     """Where what was found is, as far as it was asked for."""
     is_announced: bool = False
     """Nobody looked for `found`: whoever computes it said so."""
+    other_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """Of those that are stored in another size than this engine's own."""
 
     @property
     def start_tokens(self) -> int:
@@ -97,6 +119,7 @@ class Lookups:
         self.stored = TrustedKeys(clock_s)
         """What need not be saved; who saves adds to it."""
         self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
+        self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)
         # By what is asked for: requests with one prompt share one search.
         self._asking: dict[object, list[Search]] = {}
 
@@ -104,12 +127,20 @@ class Lookups:
         """Return a search for what `request` could load after `num_computed_tokens`."""
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
+        sizes = self.sizes.with_announced(announced_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
+        awaited_tokens = 0
+        if announced and len(sizes) > 1:
+            # Who announces has loaded some of it himself, perhaps, of any size: it must be seen.
+            awaited_tokens, announced = announced[-1].end_tokens, ()
         return Search(
             prefix,
             start_block,
+            sizes,
+            awaited_tokens,
             begun_s=now_s,
             deadline_s=now_s + self._config.wait_s,
+            next_ask_s=now_s,
             is_over=bool(announced) or start_block >= prefix.num_blocks,
             found=announced,
             is_announced=bool(announced),
@@ -139,7 +170,7 @@ class Lookups:
             return
         if now_s >= search.deadline_s:
             self._end(search, "late")
-        elif not search.is_asking:
+        elif not search.is_asking and now_s >= search.next_ask_s:
             self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
 
     def poll(self) -> None:
@@ -148,12 +179,14 @@ class Lookups:
             if isinstance(done.job, Inquiry):
                 for search in self._asking.pop(done.job.questions, ()):
                     self._answer(search, done)
+            elif isinstance(done.job, Lookup):
+                self.sizes.learn(done)
             else:
                 self.adapters.take(done)
 
     def _ask(self, search: Search, timeout_s: float) -> None:
         search.is_asking = True
-        asked = _Asked(self._facts, search.prefix, search.start_block)
+        asked = _Asked(self._facts, search.prefix, search.start_block, search.sizes)
         waiting = self._asking.setdefault(asked, [])
         waiting.append(search)
         if len(waiting) == 1:
@@ -170,7 +203,15 @@ class Lookups:
         if search.is_over:
             return
         search.found, search.tiers = done.value.chunks, done.value.tiers
-        self._end(search, "missing")
+        own, sizes = self._facts.size, done.value.sizes
+        search.other_sizes = {key: size for key, size in sizes.items() if size != own}
+        found_tokens = search.found[-1].end_tokens if search.found else 0
+        if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
+            self._end(search, "missing")
+            return
+        # The rest was announced: it is being stored right now.
+        search.next_ask_s = self._clock_s() + search.pause_s
+        search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
 
     def _end(self, search: Search, reason: str) -> None:
         """Make the answer final; `reason`: why there are blocks that were not found, if any."""
@@ -180,6 +221,7 @@ class Lookups:
         self._stats.add("waits/look_up")
         self._stats.add("wait_seconds/look_up", self._clock_s() - search.begun_s)
         if search.num_missing_blocks:
+            self.sizes.look(self._config.io_timeout_s)
             self._stats.add("blocks/missed", search.num_missing_blocks)
             self._stats.add(f"misses/{reason}", search.num_missing_blocks)
 
@@ -190,11 +232,14 @@ class _Asked:
     Called on the I/O thread: to make hundreds of keys takes longer than a hook should.
     """
 
-    def __init__(self, facts: KVFacts, prefix: Prefix, start_block: int) -> None:
+    def __init__(
+        self, facts: KVFacts, prefix: Prefix, start_block: int, sizes: tuple[int, ...]
+    ) -> None:
         self._facts = facts
         self._prefix = prefix
         self._start_block = start_block
-        self._identity = prefix.identity, start_block
+        self._sizes = sizes
+        self._identity = prefix.identity, start_block, sizes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Asked) and self._identity == other._identity
@@ -203,28 +248,55 @@ class _Asked:
         return hash(self._identity)
 
     def __call__(self) -> Questions:
-        rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function)
+        most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._sizes))
+        rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
+        sizes: dict[ChunkKey, int] = {}
         answers: Any = None  # to send None is to begin
         tiers: dict[ChunkKey, Tier] = {}
         while True:
             try:
                 chunks = rounds.send(answers)
             except StopIteration as end:
-                return replace(end.value, tiers=tiers)
-            keys = [self._keys(chunks, number) for number in range(len(chunks))]
-            where = iter((yield [key for shares in keys for key in shares]))
-            answers = []
-            for chunk, shares in zip(chunks, keys, strict=True):
-                found = [next(where) for _ in shares]
-                answers.append(None not in found)
-                if answers[-1]:
-                    tiers[chunk.key] = Tier.STORE if Tier.STORE in found else Tier.HOST
+                found: Found = end.value
+                break
+            sizes |= yield from self._sizes_of(chunks, self._sizes, tiers)
+            answers = [chunk.key in sizes for chunk in chunks]
+        unclear = fill_gaps(found.chunks, sizes)
+        if unclear:
+            sizes |= yield from self._sizes_of(unclear, self._sizes[:-1], tiers)
+            for chunk in unclear:
+                # Somewhere it is, as those around it are; who loads it will see.
+                sizes.setdefault(chunk.key, self._sizes[-1])
+        return replace(found.in_sizes(sizes), tiers=tiers)
 
-    def _keys(self, chunks: Sequence[Chunk], number: int) -> list[str]:
-        """Return the keys of chunk `number`: of all its shares if that is one round trip for all
-        chunks, else of one, in turn. A chunk of which another is lost is then found by the load."""
-        parts = self._facts.parts
-        if len(chunks) * len(parts) > KEYS_A_ROUND:
-            parts = (parts[number % len(parts)],)
-        name = bytes(chunks[number].key)
-        return [object_key(Kind.KV, self._facts.namespace, name, part) for part in parts]
+    def _sizes_of(
+        self, chunks: Sequence[Chunk], sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
+    ) -> Answers:
+        """Ask for `chunks`; return the first size in which all that was asked of each is there.
+
+        Add to `tiers` where that is.
+        Of each size that is all shares, if that is one round trip for all chunks, else one, in
+        turn. A chunk of which another is lost is then found by the load.
+        """
+        parts = [self._facts.parts[size] for size in sizes]
+        is_little = len(chunks) * sum(map(len, parts)) <= KEYS_A_ROUND
+        keys = [
+            [
+                self._keys(chunk, shares if is_little else (shares[number % len(shares)],))
+                for shares in parts
+            ]
+            for number, chunk in enumerate(chunks)
+        ]
+        where = iter((yield [key for by_size in keys for shares in by_size for key in shares]))
+        found: dict[ChunkKey, int] = {}
+        for chunk, by_size in zip(chunks, keys, strict=True):
+            for size, shares in zip(sizes, by_size, strict=True):
+                places = [next(where) for _ in shares]
+                if None not in places and chunk.key not in found:
+                    found[chunk.key] = size
+                    tiers[chunk.key] = Tier.STORE if Tier.STORE in places else Tier.HOST
+        return found
+
+    def _keys(self, chunk: Chunk, parts: Sequence[str]) -> list[str]:
+        namespace, name = self._facts.namespace, bytes(chunk.key)
+        return [object_key(Kind.KV, namespace, name, part) for part in parts]

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvshare.prefix import ChunkKey
+from kvshare.shares import Source
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -32,6 +33,11 @@ class Piece:
     first_block: int = 0
     """Which stored block the first of `block_ids` is."""
     layer_set: int = 0
+    size: int | None = None
+    """The tensor-parallel size that it is stored in (see shares.py); None: this engine's own."""
+    source: Source | None = None
+    """Which heads of it are meant, and where they lie; None: all of this rank. Set by the worker,
+    which makes a piece of another size several, if need be."""
 
     @property
     def num_held(self) -> int:
@@ -83,9 +89,23 @@ class Report(KVConnectorWorkerMetadata):
         return Report(self.lost | other.lost, self.is_idle or other.is_idle, saved)
 
 
-def announcement(num_tokens: int) -> dict[str, Any]:
-    """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored."""
-    return {"kvshare": {"num_tokens": num_tokens}}
+def announcement(num_tokens: int, size: int) -> dict[str, Any]:
+    """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored.
+
+    `size`: the tensor-parallel size in which this engine stores them; see shares.py.
+    """
+    return {"kvshare": {"num_tokens": num_tokens, "size": size}}
+
+
+def announced_size(request: "Request") -> int:
+    """Return the tensor-parallel size of whoever announces; 0: nobody says, or nonsense.
+
+    It comes from the client: the caller must see that it is a possible one.
+    """
+    params: Any = request.kv_transfer_params
+    ours = params.get("kvshare") if isinstance(params, dict) else None
+    size = ours.get("size") if isinstance(ours, dict) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) else 0
 
 
 def announced_tokens(request: "Request") -> int:
@@ -96,7 +116,7 @@ def announced_tokens(request: "Request") -> int:
     """
     params: Any = request.kv_transfer_params
     ours = params.get("kvshare") if isinstance(params, dict) else None
-    if not isinstance(ours, dict) or len(ours) != 1:
+    if not isinstance(ours, dict) or len(ours.keys() - {"size"}) != 1:
         return 0
     if ours.get("streamed") is True:
         return request.num_prompt_tokens - 1

@@ -16,13 +16,14 @@ from vllm.v1.request import Request
 
 from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.metrics import CounterStats, counter_stats
+from ecshare.store.keys import size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from ecshare.transfer.stats import Stats, merged
 from kvshare.adapters import Adapter
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
-from kvshare.layers import LayerSet, layer_sets, parts_of, refusal
+from kvshare.layers import LayerSet, layer_sets, own_size, parts_of, readable_sizes, refusal
 from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, tail_of
@@ -129,7 +130,9 @@ class KVScheduler:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
         block_tokens = vllm_config.cache_config.block_size
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
-        sets = layer_sets(kv_cache_config) if why_not is None else ()
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        model_heads = vllm_config.model_config.get_total_num_kv_heads()
+        sets = layer_sets(kv_cache_config, tp_size, model_heads) if why_not is None else ()
         engine = TransferEngine(config, OPTIONS_PATH)
         namespace = kv_namespace(
             vllm_config,
@@ -142,22 +145,35 @@ class KVScheduler:
             namespace=namespace.digest,
             grid=Grid(block_tokens, chunk_blocks),
             layer_sets=sets,
-            parts=parts_of(sets, vllm_config.parallel_config.tensor_parallel_size),
+            size=own_size(sets, tp_size),
+            parts={size: parts_of(sets, size) for size in readable_sizes(sets, tp_size)},
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
             store_source="disk" if config.is_folder else UNSPECIFIED_SOURCE,
         )
-        engine.start_up(namespace.kind, namespace.digest, namespace.facts, write=facts.saves)
+        mark = size_key(namespace.kind, namespace.digest, facts.size)
+        engine.start_up(
+            namespace.kind, namespace.digest, namespace.facts, write=facts.saves, mark=mark
+        )
         events = None
         if facts.saves and publishes_events(vllm_config):
             events = BlockEvents(
                 facts.grid,
-                len(facts.parts),
+                len(facts.parts[facts.size]),
                 group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
                 is_remote=not config.is_folder,
             )
-        return cls(config, facts, engine, events=events)
+        half = cls(config, facts, engine, events=events)
+        half.learn_sizes(config.io_timeout_s)
+        return half
+
+    def learn_sizes(self, timeout_s: float) -> None:
+        """Block until the store has said in which sizes there is KV, at start-up."""
+        if self._facts.loads:
+            self._lookups.sizes.look(timeout_s)
+            for done in self._engine.drain(timeout_s):
+                self._lookups.sizes.learn(done)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` can be loaded; None: ask again.
@@ -205,7 +221,7 @@ class KVScheduler:
             return
         end_tokens = tracked.start_tokens + num_external_tokens
         pieces = [
-            piece
+            replace(piece, size=search.other_sizes.get(chunk.key)) if search.other_sizes else piece
             for chunk in search.found
             for piece in self._loaded_pieces(chunk, block_ids, tracked.start_tokens, end_tokens)
         ]
@@ -279,7 +295,7 @@ class KVScheduler:
         if self._facts.saves:
             self._leave_blocks(tracked)
         num_tokens = self._num_handed_over(tracked)
-        return announcement(num_tokens) if num_tokens else None
+        return announcement(num_tokens, self._facts.size) if num_tokens else None
 
     def reset(self) -> None:
         """Forget what lies in the cache's blocks: it is no longer what it was.

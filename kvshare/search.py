@@ -13,7 +13,8 @@ three otherwise.
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ecshare.transfer.jobs import Tier
 from kvshare.prefix import Chunk, ChunkKey, HashFunction, Prefix
@@ -30,22 +31,49 @@ class Found:
     missing: tuple[ChunkKey, ...]
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
     """Where those that were asked for are; added by who asks."""
+    sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """The tensor-parallel size that each chunk is stored in."""
 
     def __bool__(self) -> bool:
         """Whether anything is stored."""
         return bool(self.chunks)
 
+    def in_sizes(self, sizes: Mapping[ChunkKey, int]) -> "Found":
+        """Return the leading chunks that are there by `sizes`, with these."""
+        chunks = tuple(takewhile(lambda chunk: chunk.key in sizes, self.chunks))
+        lost = (chunk.key for chunk in self.chunks if chunk.key not in sizes)
+        return replace(self, chunks=chunks, missing=(*self.missing, *lost), sizes=sizes)
+
+
+def fill_gaps(chunks: Sequence[Chunk], sizes: dict[ChunkKey, int]) -> list[Chunk]:
+    """Add to `sizes` what follows for those of `chunks` that nobody asked for.
+
+    Where all that were asked for are of one size the others are too. In a talk, what one engine was
+    asked and another has answered take turns, at any chunk: then the others are returned.
+    """
+    unknown = [chunk for chunk in chunks if chunk.key not in sizes]
+    known = {sizes[chunk.key] for chunk in chunks if chunk.key in sizes}
+    if len(known) > 1:
+        return unknown
+    sizes.update((chunk.key, size) for size in known for chunk in unknown)
+    return []
+
 
 Rounds = Generator[list[Chunk], Sequence[bool], Found]
 
 
-def longest_stored(prefix: Prefix, start_block: int, hash_function: HashFunction) -> Rounds:
+def longest_stored(
+    prefix: Prefix,
+    start_block: int,
+    hash_function: HashFunction,
+    chunks_a_round: int = KEYS_A_ROUND,
+) -> Rounds:
     """Yield chunks, be sent whether each is stored, and return what is found in the end.
 
     `start_block`: what lies before it is not needed. The first chunk that is found may begin
-    before it.
+    before it. `chunks_a_round`: fewer than KEYS_A_ROUND where each takes several questions.
     """
-    search = _Search(prefix, start_block, hash_function)
+    search = _Search(prefix, start_block, hash_function, chunks_a_round)
     while chunks := search.next_round():
         search.learn(chunks, (yield chunks))
     return search.found()
@@ -54,8 +82,11 @@ def longest_stored(prefix: Prefix, start_block: int, hash_function: HashFunction
 class _Search:
     """One search. Whole chunks before `_low` are there; `_high` is not there, or none is left."""
 
-    def __init__(self, prefix: Prefix, start_block: int, hash_function: HashFunction) -> None:
+    def __init__(
+        self, prefix: Prefix, start_block: int, hash_function: HashFunction, most: int
+    ) -> None:
         self._prefix = prefix
+        self._most = most
         self._start_block = start_block
         self._first = self._low = start_block // prefix.grid.chunk_blocks
         self._high = max(prefix.num_whole, self._low)
@@ -67,15 +98,15 @@ class _Search:
         wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
         # Where nothing is stored, as with most prompts, this makes the first round the last one.
         next_parts = self._open_parts(self._low)
-        if len(next_parts) <= KEYS_A_ROUND // 2 or self._low == self._high:
+        if len(next_parts) <= self._most // 2 or self._low == self._high:
             wanted |= {chunk.key: chunk for chunk in next_parts}
-        room = max(1, KEYS_A_ROUND - len(wanted))
+        room = max(1, self._most - len(wanted))
         for number in _spread(self._low, self._high, room):
             chunk = self._prefix.whole(number)
             wanted[chunk.key] = chunk
         for number in (self._high, *range(self._low + 1, self._high)):
             parts = {chunk.key: chunk for chunk in self._open_parts(number)}
-            if len(wanted | parts) > KEYS_A_ROUND:
+            if len(wanted | parts) > self._most:
                 break
             wanted |= parts
         return list(wanted.values())

@@ -4,7 +4,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,7 +105,11 @@ class KVWorker:
             shape = CacheShape(
                 kv_cache_config.num_blocks,
                 vllm_config.cache_config.block_size,
-                layer_sets(kv_cache_config),
+                layer_sets(
+                    kv_cache_config,
+                    vllm_config.parallel_config.tensor_parallel_size,
+                    vllm_config.model_config.get_total_num_kv_heads(),
+                ),
                 len(kv_cache_config.kv_cache_groups),
                 repacks_blocks(),
             )
@@ -154,7 +158,8 @@ class KVWorker:
         key_of = partial(self._object_key, orders.namespace)
         for order in orders.loads:
             if self._loads is not None:
-                self._loads.start(order, key_of)
+                pieces = (each for piece in order.pieces for each in self._sourced(piece))
+                self._loads.start(replace(order, pieces=tuple(pieces)), key_of)
                 continue
             num_blocks = sum(piece.num_held for piece in order.pieces)
             self._stats.add("blocks/failed", num_blocks)
@@ -218,8 +223,20 @@ class KVWorker:
 
     def _object_key(self, namespace: str, piece: Piece) -> str:
         assert self._shape is not None
-        part = self._shape.layer_sets[piece.layer_set].part(self._rank)
+        layer_set = self._shape.layer_sets[piece.layer_set]
+        if piece.source is None or piece.size is None:
+            part = layer_set.own_part(self._rank)
+        else:
+            part = layer_set.part(piece.source.share, piece.size)
         return object_key(Kind.KV, namespace, bytes(piece.key), part)
+
+    def _sourced(self, piece: Piece) -> Iterable[Piece]:
+        """Make `piece` one of each object in which its heads lie."""
+        if piece.size is None or self._shape is None:
+            return [piece]
+        layer_set = self._shape.layer_sets[piece.layer_set]
+        found = layer_set.sources(self._rank, piece.size)
+        return [replace(piece, source=source) for source in found]
 
     def _save_all(self, namespace: str, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

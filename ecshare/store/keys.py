@@ -3,6 +3,7 @@
 
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>[.part]     an object
     <kind>/<format version>/manifests/<namespace>                            the namespace's facts
+    <kind>/<format version>/sizes/<namespace>/<n>                            n shares exist of some
 
 Every string that a client can choose is hashed before it becomes part of a key.
 """
@@ -59,6 +60,11 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
 def manifest_key(kind: Kind, namespace: str) -> str:
     """The key of the facts behind `namespace`."""
     return manifests_prefix(kind) + _checked(namespace)
+
+
+def size_key(kind: Kind, namespace: str, size: int) -> str:
+    """The key of the mark that engines of `size` ranks store objects of `namespace` in shares."""
+    return f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}"
 
 
 def manifests_prefix(kind: Kind) -> str:

@@ -58,6 +58,10 @@ logger = logging.getLogger(__name__)
 _COPY_THREADS = 2
 
 
+async def _put_mark(store: ObjectStore, key: str) -> None:
+    await store.put(key, b"ecshare")
+
+
 class _Message(Struct, frozen=True):
     """From the thread that submits to the I/O thread."""
 
@@ -114,11 +118,18 @@ class TransferEngine:
         self._block_on(probe(self._store, write=write))
 
     def start_up(
-        self, kind: Kind, namespace: str, facts: Mapping[str, Any], *, write: bool
+        self,
+        kind: Kind,
+        namespace: str,
+        facts: Mapping[str, Any],
+        *,
+        write: bool,
+        mark: str = "",
     ) -> None:
         """Do what `probe` does, and tell the user how `facts` differ from those of other engines.
 
-        A writer also leaves them as the manifest of its namespace.
+        A writer also leaves them as the manifest of its namespace, and an object under the key
+        `mark`, if there is one: that it is there says all.
 
         Raises:
             ConfigError: as `probe`.
@@ -129,6 +140,8 @@ class TransferEngine:
         is_known = asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
         if write and not is_known:
             self._block_on(write_manifest(self._store, kind, namespace, facts))
+        if write and mark:
+            self._block_on(_put_mark(self._store, mark))
         if not write:
             self._watch = watch
 
@@ -296,7 +309,10 @@ class TransferEngine:
     def _note(self, job: Job, value: Any) -> None:
         """Compare namespaces once more where an engine that only reads finds nothing."""
         is_hit = any(value) if isinstance(value, tuple) else bool(value)
-        is_read = isinstance(job, Fetch | Lookup | Inquiry)
+        # What only the store is asked for is of no use to this engine itself.
+        is_read = isinstance(job, Fetch | Inquiry) or (
+            isinstance(job, Lookup) and not job.store_only
+        )
         if is_read and self._watch and self._watch.is_due(is_hit=is_hit):
             self._comparing = self._loop.create_task(self._watch.compare())
 

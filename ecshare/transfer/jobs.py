@@ -61,9 +61,9 @@ class Fetch(Struct, frozen=True):
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
-    longest_pause_s: float = _LONGEST_PAUSE_S
     accepts: Callable[[TensorFacts], bool] | None = None
     use: "Callable[[StoredObject], None] | None" = None
+    longest_pause_s: float = _LONGEST_PAUSE_S
     rows: Rows | None = None
 
     @property

@@ -83,7 +83,7 @@ def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) ->
 def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[str, Any]]) -> None:
     cold = check(fleet, fleet.first, content)
     assert cold.body["kv_transfer_params"] == {
-        "kvshare": {"num_tokens": cold.num_prompt_tokens - 1}
+        "kvshare": {"num_tokens": cold.num_prompt_tokens - 1, "size": 1}
     }
     warm = check(fleet, fleet.second, content)
     assert warm.num_cached_tokens == warm.num_prompt_tokens - 1

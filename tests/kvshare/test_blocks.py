@@ -59,7 +59,7 @@ def named(caches: list[Tensor]) -> dict[str, Tensor]:
 def layer_set(names: Iterable[str], heads: int = HEADS) -> LayerSet:
     """All layers in one cache group, in the order of their numbers."""
     ordered = sorted(names, key=lambda name: int(name.split(".")[-2 if "attn" in name else -1]))
-    return LayerSet(0, (0,), tuple((name, 0) for name in ordered), Span(), heads, False)
+    return LayerSet(0, (0,), tuple((name, 0) for name in ordered), Span(), heads, heads)
 
 
 def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
@@ -177,6 +177,7 @@ def test_facts_name_the_chunk_and_what_counts() -> None:
             "block_tokens": TOKENS,
             "num_layers": LAYERS,
         },
+        by_row=True,
     )
 
 
@@ -215,7 +216,7 @@ def test_groups_are_read_and_written_through_their_own_blocks() -> None:
     memory = head_major()[:2]
     names = [f"model.layers.{number}.attn" for number in range(4)]
     both = LayerSet(
-        0, (0, 1), tuple((name, number % 2) for number, name in enumerate(names)), Span(), 2, False
+        0, (0, 1), tuple((name, number % 2) for number, name in enumerate(names)), Span(), 2, 2
     )
     caches = dict(zip(names, (memory[0], memory[0], memory[1], memory[1]), strict=True))
     blocks = BlockCaches(caches, both, BLOCKS, TOKENS)

@@ -100,7 +100,7 @@ def test_roles(start: StartEngine, tmp_path: Path) -> None:
 
 
 def test_a_producer_announces_what_it_stores(start: StartEngine) -> None:
-    announced = {"kvshare": {"num_tokens": len(LONG) - 1}}
+    announced = {"kvshare": {"num_tokens": len(LONG) - 1, "size": 1}}
     assert serve(start("kv_producer"), LONG, max_tokens=1).kv_transfer_params == announced
     assert serve(start("kv_both"), LONG, max_tokens=1).kv_transfer_params == announced
     assert serve(start("kv_consumer"), LONG).kv_transfer_params is None

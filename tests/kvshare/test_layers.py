@@ -107,12 +107,12 @@ def test_other_engines_are_refused_in_a_sentence(
 
 def test_groups_that_look_back_equally_far_are_one_set() -> None:
     """However vLLM has grouped them: engines must agree on the order of the layers."""
-    full, short = layer_sets(cache(window(64), FULL, window(64)))
+    full, short = layer_sets(cache(window(64), FULL, window(64)), 1, HEADS)
     assert (full.span, full.groups) == (Span(), (1,))
     assert full.layers == (("l.1", 0), ("l.4", 0))
     assert (short.span, short.groups) == (Span(window=64), (0, 2))
     assert short.layers == (("l.0", 0), ("l.2", 1), ("l.3", 0), ("l.5", 1))
-    assert [each.facts for each in (full, short)] == [["full", 2], ["window 64", 4]]
+    assert [each.facts for each in (full, short)] == [["full", 2, 2], ["window 64", 4, 2]]
 
 
 def test_layers_of_other_shapes_are_other_sets() -> None:
@@ -121,15 +121,15 @@ def test_layers_of_other_shapes_are_other_sets() -> None:
         block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": wide, "l.2": FULL}
     )
     group = KVCacheGroupSpec(["l.0", "l.1", "l.2"], uniform)
-    first, second = layer_sets(KVCacheConfig(BLOCKS, [], [group]))
+    first, second = layer_sets(KVCacheConfig(BLOCKS, [], [group]), 1, HEADS)
     assert [name for name, _ in first.layers] == ["l.0", "l.2"]
     assert [name for name, _ in second.layers] == ["l.1"]
 
 
 def test_shares_have_a_name_each_and_replicas_one() -> None:
-    sets = layer_sets(cache(FULL, window(64)))
+    sets = layer_sets(cache(FULL, window(64)), 1, HEADS)
     assert parts_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
-    (replicated,) = layer_sets(cache(MLA))
+    (replicated,) = layer_sets(cache(MLA), 1, HEADS)
     assert parts_of((replicated,), 2) == ("t0of1",)
     assert [replicated.is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2)] == [True, False]
     assert all(sets[0].is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2))
@@ -159,7 +159,7 @@ def test_what_is_stored_is_enough_for_every_prefix(
     span: Span, chunk_blocks: int, num_tokens: int
 ) -> None:
     """A prefix that ends in the middle of nowhere, cut into chunks as `kvshare.prefix` does."""
-    layer_set = LayerSet(0, (0,), (("l.0", 0),), span, HEADS, False)
+    layer_set = LayerSet(0, (0,), (("l.0", 0),), span, HEADS, HEADS)
     blocks, rest = divmod(num_tokens, TOKENS)
     ends = [*range(chunk_blocks, blocks, chunk_blocks), *([blocks] if blocks else [])]
     chunks = [

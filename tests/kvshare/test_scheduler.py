@@ -33,7 +33,7 @@ from tests.kvshare.toy import BLOCK, chunks_for, make_request
 NAMESPACE = "0" * 32
 PROMPT = list(range(3 * BLOCK + 2))
 NUM_CHUNKS = 4
-FULL = LayerSet(0, (0,), (("layers.0", 0),), Span(), 1, False)
+FULL = LayerSet(0, (0,), (("layers.0", 0),), Span(), 1, 1)
 
 
 class Clock:
@@ -62,7 +62,7 @@ class Bench:
         self.engine = TransferEngine(self.config, "options")
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
-        facts = KVFacts(NAMESPACE, grid, layer_sets, parts, sha256, **flags)
+        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, {1: parts}, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
@@ -634,7 +634,7 @@ def test_what_was_dropped_is_not_announced(
     report = Report(frozenset({key}))
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
     request.append_output_token_ids([1, 2, 3, 4])
-    assert here.half.finished(request) == (announcement(expected) if expected else None)
+    assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
 
 
 @pytest.mark.parametrize("is_loading", [False, True])

@@ -148,7 +148,7 @@ def test_a_p_that_dropped_saves_says_what_it_has_stored(gated: StartEngine) -> N
     GatedFileSystem.close_gate("put")
     p.add(make_request("p", PROMPT, 1))
     spin(p, lambda: not p.scheduler.has_unfinished_requests())
-    assert p.answers["p"].kv_transfer_params == {"kvshare": {"num_tokens": CHUNK}}
+    assert p.answers["p"].kv_transfer_params == {"kvshare": {"num_tokens": CHUNK, "size": 1}}
     GatedFileSystem.open_gates()
     p.run_out()
 

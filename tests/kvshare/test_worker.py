@@ -28,7 +28,7 @@ BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
 LAYER_SET = LayerSet(
-    0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), Span(), HEADS, False
+    0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), Span(), HEADS, HEADS
 )
 SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1, is_repacked=False)
 RANK = Rank(0, 1, 0, 1)

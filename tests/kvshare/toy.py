@@ -258,7 +258,8 @@ class ToyEngine:
         extra = config.kv_transfer_config.kv_connector_extra_config
         kv_config = KVConfig(**extra)
         self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
-        shape = CacheShape(num_blocks, BLOCK, layer_sets(cache), len(groups), is_repacked=False)
+        sets = layer_sets(cache, 1, HEADS)
+        shape = CacheShape(num_blocks, BLOCK, sets, len(groups), is_repacked=False)
         self.worker = KVWorker(
             kv_config,
             shape,

@@ -19,6 +19,7 @@ from ecshare.store.keys import (
     manifest_key,
     namespace_digest,
     object_key,
+    size_key,
 )
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -35,6 +36,7 @@ def test_a_key_is_written_down() -> None:
         == f"kv/1/{NAMESPACE}/{digest[:2]}/{digest}.r0"
     )
     assert manifest_key(Kind.EC, NAMESPACE) == f"ec/1/manifests/{NAMESPACE}"
+    assert size_key(Kind.KV, NAMESPACE, 8) == f"kv/1/sizes/{NAMESPACE}/8"
     assert (
         namespace_digest({"b": [1], "a": None})
         == (hashlib.sha256(b'{"a":null,"b":[1]}').hexdigest()[:32])

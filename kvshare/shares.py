@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which heads each rank of an engine holds, and where they lie in what others have stored; pure.
+
+An engine of tensor-parallel size N stores KV in shares: share i of `t<i>of<n>` holds the i-th n-th
+of the heads. n is N; or the number of heads where there are more ranks than these: then vLLM gives
+ranks that follow each other the same head, and the first of them stores it. So a reader needs to
+know only n, and works out which shares hold its heads, and which of their rows.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ecshare.store.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Heads of one rank in one stored share."""
+
+    share: int
+    first_row: int
+    """Which of the share's heads the first one is."""
+    end_row: int
+    num_rows: int
+    """How many heads the share has."""
+    first_head: int
+    """Which of the rank's own heads the first one is."""
+
+    def rows(self, row_bytes: int) -> Rows:
+        """Return them as rows of an object, each head in `row_bytes`."""
+        return Rows(self.first_row, self.end_row, self.num_rows, row_bytes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the share."""
+        return self.end_row - self.first_row == self.num_rows
+
+
+def num_shares(num_heads: int, tp_size: int) -> int:
+    """Return in how many shares an engine of `tp_size` stores `num_heads` heads."""
+    return min(num_heads, tp_size)
+
+
+def share_of(tp_rank: int, tp_size: int, num_heads: int) -> int:
+    """Return which share a rank holds."""
+    return tp_rank * num_shares(num_heads, tp_size) // tp_size
+
+
+def is_first_holder(tp_rank: int, tp_size: int, num_heads: int) -> bool:
+    """Whether a rank is the first one of those that hold its share."""
+    share = share_of(tp_rank, tp_size, num_heads)
+    return tp_rank == 0 or share_of(tp_rank - 1, tp_size, num_heads) != share
+
+
+def sources(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tuple[Source, ...]:
+    """Return where the heads of a rank lie in `count` shares, in their order."""
+    own_rows = num_heads // num_shares(num_heads, tp_size)
+    own_first = share_of(tp_rank, tp_size, num_heads) * own_rows
+    own_end = own_first + own_rows
+    rows = num_heads // count
+    found = []
+    for share in range(own_first // rows, -(-own_end // rows)):
+        start = share * rows
+        first, end = max(own_first, start), min(own_end, start + rows)
+        found.append(Source(share, first - start, end - start, rows, first - own_first))
+    return tuple(found)
+
+
+def stored_size(tp_size: int, heads: Iterable[int]) -> int:
+    """Return the size that an engine of `tp_size` stores layers of so many `heads` each in.
+
+    It tells all that a reader must know: larger ones store what the largest number of heads does.
+    """
+    return min(tp_size, max(heads, default=1))
+
+
+def stored_sizes(heads: Iterable[int]) -> tuple[int, ...]:
+    """Return the sizes that layers of so many `heads` each can be stored in."""
+    numbers = tuple(heads)
+    most = max(numbers, default=1)
+    return (*(size for size in range(1, most) if is_possible(size, numbers)), most)
+
+
+def is_possible(tp_size: int, heads: Iterable[int]) -> bool:
+    """Whether vLLM can spread layers of so many `heads` each over `tp_size` ranks."""
+    return all(each % tp_size == 0 or tp_size % each == 0 for each in heads)
