@@ -210,7 +210,7 @@ class Items:
         left_s = max(0.0, item.deadline_s - time.monotonic())
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
-        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts))
+        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts=accepts))
 
     def _start(self, item: Item, job: Job) -> None:
         item.job = job
