@@ -81,7 +81,7 @@ async def examine(
 
 async def _bounded(findings: AsyncIterator[Finding], config: StoreConfig) -> AsyncIterator[Finding]:
     """Pass on `findings`; a store that fails, or is silent for too long, is one more."""
-    limit_s = 6 * config.io_timeout_s  # several operations make one finding
+    limit_s = config.call_timeout_s
     try:
         while True:
             async with asyncio.timeout(limit_s):
@@ -168,9 +168,10 @@ async def _namespaces(
     if not manifests:
         yield Finding(what, Level.NOTE, "no engine that stores any has used this store yet")
     for manifest in manifests:
-        yield await _namespace(store, kind, manifest)
+        finding, keys = await _namespace(store, kind, manifest, sample)
+        yield finding
         if manifest.facts.get("integrity", "") == (integrity.fingerprint if integrity else ""):
-            yield await _sampled(store, kind, manifest.namespace, integrity, sample)
+            yield await _sampled(store, kind, manifest.namespace, integrity, keys)
         else:
             text = f"{manifest.namespace}: not sampled, it was written with another integrity_key"
             yield Finding(what, Level.NOTE, text)
@@ -178,13 +179,19 @@ async def _namespaces(
         yield finding
 
 
-async def _namespace(store: ObjectStore, kind: Kind, manifest: Manifest) -> Finding:
+async def _namespace(
+    store: ObjectStore, kind: Kind, manifest: Manifest, sample: int
+) -> tuple[Finding, list[str]]:
+    """Count what a namespace holds; return the keys of its first `sample` objects, too."""
+    keys: list[str] = []
     num_objects = num_bytes = num_odd = 0
     async with aclosing(store.list(namespace_prefix(kind, manifest.namespace))) as found:  # type: ignore[type-var]
         async for info in found:
             if not is_object_key(info.key):
                 num_odd += 1
                 continue
+            if len(keys) < sample:
+                keys.append(info.key)
             num_objects += 1
             num_bytes += info.num_bytes
             if num_objects == _MOST_COUNTED:
@@ -194,13 +201,14 @@ async def _namespace(store: ObjectStore, kind: Kind, manifest: Manifest) -> Find
     since = datetime.fromtimestamp(manifest.modified_s, UTC)
     facts = manifest.facts
     shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]
-    return Finding(
+    found_there = Finding(
         _KINDS[kind],
         Level.OK,
         f"{manifest.namespace}: {num_objects:,}{more} objects, {_size(num_bytes)}{more}, "
         f"since {since:%Y-%m-%d %H:%M} UTC",
         (", ".join(shown), *odd),
     )
+    return found_there, keys
 
 
 def _word(value: object) -> str:
@@ -208,15 +216,8 @@ def _word(value: object) -> str:
 
 
 async def _sampled(
-    store: ObjectStore, kind: Kind, namespace: str, integrity: Integrity | None, sample: int
+    store: ObjectStore, kind: Kind, namespace: str, integrity: Integrity | None, keys: list[str]
 ) -> Finding:
-    keys: list[str] = []
-    async with aclosing(store.list(namespace_prefix(kind, namespace))) as found:  # type: ignore[type-var]
-        async for info in found:
-            if len(keys) == sample:
-                break
-            if is_object_key(info.key):
-                keys.append(info.key)
     damaged = []
     for key in keys:
         try:

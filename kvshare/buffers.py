@@ -100,7 +100,7 @@ class _Buffer:
         }
         self._namespace = namespace_digest(self._facts)
         self._store: ObjectStore = open_store(config, path)
-        self._session = Session(self._store, config.io_timeout_s)
+        self._session = Session(self._store, config.call_timeout_s)
         self._device = torch.device(device)
         try:
             self._start(path)

@@ -150,7 +150,7 @@ class KVScheduler:
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
-            store_source="disk" if config.is_folder else UNSPECIFIED_SOURCE,
+            store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
         )
         mark = size_key(namespace.kind, namespace.digest, facts.size)
         engine.start_up(
@@ -162,7 +162,7 @@ class KVScheduler:
                 facts.grid,
                 len(facts.parts[facts.size]),
                 group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
-                is_remote=not config.is_folder,
+                is_remote=not config.folder,
             )
         half = cls(config, facts, engine, events=events)
         half.learn_sizes(config.io_timeout_s)

@@ -16,10 +16,10 @@ T = TypeVar("T")
 class Session:
     """Runs coroutines over `store`, which it closes at the end. Any thread may call."""
 
-    def __init__(self, store: ObjectStore, io_timeout_s: float) -> None:
-        """`io_timeout_s`: what the store allows one operation; a call may make a few."""
+    def __init__(self, store: ObjectStore, limit_s: float) -> None:
+        """`limit_s`: what a call may take, of one or a few operations."""
         self._store = store
-        self._limit_s = 6 * io_timeout_s
+        self._limit_s = limit_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvshare-session", daemon=True

@@ -62,10 +62,17 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     random bytes as hex."""
 
     @property
-    def is_folder(self) -> bool:
-        """Whether the store is a folder: this host's own, or one that is mounted here."""
-        protocol, separator, _ = self.url.partition("://")
-        return not separator or protocol in ("file", "local")
+    def folder(self) -> str:
+        """The folder that is the store, this host's own or mounted here; "": it is none."""
+        protocol, separator, rest = self.url.partition("://")
+        if not separator:
+            return self.url
+        return rest.removeprefix("localhost") if protocol in ("file", "local") else ""
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Seconds for somebody who waits for a few operations on the store."""
+        return 6 * self.io_timeout_s
 
     def store_id(self) -> str:
         """16 hex digits that tell this store from others: url and endpoint, no credentials.

@@ -10,12 +10,12 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.leftovers import temporary_name
 from ecshare.store.links import link_open_file
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
 from ecshare.store.threads import Threads
@@ -160,9 +160,8 @@ class Directory:
         )
 
     def _put_copy(self, body: Buffer, path: str) -> bool:
-        # Unique on every host that shares the folder; a crash leaves it.
-        folder = os.path.dirname(path)
-        temporary = f"{folder}/.{secrets.token_hex(8)}.{os.getpid()}.tmp"
+        # A crash leaves it; see leftovers.py.
+        temporary = f"{os.path.dirname(path)}/{temporary_name()}"
         # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:

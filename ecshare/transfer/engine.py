@@ -30,6 +30,7 @@ from ecshare.store.format import seal
 from ecshare.store.hostcache import Entry, open_host_cache
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
+from ecshare.store.leftovers import sweep
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
 from ecshare.transfer.access import StoreAccess
@@ -144,6 +145,11 @@ class TransferEngine:
             self._block_on(_put_mark(self._store, mark))
         if not write:
             self._watch = watch
+        elif self._config.folder:
+            # It may take long and nobody waits for it; what is left to do when the process ends
+            # is done another day.
+            sweeping = (self._config.folder,)
+            threading.Thread(target=sweep, args=sweeping, name="ecshare-sweep", daemon=True).start()
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on the I/O thread and wait for it; only while the engine starts."""

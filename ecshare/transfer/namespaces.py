@@ -72,11 +72,14 @@ class NamespaceWatch:
         return known
 
     async def _ask(self, store: ObjectStore) -> tuple[bool, list[Any]]:
+        others = await list_manifests(store, self._kind)
+        if any(manifest.namespace == self._namespace for manifest in others):
+            return True, others
         try:
-            known = await read_manifest(store, self._kind, self._namespace) is not None
+            # Of very many only the youngest are listed.
+            return await read_manifest(store, self._kind, self._namespace) is not None, others
         except ValueError:  # damaged
-            known = False
-        return known, await list_manifests(store, self._kind)
+            return False, others
 
     def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
         what = _WHAT[self._kind]

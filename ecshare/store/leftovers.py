@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes from a folder of objects what killed writers have left in it: temporary files."""
+
+import contextlib
+import logging
+import os
+import random
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.[0-9]+\.tmp")
+# No write takes a day: its writer would have timed out, however slow the disk.
+_MIN_AGE_S = 86_400.0
+# A store of very many objects is not read to its end each time; folders come in any order, so that
+# every one has its turn.
+_MOST_SEEN = 200_000
+MARK = ".swept"
+"""Its age says when somebody has last done this."""
+
+
+def temporary_name() -> str:
+    """Return a name that no other writer has, on any host that shares the folder."""
+    return f".{secrets.token_hex(8)}.{os.getpid()}.tmp"
+
+
+def sweep(root: str) -> int:
+    """Remove temporary files of more than a day below `root`; return how many.
+
+    Once a day, whoever comes first. Ages are told by the clock of the disk, which may be a
+    server's. Never raises OSError. Not for an event loop's thread: it reads folders.
+    """
+    num_removed = 0
+    with contextlib.suppress(OSError):
+        now_s = _disk_time_s(root)
+        if not _is_due(root, now_s):
+            return 0
+        for path, status in _files(root):
+            if _TEMPORARY.fullmatch(os.path.basename(path)) and _is_old(status, now_s):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    num_removed += 1
+    if num_removed:
+        logger.info("removed %d files from %s that killed writers left", num_removed, root)
+    return num_removed
+
+
+def _is_old(status: os.stat_result, now_s: float) -> bool:
+    return stat.S_ISREG(status.st_mode) and now_s - status.st_mtime > _MIN_AGE_S
+
+
+def _disk_time_s(root: str) -> float:
+    """Return what time it is where the files are."""
+    path = f"{root}/{temporary_name()}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+        os.unlink(path)
+
+
+def _is_due(root: str, now_s: float) -> bool:
+    """Whether nobody has done it today; who asks and is told so, does it now."""
+    fd = os.open(f"{root}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        status = os.fstat(fd)
+        is_new = status.st_size == 0
+        if not is_new and 0 <= now_s - status.st_mtime < _MIN_AGE_S:
+            return False
+        os.pwrite(fd, b"ecshare\n", 0)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below `root`, none by way of a link, until very many were seen."""
+    folders, num_seen = [root], 0
+    while folders:
+        folder = folders.pop(random.randrange(len(folders)))
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                num_seen += 1
+                if num_seen > _MOST_SEEN:
+                    return
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.name.startswith("."):
+                    yield entry.path, entry.stat(follow_symlinks=False)
