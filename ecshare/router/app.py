@@ -2,7 +2,8 @@
 """The router's routes, and the flow of one request through the stages.
 
 Flow: read -> media get their identity -> E encodes each distinct item -> P prefills the
-conversation -> D answers. When E or P fails, D gets the pictures and does all three.
+conversation -> D answers. When E or P fails, D gets the pictures and does all three. D may get its
+request beside P, and then loads what P has computed while P computes the rest.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from ecshare.router.envelope import (
 )
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.relay import Relay, Reply
-from ecshare.router.workers import Stage, Workers
+from ecshare.router.workers import Stage, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,12 @@ class Router:
         media = await self.relay.load_media(chat.items)
         plain = plan.plain_request(chat, media)
         try:
-            request = await self._prepare(chat, media, plain, trip)
+            request = await self._encoded(chat, media, plain, trip)
+            if self._stages[Stage.PREFILL]:
+                answer = await self._prefill(http, request, trip)
+                if isinstance(answer, web.StreamResponse):
+                    return answer
+                request = answer
             if request is not plain:
                 return await self._decode(http, request, trip, spare=True)
         except EngineError as failure:
@@ -146,20 +152,13 @@ class Router:
             trip.path.clear()
         return await self._decode(http, plain, trip, spare=False)
 
-    async def _prepare(self, chat: Chat, media: list[Media], plain: Request, trip: Trip) -> Request:
-        """Run the stages before D; returns what D is to be sent. Raises EngineError."""
-        request = plain
-        if chat.items and self._stages[Stage.ENCODE]:
-            with trip.through(Stage.ENCODE):
-                reports = await self._encode(plan.encode_requests(chat, media), trip)
-            request = plan.lean_request(chat, media, reports)
-        if self._stages[Stage.PREFILL]:
-            with trip.through(Stage.PREFILL):
-                answer = await self.relay.ask(
-                    Stage.PREFILL, CHAT, plan.prefill_request(request), trip.headers
-                )
-            request = plan.decode_request(request, plan.reported_hand_over(answer))
-        return request
+    async def _encoded(self, chat: Chat, media: list[Media], plain: Request, trip: Trip) -> Request:
+        """Return what P is to be sent: without the media that E has encoded."""
+        if not chat.items or not self._stages[Stage.ENCODE]:
+            return plain
+        with trip.through(Stage.ENCODE):
+            reports = await self._encode(plan.encode_requests(chat, media), trip)
+        return plan.lean_request(chat, media, reports)
 
     async def _encode(
         self, requests: Mapping[str, Request], trip: Trip
@@ -177,19 +176,81 @@ class Router:
             raise errors.exceptions[0] from None
         return {uuid: plan.reported_metadata(task.result()) for uuid, task in tasks.items()}
 
+    async def _prefill(
+        self, http: web.Request, request: Request, trip: Trip
+    ) -> web.StreamResponse | Request:
+        """Have P prefill; return what D is to be sent, or D's answer if it was asked meanwhile.
+
+        It is asked beside a P that is known to store KV while it computes, and has nothing else to
+        do: behind other requests D would hold room in its cache for what P has not begun.
+        """
+        worker = self._stages[Stage.PREFILL].choose()
+        is_streamed = self._config.hand_over == "streamed"
+        if is_streamed and worker is not None and worker.streams and not worker.in_flight:
+            return await self._side_by_side(http, worker, request, trip)
+        return plan.decode_request(request, await self._handed_over(worker, request, trip))
+
+    async def _handed_over(
+        self, worker: Worker | None, request: Request, trip: Trip
+    ) -> Request | None:
+        """Return what P hands over to D; no `worker`: any one that is up."""
+        with trip.through(Stage.PREFILL):
+            answer = await self.relay.ask(
+                worker or Stage.PREFILL, CHAT, plan.prefill_request(request), trip.headers
+            )
+        hand_over = plan.reported_hand_over(answer)
+        if worker is not None:
+            streams = plan.is_streamed(hand_over)
+            self._stages[Stage.PREFILL].mark_streams(worker, streams=streams)
+        return hand_over
+
+    async def _side_by_side(
+        self, http: web.Request, worker: Worker, request: Request, trip: Trip
+    ) -> web.StreamResponse | Request:
+        """Return D's answer, which loads while P computes.
+
+        Where P ends before D has begun to answer, and has not done what D waits for, D's request is
+        cancelled: raises what P has raised, or returns what D is to be sent instead.
+        """
+        streamed = plan.decode_request(request, plan.STREAMED)
+        prefilling = asyncio.create_task(self._handed_over(worker, request, trip))
+        answering = asyncio.create_task(
+            self._decode(http, streamed, trip, spare=True, beside=Stage.PREFILL)
+        )
+        try:
+            await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and trip.answer is None:
+                hand_over = prefilling.result()
+                if not plan.is_streamed(hand_over):
+                    return plan.decode_request(request, hand_over)
+            return await answering
+        finally:
+            for task in (prefilling, answering):
+                task.cancel()
+            await asyncio.gather(prefilling, answering, return_exceptions=True)
+
     async def _decode(
-        self, http: web.Request, request: Request, trip: Trip, *, spare: bool
+        self,
+        http: web.Request,
+        request: Request,
+        trip: Trip,
+        *,
+        spare: bool,
+        beside: Stage | None = None,
     ) -> web.StreamResponse:
-        """Pass D's answer on. With `spare`, a failed answer is an EngineError: try another way."""
+        """Pass D's answer on. With `spare`, a failed answer is an EngineError: try another way.
+
+        `beside`: a stage that is at work for this answer meanwhile.
+        """
         began_s = time.monotonic()
         async with self.relay.call(Stage.DECODE, CHAT, request, trip.headers) as reply:
             if reply.failed and spare:
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
-                self._passed(trip)
+                self._passed(trip, beside)
                 return await self._stream(http, reply, trip)
             body = await reply.read()
-        self._passed(trip)
+        self._passed(trip, beside)
         trip.seconds[Stage.DECODE] = time.monotonic() - began_s
         return verbatim(reply.status, body, reply.content_type)
 
@@ -211,8 +272,10 @@ class Router:
         await trip.answer.write_eof()
         return trip.answer
 
-    def _passed(self, trip: Trip) -> None:
-        trip.path.append(Stage.DECODE)
+    def _passed(self, trip: Trip, beside: Stage | None) -> None:
+        if beside is not None:
+            trip.passed(beside)
+        trip.passed(Stage.DECODE)
         self._paths[",".join(trip.path)] += 1
 
     async def _check_model(self, chat: Chat, trip: Trip) -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Literal
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -21,6 +22,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 128 * MIB
     max_media_bytes: int = 128 * MIB
     max_items: int = 64
+    hand_over: Literal["streamed", "after"] = "streamed"
     allow_media_domains: tuple[str, ...] = ()
     timeout_s: float = 600.0
     stage_timeout_s: float = 120.0
@@ -48,6 +50,7 @@ def parse_arguments(
         max_body_bytes=int(options.max_body_mb * MIB),
         max_media_bytes=int(options.max_media_mb * MIB),
         max_items=options.max_items,
+        hand_over=options.hand_over,
         allow_media_domains=tuple(domain.lower() for domain in options.allow_media_domain),
         timeout_s=options.timeout_s,
         stage_timeout_s=options.stage_timeout_s,
@@ -103,6 +106,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         help="most media to download for one request, in MiB",
     )
     say("--max-items", type=_count, default=64, help="most media items in one request")
+    say(
+        "--hand-over",
+        choices=("streamed", "after"),
+        default="streamed",
+        help="when decode gets its request: while a free prefill engine computes, so that it loads "
+        "what is there already, or always after",
+    )
     say(
         "--allow-media-domain",
         metavar="HOST",

@@ -42,7 +42,12 @@ class Trip:
             yield
         finally:
             self.seconds[stage] = time.monotonic() - began_s
-        self.path.append(stage)
+        self.passed(stage)
+
+    def passed(self, stage: Stage) -> None:
+        """Note that a stage has had its part in the answer."""
+        if stage not in self.path:
+            self.path.append(stage)
 
     def response_headers(self) -> dict[str, str]:
         """Return what is known of the trip so far."""

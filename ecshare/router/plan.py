@@ -23,6 +23,9 @@ _NOT_FOR_PREFILL = (
 # What changes an item's embedding or its identity inside vLLM besides its bytes.
 _FOR_ENCODE = ("model", "mm_processor_kwargs", "media_io_kwargs")
 
+STREAMED: Request = {"kvshare": {"streamed": True}}
+"""What D is told while P computes: all of the prompt will be stored. See docs/format.md."""
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
@@ -140,6 +143,11 @@ def reported_hand_over(answer: Request) -> Request | None:
     """Return P's transfer params, opaque to the router; None when it has none."""
     params = answer.get("kv_transfer_params")
     return params if isinstance(params, dict) and params else None
+
+
+def is_streamed(hand_over: Request | None) -> bool:
+    """Whether P, which hands this over, has stored KV while it computed."""
+    return hand_over is not None and STREAMED.keys() <= hand_over.keys()
 
 
 def acceptable_request_id(text: str | None) -> str | None:

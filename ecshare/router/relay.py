@@ -34,7 +34,7 @@ class Reply:
     """An engine's answer: status and headers are in, the body still comes."""
 
     def __init__(self, stage: Stage, response: aiohttp.ClientResponse) -> None:
-        self._stage = stage
+        self.stage = stage
         self._response = response
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
@@ -44,7 +44,7 @@ class Reply:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, unchanged; raises EngineError when it breaks off."""
-        with _broken_off(self._stage):
+        with _broken_off(self.stage):
             async for chunk in self._response.content.iter_any():
                 yield chunk
 
@@ -54,7 +54,7 @@ class Reply:
         async for chunk in self.chunks():
             body += chunk
             if len(body) > _MAX_ANSWER_BYTES:
-                raise EngineError(self._stage, "the answer is too large", reached=True)
+                raise EngineError(self.stage, "the answer is too large", reached=True)
         return bytes(body)
 
 
@@ -77,25 +77,33 @@ class Relay:
         """Close every connection."""
         await self._session.close()
 
+    def _engine(self, to: Stage | Worker) -> tuple[Stage, Worker]:
+        if isinstance(to, Worker):
+            return next(stage for stage, each in self._workers.items() if to in each), to
+        workers = self._workers[to]
+        worker = workers.choose()
+        if worker is None and to is Stage.DECODE:
+            worker = workers.soonest()  # there is no other way to an answer
+        if worker is None:
+            raise EngineError(to, "every engine is cooling down", reached=False)
+        return to, worker
+
     @asynccontextmanager
     async def call(
         self,
-        stage: Stage,
+        to: Stage | Worker,
         path: str,
         request: Request | None,
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> AsyncIterator[Reply]:
-        """Send one request (a GET without a body) to an engine of `stage`; yields its answer.
+        """Send one request (a GET without a body) to an engine, any one of a stage or this one;
+        yields its answer.
 
         The engine counts as busy until the block is left. `timeout_s` covers all of it.
         """
+        stage, worker = self._engine(to)
         workers = self._workers[stage]
-        worker = workers.choose()
-        if worker is None and stage is Stage.DECODE:
-            worker = workers.soonest()  # there is no other way to an answer
-        if worker is None:
-            raise EngineError(stage, "every engine is cooling down", reached=False)
         # A file-like body is written in pieces: other requests go on while a large one leaves.
         body = None if request is None else io.BytesIO(msgspec.json.encode(request))
         with workers.lease(worker):
@@ -116,23 +124,23 @@ class Relay:
                 yield Reply(stage, response)
 
     async def ask(
-        self, stage: Stage, path: str, request: Request, headers: Mapping[str, str]
+        self, to: Stage | Worker, path: str, request: Request, headers: Mapping[str, str]
     ) -> Request:
         """Return an engine's JSON object, within the stage's time limit.
 
         Raises RefusalError for 4xx, EngineError for everything else that is not an answer.
         """
         limit_s = self._config.stage_timeout_s
-        async with self.call(stage, path, request, headers, limit_s) as reply:
+        async with self.call(to, path, request, headers, limit_s) as reply:
             body = await reply.read()
         if reply.failed:
-            raise EngineError(stage, f"HTTP {reply.status}", reached=True)
+            raise EngineError(reply.stage, f"HTTP {reply.status}", reached=True)
         if reply.status >= 400:
             raise RefusalError(reply.status, body, reply.content_type)
         try:
             return msgspec.json.decode(body, type=Request)
         except (msgspec.MsgspecError, RecursionError) as exc:
-            raise EngineError(stage, f"unreadable answer: {exc}", reached=True) from exc
+            raise EngineError(reply.stage, f"unreadable answer: {exc}", reached=True) from exc
 
     async def is_healthy(self, worker: Worker) -> bool:
         """Ask one engine whether it serves."""

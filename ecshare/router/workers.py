@@ -23,6 +23,8 @@ class Worker:
     in_flight: int = 0
     down_until_s: float = 0.0
     last_turn: int = 0
+    streams: bool = False
+    """Whether its last answer said that it stores KV while it computes."""
 
 
 class Workers:
@@ -73,3 +75,7 @@ class Workers:
     def mark_answered(self, worker: Worker) -> None:
         """Forget the failure of an engine that answers again."""
         worker.down_until_s = 0.0
+
+    def mark_streams(self, worker: Worker, *, streams: bool) -> None:
+        """Remember whether a reader of what `worker` computes need not wait for its answer."""
+        worker.streams = streams

@@ -93,6 +93,25 @@ class Hanging:
 
 
 @dataclass
+class Held:
+    """An answer that is held back until somebody lets it go; says when the caller had gone."""
+
+    answer: Answer
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.asked.set()
+        try:
+            await self.let_go.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        return await self.answer(http, body)
+
+
+@dataclass
 class FakeEngine:
     """One engine: `bodies` and `headers` of the chat requests it got, in order."""
 

@@ -12,7 +12,7 @@ def test_every_option_arrives() -> None:
         "--decoder http://d:3 "
         "--host 0.0.0.0 --port 9 --max-body-mb 0.5 --max-media-mb 2 --max-items 3 "
         "--allow-media-domain Example.org --timeout-s 30 --stage-timeout-s 4.5 "
-        "--media-timeout-s 2 --cool-down-s 1 --access-log"
+        "--media-timeout-s 2 --cool-down-s 1 --access-log --hand-over after"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -29,6 +29,7 @@ def test_every_option_arrives() -> None:
         media_timeout_s=2.0,
         cool_down_s=1.0,
         access_log=True,
+        hand_over="after",
     )
 
 
@@ -54,6 +55,7 @@ def test_the_defaults_are_the_structs() -> None:
         ("--decoder http://d --timeout-s nan", "--timeout-s: nan must be greater than 0"),
         ("--decoder http://d --max-items 0", "--max-items: 0 must be at least 1"),
         ("--decoder http://d --encode http://e", "unrecognized arguments"),
+        ("--decoder http://d --hand-over never", "--hand-over: invalid choice: 'never'"),
     ],
 )
 def test_a_senseless_command_line_is_refused_with_the_reason(

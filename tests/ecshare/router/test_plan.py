@@ -183,6 +183,13 @@ def test_the_hand_over_is_opaque() -> None:
         assert plan.reported_hand_over(nothing) is None
 
 
+def test_only_kvshare_stores_while_it_computes() -> None:
+    assert plan.is_streamed({"kvshare": {"num_tokens": 7}})
+    assert plan.is_streamed({"other": 1, "kvshare": {}})
+    for other in (None, {}, {"other": {"kvshare": 1}}):
+        assert not plan.is_streamed(other)
+
+
 def test_request_ids_are_repeated_when_harmless() -> None:
     assert plan.acceptable_request_id("abc-1.2:x_Y") == "abc-1.2:x_Y"
     for text in (None, "", "a b", "a\nb", "x" * 129, "é"):
