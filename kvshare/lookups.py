@@ -116,7 +116,7 @@ class Lookups:
         self._engine = engine
         self._stats = stats
         self._clock_s = clock_s
-        self.stored = TrustedKeys(clock_s)
+        self.stored = TrustedKeys[ChunkKey](clock_s)
         """What need not be saved; who saves adds to it."""
         self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
         self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)

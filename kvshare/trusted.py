@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks that need no saving, because the store has them, as far as one can know."""
+"""What needs no saving, because the store has it, as far as one can know."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from math import inf
-
-from kvshare.prefix import ChunkKey
+from typing import Generic, TypeVar
 
 # What was seen in the store is not saved again for so long. Then it is, in case the store has lost
 # it: writes are create-only, so that costs little where it has not.
@@ -13,37 +12,38 @@ _TRUST_S = 600.0
 # About 20 MB.
 _MAX_CHUNKS = 100_000
 
+K = TypeVar("K", bound=Hashable)
 
-class TrustedKeys:
-    """Chunks that were seen in the store lately; holds a bounded number, the latest ones.
 
-    What was ordered to be saved counts, until a worker says otherwise. Ownership: vLLM's scheduler
-    thread.
+class TrustedKeys(Generic[K]):
+    """Names of what was seen in the store lately; holds a bounded number, the latest ones.
+
+    What was ordered to be saved counts, until it is known to have failed. Ownership: one thread.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
-        self._seen_s: OrderedDict[ChunkKey, float] = OrderedDict()
-        self.on_lost: Callable[[Collection[ChunkKey]], None] = lambda _: None
+        self._seen_s: OrderedDict[K, float] = OrderedDict()
+        self.on_lost: Callable[[Collection[K]], None] = lambda _: None
         """Called with what the store was found not to have."""
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: K) -> bool:
         return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
 
-    def add(self, key: ChunkKey) -> None:
+    def add(self, key: K) -> None:
         """Note that the store has it now."""
         self._seen_s[key] = self._clock_s()
         self._seen_s.move_to_end(key)
         if len(self._seen_s) > _MAX_CHUNKS:
             self._seen_s.popitem(last=False)
 
-    def lost(self, keys: Collection[ChunkKey]) -> None:
+    def lost(self, keys: Collection[K]) -> None:
         """Note that the store does not have these."""
         for key in keys:
             self.discard(key)
         self.on_lost(keys)
 
-    def discard(self, key: ChunkKey) -> None:
+    def discard(self, key: K) -> None:
         """Note that the store may not have it."""
         self._seen_s.pop(key, None)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Outcome, Put
+from ecshare.transfer.jobs import Backfill, Done, Fetch, Outcome, Put, Tier
 from ecshare.transfer.staging import Staging
 from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches
@@ -25,6 +26,7 @@ from kvshare.layers import LayerSet, layer_sets, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
+from kvshare.trusted import TrustedKeys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +52,19 @@ class CacheShape:
         return self.num_groups == 1 and all(each.span.is_full for each in self.layer_sets)
 
 
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What a worker does beside what it is ordered to."""
+
+    makes_up: bool = True
+    """Store what only this host has."""
+    tells_saved: bool = False
+    """Report what was saved."""
+
+
+_ORDINARY = Duties()
+
+
 class KVWorker:
     """Executes orders; reports each request once.
 
@@ -65,13 +80,9 @@ class KVWorker:
         shape: CacheShape | None,
         rank: Rank,
         engine: TransferEngine,
-        *,
-        tells_saved: bool = False,
+        duties: Duties = _ORDINARY,
     ) -> None:
-        """Own `engine` from now on.
-
-        `shape`: None for a cache that cannot be shared. `tells_saved`: report what was saved.
-        """
+        """Own `engine` from now on. `shape`: None for a cache that cannot be shared."""
         self._config = config
         self._shape = shape
         self._rank = rank
@@ -86,8 +97,9 @@ class KVWorker:
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
-        self._tells_saved = tells_saved
+        self._duties = duties
         self._num_saved: Counter[ChunkKey] = Counter()
+        self._in_store = TrustedKeys[str](monotonic)
 
     @classmethod
     def start(
@@ -120,7 +132,7 @@ class KVWorker:
             shape,
             worker_rank(vllm_config),
             engine,
-            tells_saved=publishes_events(vllm_config),
+            Duties(role.is_kv_producer, publishes_events(vllm_config)),
         )
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
@@ -185,6 +197,7 @@ class KVWorker:
                 case Fetch():
                     assert self._loads is not None
                     self._loads.arrived(done)
+                    self._make_up_for(done)
                 case Put():
                     self._saved(done)
         if self._loads is None:
@@ -194,6 +207,17 @@ class KVWorker:
         self._invalid_blocks |= finished.invalid_blocks
         self._lost |= finished.lost
         return finished
+
+    def _make_up_for(self, done: Done) -> None:
+        """Have what this host's cache had stored, unless it is: its writer may have been killed
+        before, and the scheduler half saves nothing that a look-up has found."""
+        job = done.job
+        assert isinstance(job, Fetch)
+        if not self._duties.makes_up or job.rows is not None or job.key in self._in_store:
+            return
+        if [moved.tier for moved in done.moved] == [Tier.HOST]:
+            self._in_store.add(job.key)
+            self._engine.submit(Backfill(job.key))
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that loads have left unfilled, since the last call."""
@@ -264,8 +288,9 @@ class KVWorker:
         piece = self._saving.pop(done.job.key, None)
         num_blocks = piece.num_blocks if piece else 1
         if done.outcome is Outcome.OK:
+            self._in_store.add(done.job.key)
             self._stats.add("blocks/saved", num_blocks)
-            if self._tells_saved and piece is not None:
+            if self._duties.tells_saved and piece is not None:
                 self._num_saved[piece.key] += 1
             return
         self._stats.add("blocks/dropped", num_blocks)

@@ -20,7 +20,7 @@ from kvshare.layers import LayerSet, Span
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, KVWorker
+from kvshare.worker import CacheShape, Duties, KVWorker
 from tests.kvshare.gated import GatedFileSystem
 
 NAMESPACE = "0" * 32
@@ -38,10 +38,10 @@ A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 class Host:
     """One worker on a host of its own."""
 
-    def __init__(self, host_cache: Path, **options: Any) -> None:
-        config = KVConfig(url="gated://bucket", host_cache_dir=str(host_cache), **options)
+    def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
+        config = KVConfig(**{"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options)
         self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, SHAPE, RANK, self.engine)
+        self.worker = KVWorker(config, SHAPE, RANK, self.engine, Duties(makes_up=saves))
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -126,6 +126,28 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.counts() == {"blocks/loaded": 2}
     assert source.worker.report() is None
     assert target.worker.report() is None
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves: bool) -> None:
+    """Its writer was killed before it had reached the store."""
+    folder, cache = f"file://{tmp_path}/store", tmp_path / "host"
+    writer, reader = Host(cache, url=folder), Host(cache, url=folder, saves=saves)
+    writer.save(block(A, TOKENS, 3))
+    (path,) = (tmp_path / "store").rglob("*.t0of1")
+    whole = path.read_bytes()
+    path.unlink()
+    reader.load("r", block(A, TOKENS, 1))
+    assert reader.settle() == Finished({"r"})
+    assert path.exists() is saves
+    if saves:
+        assert path.read_bytes() == whole
+        path.unlink()
+        reader.load("again", block(A, TOKENS, 1))
+        reader.settle()
+        assert not path.exists(), "it was there a moment ago: nobody asks again"
+    for one in (writer, reader):
+        one.worker.close()
 
 
 def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], Host]) -> None:

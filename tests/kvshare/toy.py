@@ -47,7 +47,7 @@ from kvshare.connector import KVShareConnector
 from kvshare.events import publishes_events
 from kvshare.layers import Span, layer_sets
 from kvshare.prefix import Chunk, Grid, Prefix
-from kvshare.worker import CacheShape, KVWorker
+from kvshare.worker import CacheShape, Duties, KVWorker
 
 BLOCK = 4
 LAYERS = 3
@@ -265,7 +265,7 @@ class ToyEngine:
             shape,
             Rank(0, 1, 0, 1),
             self.transfer,
-            tells_saved=publishes_events(config),
+            Duties(tells_saved=publishes_events(config)),
         )
         # Garbage, so that a block nobody wrote is noticed.
         self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
