@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prompt whose chunks were stored by engines of different tensor-parallel sizes."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,24 @@ def test_a_size_that_nobody_knows_is_not_asked_for(start: StartEngine, tmp_path:
     (answer,) = engine.run(announced("c", prompt, size=2))
     assert answer.computed_prompt_tokens == 1
     assert answer.tokens == expected_answer(prompt, 1)
+
+
+def test_what_is_announced_in_another_size_is_waited_for(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    prompt, p = LONG[: 5 * BLOCK + 2], tmp_path / "p"
+    serve(start(num_blocks=NUM_BLOCKS, folder=p), prompt, max_tokens=1)
+    for path in objects(p):
+        in_two(path, p)
+    engine = reader(start, tmp_path)
+    engine.add(announced("d", prompt, size=2))
+    for _ in range(20):
+        engine.step()
+    assert not engine.answers["d"].tokens
+    shutil.copytree(p / "store", tmp_path / "store", dirs_exist_ok=True)
+    engine.run_out()
+    assert engine.answers["d"].computed_prompt_tokens == 1
+    assert engine.answers["d"].tokens == expected_answer(prompt, 1)
 
 
 def announced(name: str, prompt: list[int], size: int) -> Request:

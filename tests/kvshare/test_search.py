@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, Tail
-from kvshare.search import KEYS_A_ROUND, Found, longest_stored
+from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
 
 BLOCK_TOKENS = 16
 
@@ -33,10 +33,13 @@ def tail_chunk(prefix: Prefix) -> list[Chunk]:
 
 
 def search(
-    prefix: Prefix, start_block: int, is_there: Callable[[Chunk], bool]
+    prefix: Prefix,
+    start_block: int,
+    is_there: Callable[[Chunk], bool],
+    chunks_a_round: int = KEYS_A_ROUND,
 ) -> tuple[Found, list[list[Chunk]]]:
     """Search; return what was found and the rounds that it took."""
-    questions = longest_stored(prefix, start_block, sha256)
+    questions = longest_stored(prefix, start_block, sha256, chunks_a_round)
     rounds: list[list[Chunk]] = []
     try:
         chunks = next(questions)
@@ -136,6 +139,42 @@ def test_32k_tokens_take_three_rounds_at_most(chunk_tokens: int, num_stored: int
     assert sum(waves) <= 3
     if num_stored in (0, 2048) and prefix.grid.chunk_blocks <= 16:
         assert len(rounds) == 1
+
+
+@pytest.mark.parametrize(("chunks_a_round", "most_rounds"), [(16, 4), (10, 4), (4, 6)])
+@given(st.integers(0, 2048))
+def test_few_chunks_a_round_find_the_same(
+    chunks_a_round: int, most_rounds: int, num_stored: int
+) -> None:
+    """32k tokens where chunks may be stored in two, three or more sizes."""
+    prefix = prefix_of(2048, 16, has_tail=True)
+    end = num_stored // 16 * 16
+
+    def is_there(chunk: Chunk) -> bool:
+        end_block = chunk.first_block + chunk.num_blocks
+        return end_block <= end or end_block == num_stored
+
+    found, rounds = search(prefix, 0, is_there, chunks_a_round)
+    assert keys(found) == [chunk.key for chunk in longest(prefix, 0, is_there)]
+    assert len(rounds) <= most_rounds
+    # The parts of one chunk are asked for at once.
+    assert all(len(chunks) <= max(chunks_a_round, 16) for chunks in rounds)
+
+
+@given(st.lists(st.sampled_from([1, 2, None]), max_size=12))
+def test_what_nobody_asked_for_is_of_the_one_size_around_it(sizes: list[int | None]) -> None:
+    prefix = prefix_of(len(sizes), 1, has_tail=False)
+    chunks = [prefix.whole(number) for number in range(len(sizes))]
+    known = {chunk.key: size for chunk, size in zip(chunks, sizes, strict=True) if size}
+    filled = dict(known)
+    unclear = fill_gaps(chunks, filled)
+    asked = set(known.values())
+    assert unclear == (
+        [chunk for chunk in chunks if chunk.key not in known] if len(asked) == 2 else []
+    )
+    if len(asked) == 1:
+        assert set(filled.values()) == asked
+        assert len(filled) == len(chunks)
 
 
 def test_a_short_prompt_is_asked_for_at_once() -> None:
