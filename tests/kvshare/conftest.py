@@ -32,12 +32,13 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
         is_async: bool = False,
         store: dict[str, Any] | None = None,
         specs: Sequence[KVCacheSpec] = (),
+        kind: type[ToyEngine] = ToyEngine,
         **engine_args: Any,
     ) -> ToyEngine:
         config = vllm_config(
             text_model, options(folder or tmp_path, **(store or {})), kv_role, **engine_args
         )
-        started.append(ToyEngine(config, num_blocks=num_blocks, is_async=is_async, specs=specs))
+        started.append(kind(config, num_blocks=num_blocks, is_async=is_async, specs=specs))
         return started[-1]
 
     yield start

@@ -367,6 +367,8 @@ class ToyEngine:
             row = self.rows[name]
             if name in cached.resumed_req_ids:
                 row.block_ids = [[] for _ in self.spans]
+                # What was sampled of it meanwhile may be dropped.
+                row.tokens = list(cached.all_token_ids[name])
             for known, ids in zip(row.block_ids, new_ids or (), strict=False):
                 known += ids
             starts[name] = start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that see or hear, made on the spot: random weights, seeded, no network.
+"""Small models that see, hear or only read, made on the spot: random weights, seeded, no network.
 
 They are real checkpoints of real architectures, a few MB each, so that every stage of vLLM runs,
 also with `--tensor-parallel-size 2`. Their answers mean nothing, but they depend on the prompt, the
@@ -10,7 +10,7 @@ block gets other tokens.
 
 Each family has something the others have not: `qwen2.5-vl` pictures of any size and videos,
 `qwen3-vl` embeddings wider than the language model (DeepStack), `llava` no way to do without the
-pixels, `qwen2-audio` sound.
+pixels, `qwen2-audio` sound; `qwen2` reads text alone.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,23 @@ from pathlib import Path
 from ecshare.testing.models.audio import make_qwen2_audio
 from ecshare.testing.models.llava import make_llava
 from ecshare.testing.models.qwen_vl import make_qwen3_vl, make_qwen25_vl
+from ecshare.testing.models.text import make_adapter, make_qwen2
 
-__all__ = ["FAMILIES", "make_llava", "make_qwen2_audio", "make_qwen3_vl", "make_qwen25_vl"]
+__all__ = [
+    "FAMILIES",
+    "make_adapter",
+    "make_llava",
+    "make_qwen2",
+    "make_qwen2_audio",
+    "make_qwen3_vl",
+    "make_qwen25_vl",
+]
 
 # Each writes a checkpoint to a folder that is not there yet, and returns it; the same seed gives
 # the same files. Raises FileExistsError if the folder is there.
 FAMILIES: dict[str, Callable[[Path, int], Path]] = {
     "llava": make_llava,
+    "qwen2": make_qwen2,
     "qwen2-audio": make_qwen2_audio,
     "qwen2.5-vl": make_qwen25_vl,
     "qwen3-vl": make_qwen3_vl,

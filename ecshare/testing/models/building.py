@@ -26,6 +26,7 @@ MAX_POSITIONS = 8192
 ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
 MAX_LEARNED_TOKENS = 1024
+BLANK = "\u0120"  # as byte-level vocabularies write it
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
@@ -106,18 +107,18 @@ def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, An
 def finish(
     path: str | Path,
     model: PreTrainedModel,
-    processor: ProcessorMixin,
+    processor: ProcessorMixin | PreTrainedTokenizerFast,
     seed: int,
     published_names: Mapping[str, str] | None = None,
 ) -> Path:
     """Draw the weights of `model` and write all of it to `path`, which must not be there.
 
     `published_names`: where transformers no longer writes the names that published checkpoints have
-    and vLLM reads, its prefix -> theirs.
+    and vLLM reads, its prefix -> theirs. `processor`: of a model that only reads, its tokenizer.
     """
-    tokenizer = processor.tokenizer
+    tokenizer = getattr(processor, "tokenizer", processor)
     draw_weights(model, seed)
-    _silence(model.get_output_embeddings(), tokenizer)
+    _silence(model.get_output_embeddings(), tokenizer, words_only=processor is tokenizer)
     ends = {
         "bos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
         "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
@@ -155,11 +156,27 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             parameter.normal_(0.0, std, generator=stream)
 
 
-def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give the special tokens a logit of zero, so that greedy answers are text and do not stop."""
+def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast, *, words_only: bool) -> None:
+    """Give the special tokens a logit of zero, so that greedy answers are text and do not stop.
+
+    `words_only`: all but blanks with letters behind them, too. The text of an answer then has the
+    same tokens again, as it mostly does with trained models.
+    """
+    silent = torch.zeros(lm_head.weight.shape[0], dtype=torch.bool)
+    if words_only:
+        silent[:] = True
+        silent[list(_words(tokenizer))] = False
+    silent[[*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]] = True
     with torch.no_grad():
-        lm_head.weight[tokenizer.all_special_ids] = 0.0
-        lm_head.weight[list(tokenizer.added_tokens_decoder)] = 0.0
+        lm_head.weight[silent] = 0.0
+
+
+def _words(tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
+    for text, token in tokenizer.get_vocab().items():
+        word = text.removeprefix(BLANK)
+        is_word = word != text and word.isascii() and word.isalpha()
+        if is_word and tokenizer.encode(f" {word}", add_special_tokens=False) == [token]:
+            yield token
 
 
 def _rename(file: Path, published_names: Mapping[str, str]) -> None:

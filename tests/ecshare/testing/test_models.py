@@ -3,6 +3,7 @@
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from transformers import AutoModelForMultimodalLM, AutoProcessor
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoProcessor
 
 from ecshare.testing import asking, ready_made
 from ecshare.testing.models import FAMILIES
@@ -39,7 +40,7 @@ def test_the_same_seed_makes_the_same_files(family: str, tmp_path: Path) -> None
 @families
 def test_transformers_answers_and_the_answer_depends_on_what_is_shown(family: str) -> None:
     answers = Answers(ready_made.model(CACHE / "models", family))
-    show = answers.sound if family == "qwen2-audio" else answers.picture
+    show = SHOW.get(family, Answers.picture).__get__(answers)
     told = [show("What is this?", seed) for seed in (1, 2, 3)]
     assert len({*told, show("Why?", 1)}) == 4
     assert show("What is this?", 1) == told[0]
@@ -49,7 +50,9 @@ class Answers:
     """A model in this process, asked with greedy decoding."""
 
     def __init__(self, path: Path) -> None:
-        self.model = AutoModelForMultimodalLM.from_pretrained(path)
+        is_text = "text_config" not in json.loads((path / "config.json").read_text())
+        auto = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
+        self.model = auto.from_pretrained(path)
         self.processor = AutoProcessor.from_pretrained(path)
 
     def picture(self, words: str, seed: int) -> tuple[int, ...]:
@@ -60,10 +63,14 @@ class Answers:
         samples, rate = soundfile.read(io.BytesIO(payload(asking.sound(seed))))
         return self.answer(words, "audio", audio=[samples.astype(np.float32)], sampling_rate=rate)
 
-    def answer(self, words: str, modality: str, **media: Any) -> tuple[int, ...]:
-        content = [{"type": modality}, {"type": "text", "text": words}]
+    def text(self, words: str, seed: int) -> tuple[int, ...]:
+        return self.answer(f"{seed} {words}")
+
+    def answer(self, words: str, modality: str = "", **media: Any) -> tuple[int, ...]:
+        shown = [{"type": modality}] if modality else []
+        content = [*shown, {"type": "text", "text": words}]
         prompt = self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
         inputs = self.processor(text=[prompt], return_tensors="pt", **media)
         with torch.no_grad():
@@ -73,3 +80,6 @@ class Answers:
 
 def payload(url: str) -> bytes:
     return base64.b64decode(url.partition("base64,")[2])
+
+
+SHOW = {"qwen2": Answers.text, "qwen2-audio": Answers.sound}

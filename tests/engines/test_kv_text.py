@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV between engines of a model that only reads, without any encoder-cache connector.
+
+Such a model can take LoRA adapters, and is quick enough to guess ahead of.
+"""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ecshare.testing import ready_made
+from ecshare.testing.asking import counters
+from ecshare.testing.engines import EngineProcess, kv_argument
+from ecshare.testing.models import make_adapter
+from ecshare.testing.processes import Server
+from tests.conftest import CACHE, LOGS, engines
+from tests.engines.chat import Answer, ask, complete, counting, counts, text
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
+# The same few tokens again and again: there is something to guess.
+REFRAIN = [40, 41, 42, 43, 44, 45, 46] * 30
+ADAPTERS = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--max-cpu-loras=8")
+GUESSING = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+MAY_BE_CHANGED = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    first: EngineProcess
+    second: EngineProcess
+    """Has no prefix cache of its own."""
+    guessing: EngineProcess
+    """Decodes speculatively."""
+    root: Path
+
+    def check(self, engine: EngineProcess, words: str, lora: str = "", like: str = "") -> Answer:
+        """Ask `engine`; the tokens are those of the plain one, with its adapter `like`."""
+        answer = ask(engine, lora or engine.model, [text(words)])
+        assert answer.tokens == ask(self.plain, like or self.plain.model, [text(words)]).tokens
+        return answer
+
+    def load(self, name: str, seed: int, *servers: EngineProcess) -> Path:
+        """Write an adapter, over the one of this name, and have engines load it."""
+        path = make_adapter(self.root / name, Path(self.plain.model), seed)
+        for server in servers:
+            post(server, "v1/load_lora_adapter", lora_name=name, lora_path=str(path))
+        return path
+
+
+def post(server: Server, path: str, **body: str) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(
+        f"{server.base_url}/{path}", json.dumps(body).encode(), headers, method="POST"
+    )
+    with urllib.request.urlopen(asked, timeout=120) as reply:
+        said: bytes = reply.read()
+        return said
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("text")
+    shape = (f"--block-size={BLOCK}", "--num-gpu-blocks-override=256", "--limit-mm-per-prompt={}")
+
+    def sharing(name: str) -> str:
+        own = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": 2 * BLOCK}
+        return kv_argument("both", f"file://{root}/store", **own)
+
+    guesses = f"--speculative-config={json.dumps(GUESSING)}"
+    with engines(LOGS / __name__, ready_made.model(CACHE / "models", "qwen2")) as start:
+        fleet = Fleet(
+            start("plain", *shape, *ADAPTERS, environment=MAY_BE_CHANGED),
+            start("first", *shape, *ADAPTERS, sharing("first"), environment=MAY_BE_CHANGED),
+            start(
+                *("second", *shape, *ADAPTERS, sharing("second"), "--no-enable-prefix-caching"),
+                environment=MAY_BE_CHANGED,
+            ),
+            start("guessing", *shape, guesses, sharing("guessing")),
+            root,
+        )
+        for engine in fleet[:4]:
+            engine.wait_ready()
+        yield fleet
+
+
+def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
+    with counting(fleet.first) as gained:
+        cold = fleet.check(fleet.first, STORY)
+    assert cold.num_cached_tokens == 0
+    assert gained["kvshare_tokens/queried"] == cold.num_prompt_tokens
+    for engine in (fleet.second, fleet.guessing):
+        warm = fleet.check(engine, STORY)
+        assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+
+
+def test_an_engine_without_a_prefix_cache_finds_its_own_again(fleet: Fleet) -> None:
+    assert fleet.check(fleet.second, f"mine {STORY}").num_cached_tokens == 0
+    warm = fleet.check(fleet.second, f"mine {STORY}")
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+
+
+# --- LoRA adapters ---
+
+
+def test_an_adapters_kv_is_shared_and_is_its_own(fleet: Fleet) -> None:
+    words = f"adapted {STORY}"
+    fleet.load("shared", 1, fleet.plain, fleet.first, fleet.second)
+    fleet.check(fleet.first, words, "shared", like="shared")
+    bare = fleet.check(fleet.second, words)
+    assert bare.num_cached_tokens == 0
+    warm = fleet.check(fleet.second, words, "shared", like="shared")
+    assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+    assert warm.tokens != bare.tokens
+
+
+def test_an_adapter_trained_further_under_the_same_name_finds_nothing_old(fleet: Fleet) -> None:
+    words = f"trained further {STORY}"
+    fleet.load("tuned", 2, fleet.first)
+    fleet.load("before", 2, fleet.plain)
+    old = fleet.check(fleet.first, words, "tuned", like="before")
+    fleet.load("tuned", 3, fleet.second)
+    fleet.load("after", 3, fleet.plain)
+    new = fleet.check(fleet.second, words, "tuned", like="after")
+    assert new.num_cached_tokens == 0
+    assert new.tokens != old.tokens
+    again = fleet.check(fleet.second, words, "tuned", like="after")
+    assert again.num_cached_tokens == again.num_prompt_tokens - 1
+
+
+def test_an_adapter_whose_files_are_gone_is_not_shared(fleet: Fleet) -> None:
+    path = fleet.load("gone", 4, fleet.plain, fleet.first)
+    for file in path.iterdir():
+        file.unlink()
+    with counting(fleet.first) as gained:
+        fleet.check(fleet.first, f"gone {STORY}", "gone", like="gone")
+    assert gained["kvshare_blocks/missed"] > 0
+    assert gained["kvshare_tokens/queried"] == 0
+
+
+# --- speculative decoding ---
+
+
+def test_guessed_tokens_leave_no_trace(fleet: Fleet) -> None:
+    """What is rejected is overwritten; no object may hold it."""
+    talk = REFRAIN
+    for turn in range(3):
+        answer = complete(fleet.guessing, fleet.guessing.model, talk, max_tokens=90)
+        assert answer.tokens == complete(fleet.plain, fleet.plain.model, talk, 90).tokens
+        talk = [*talk, *answer.tokens]
+        stored = (len(talk) - 1) // BLOCK * BLOCK
+        talk += [60 + turn] * 3
+        other = complete(fleet.second, fleet.second.model, talk, max_tokens=20)
+        assert other.tokens == complete(fleet.plain, fleet.plain.model, talk, 20).tokens
+        assert other.num_cached_tokens >= stored
+    guesses = counters(fleet.guessing.base_url)
+    accepted = guesses["vllm:spec_decode_num_accepted_tokens_total", ""]
+    assert 0 < accepted < guesses["vllm:spec_decode_num_draft_tokens_total", ""]
+
+
+# --- resets ---
+
+
+def test_a_reset_cache_is_filled_from_the_store(fleet: Fleet) -> None:
+    fleet.check(fleet.first, f"reset {STORY}")
+    assert json.loads(post(fleet.first, "reset_prefix_cache?reset_external=true"))["success"]
+    before = counts(fleet.first)["kvshare_tokens/loaded"]
+    warm = fleet.check(fleet.first, f"reset {STORY}")
+    assert counts(fleet.first)["kvshare_tokens/loaded"] - before == warm.num_prompt_tokens - 1

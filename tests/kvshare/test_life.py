@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM does to requests while they run: no store may hold what was never true."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import (
+    BLOCK,
+    GIVE_UP_S,
+    Answer,
+    Row,
+    ToyEngine,
+    expected_answer,
+    kv_of,
+    make_request,
+    objects,
+    serve,
+)
+
+LONG = list(range(100, 100 + 13 * BLOCK + 3))
+NUM_GUESSES = 5
+
+
+def chunked(blocks: int) -> dict[str, Any]:
+    return {"chunk_tokens": blocks * BLOCK}
+
+
+# --- speculative decoding ---
+
+
+class GuessingEngine(ToyEngine):
+    """Guesses tokens ahead: some right ones, then a wrong one, and the KV of all of them."""
+
+    num_rejected = 0
+    num_accepted = 0
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.drafts = output.scheduled_spec_decode_tokens
+        return super()._execute(output)
+
+    def _forward(self, name: str, start: int, end: int) -> list[int]:
+        row = self.rows[name]
+        num_known = len(row.tokens)
+        sampled = super()._forward(name, start, min(end, num_known))
+        drafts = self.drafts.get(name, [])[: max(0, end - num_known)]
+        for number, draft in enumerate(drafts):
+            position = num_known + number
+            if draft != row.tokens[position]:
+                self._fill(row, position, [*row.tokens[:position], *drafts[number:]])
+                self.num_rejected += len(drafts) - number
+                break
+            self.num_accepted += 1
+            sampled += super()._forward(name, position, position + 1)
+        return sampled
+
+    def _fill(self, row: Row, position: int, tokens: list[int]) -> None:
+        """Compute what was guessed wrong."""
+        for at in range(position, len(tokens)):
+            self._cells(row, 0, at)[:] = kv_of(tokens[: at + 1])
+
+    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        super()._update(output, result)
+        names = [name for name in output.num_scheduled_tokens if name in self.rows]
+        guesses = [self._guess(self.rows[name].tokens) for name in names]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
+
+    def _guess(self, tokens: list[int]) -> list[int]:
+        right = expected_answer(tokens, NUM_GUESSES)
+        num_right = len(tokens) % (NUM_GUESSES + 1)
+        return [*right[:num_right], *(999 for _ in right[num_right:])]
+
+
+SPECULATING = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": NUM_GUESSES,
+        "prompt_lookup_max": 2,
+    }
+}
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_what_was_guessed_wrong_is_never_stored(start: StartEngine, chunk_blocks: int) -> None:
+    store = chunked(chunk_blocks)
+    talk = LONG[: 5 * BLOCK]
+    for turn in range(4):
+        guessing = start(kind=GuessingEngine, store=store, **SPECULATING)
+        assert isinstance(guessing, GuessingEngine)
+        answer = serve(guessing, talk, max_tokens=23 + turn)
+        assert guessing.num_accepted > 0
+        assert guessing.num_rejected > 0
+        talk += answer.tokens
+        num_stored = (len(talk) - 1) // BLOCK * BLOCK
+        talk += [turn]
+        reader = start(store=store)
+        assert serve(reader, talk).computed_prompt_tokens == len(talk) - num_stored
+        assert "blocks/failed" not in reader.counts
+
+
+def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
+    prompts = [[number, *LONG[:9]] for number in range(6)]
+    for _ in range(2):
+        engine = start(kind=GuessingEngine, num_blocks=24, store=chunked(2), **SPECULATING)
+        requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
+        for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+            assert answer.tokens == expected_answer(prompt, 20)
+        assert any(request.num_preemptions for request in requests)
+    assert engine.counts["tokens/loaded"] > 0, "what the first engine has stored"
+
+
+# --- resets and blocks that change hands ---
+
+
+@pytest.mark.parametrize("resets_connector", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reset_while_requests_run(
+    start: StartEngine, is_async: bool, resets_connector: bool
+) -> None:
+    engine = start(is_async=is_async, store=chunked(3), num_blocks=128)
+    prompts = [[number, *LONG[: 20 + number]] for number in range(5)]
+    requests = [make_request(f"r{number}", prompt, 30) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request)
+    for num_tokens in (3, 8, 14, 21):
+        while len(engine.answers["r4"].tokens) < num_tokens:
+            engine.step()
+        step_until(engine, lambda: not is_loading(requests))
+        assert engine.scheduler.reset_prefix_cache(True, resets_connector)
+    engine.run_out()
+    check_all(engine, prompts, 30)
+    reader = start(store=chunked(3))
+    for number, prompt in enumerate(prompts):
+        assert serve(reader, prompt, name=f"warm{number}").computed_prompt_tokens == 1
+
+
+def step_until(engine: ToyEngine, is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + GIVE_UP_S
+    while not is_so():
+        engine.step()
+        assert time.monotonic() < deadline_s, "the engine hangs"
+
+
+def is_loading(requests: list[Request]) -> bool:
+    """vLLM cannot reset its cache meanwhile."""
+    return any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
+
+
+def check_all(engine: ToyEngine, prompts: list[list[int]], num_tokens: int) -> None:
+    for number, prompt in enumerate(prompts):
+        assert engine.answers[f"r{number}"].tokens == expected_answer(prompt, num_tokens)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_is_aborted_after_a_reset_leaves_nothing_of_others(
+    start: StartEngine, tmp_path: Path, is_async: bool
+) -> None:
+    """Its blocks went to others long before it ended."""
+    engine = start(is_async=is_async, store=chunked(8), num_blocks=10, max_num_seqs=1)
+    victim = make_request("victim", LONG[:7], 20)
+    engine.add(victim)
+    step_until(engine, lambda: len(engine.answers["victim"].tokens) > 5)
+    assert engine.scheduler.reset_prefix_cache(True, True)
+    other = [7, *LONG[:22]]
+    engine.scheduler.waiting.remove_request(victim)
+    engine.add(make_request("r0", other, 9))
+    step_until(engine, lambda: len(engine.answers["r0"].tokens) > 4)
+    engine.scheduler.waiting.add_request(victim)
+    engine.abort("victim")
+    engine.run_out()
+    check_all(engine, [other], 9)
+    said = [*LONG[:7], *expected_answer(LONG[:7], 12)]
+    assert serve(start(store=chunked(8)), said).computed_prompt_tokens <= len(said)
+
+
+def test_an_object_holds_what_its_blocks_held_when_it_was_saved(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    """The store takes its time; the blocks have been filled anew, again and again, by then."""
+    with slow_store(tmp_path) as store:
+        engine = start(num_blocks=12, store=store | chunked(2), max_num_seqs=1)
+        prompts = [[number, *LONG[: 21 + number]] for number in range(8)]
+        GatedFileSystem.close_gate("put")
+        for number, prompt in enumerate(prompts):
+            engine.add(make_request(f"r{number}", prompt, 9))
+        while engine.scheduler.has_requests():
+            engine.step()
+        assert engine.transfer.in_flight > 8
+        GatedFileSystem.open_gates()
+        engine.run_out()
+        check_all(engine, prompts, 9)
+        reader = start(store=store | chunked(2) | {"host_cache_dir": f"{tmp_path}/elsewhere"})
+        for number, prompt in enumerate(prompts):
+            said = [*prompt, *expected_answer(prompt, 9)]
+            answer = serve(reader, said, name=f"warm{number}")
+            assert answer.computed_prompt_tokens == len(said) - (len(said) - 1) // BLOCK * BLOCK
+
+
+@contextmanager
+def slow_store(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        yield {"url": "gated://bucket", "host_cache_dir": f"{tmp_path}/host"}
+    finally:
+        GatedFileSystem.reset()
+
+
+# --- who may share with whom ---
+
+
+def test_a_salt_keeps_prompts_apart(start: StartEngine, tmp_path: Path) -> None:
+    def ask(salt: str | None) -> Answer:
+        (answer,) = start(store=chunked(3)).run(make_request("r", LONG, 3, cache_salt=salt))
+        assert answer.tokens == expected_answer(LONG, 3)
+        return answer
+
+    for salt in ("one", "two", None):
+        assert ask(salt).computed_prompt_tokens == len(LONG)
+        assert ask(salt).computed_prompt_tokens == 1
+    assert len(objects(tmp_path)) % 3 == 0
+
+
+@pytest.mark.parametrize("num_local", [0, 2, 9])
+@pytest.mark.parametrize("num_stored", [6, 13])
+def test_a_local_hit_of_any_length_meets_a_stored_one_of_any(
+    start: StartEngine, num_local: int, num_stored: int
+) -> None:
+    store = chunked(4)
+    engine = start(store=store)
+    if num_local:
+        serve(engine, [*LONG[: num_local * BLOCK], 1], max_tokens=1, name="local")
+    if num_stored > num_local:
+        serve(start(store=store), LONG[: num_stored * BLOCK], max_tokens=1)
+    answer = serve(engine, LONG, name="both")
+    assert answer.computed_prompt_tokens == len(LONG) - max(num_local, num_stored) * BLOCK
+
+
+def test_requests_that_share_blocks_come_and_go_as_they_like(start: StartEngine) -> None:
+    """One is aborted, one preempted by a reset, while others read the same blocks."""
+    serve(start(store=chunked(2)), LONG)
+    engine = start(store=chunked(2), num_blocks=128)
+    prompts = [[*LONG[: 8 * BLOCK + number], number] for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(f"r{number}", prompt, 12))
+    step_until(engine, lambda: bool(engine.answers["r5"].tokens))
+    engine.abort("r0")
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(True, False)
+    engine.run_out()
+    for number, prompt in list(enumerate(prompts))[1:]:
+        assert engine.answers[f"r{number}"].tokens == expected_answer(prompt, 12)
