@@ -148,6 +148,10 @@ class LayerSet:
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
     """Return why the blocks of such an engine cannot be shared; None if they can."""
+    return _option_refusal(vllm_config) or _layer_refusal(vllm_config, kv_cache_config)
+
+
+def _option_refusal(vllm_config: "VllmConfig") -> str | None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
         return "pipeline and context parallelism are not supported"
@@ -160,15 +164,28 @@ def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str 
         return "calculate_kv_scales is on: each engine scales its KV in its own way"
     if getattr(cache, "prefix_match_unit", None) not in (None, cache.block_size):
         return "prefix_match_unit is set: blocks are hashed in pieces"
-    if not kv_cache_config.kv_cache_groups:
+    return None
+
+
+def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    cache, scheduling = vllm_config.cache_config, vllm_config.scheduler_config
+    specs = {spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group)}
+    if not specs:
         return "the model has no KV cache"
-    for group in kv_cache_config.kv_cache_groups:
-        for _, spec in _layers(group):
-            why_not = _spec_refusal(spec, cache.block_size)
-            if why_not is not None:
-                return why_not
-    if len({spec for spec in _all_specs(kv_cache_config) if type(spec) is MLAAttentionSpec}) > 1:
+    for spec in specs:
+        why_not = _spec_refusal(spec, cache.block_size)
+        if why_not is not None:
+            return why_not
+    latent = [spec for spec in specs if isinstance(spec, MLAAttentionSpec)]
+    if len(latent) > 1:
         return "the model keeps several kinds of MLA caches"
+    if latent and not (cache.enable_prefix_caching or scheduling.enable_chunked_prefill):
+        # vLLM does so itself where its kernel cannot: the rest of a prompt whose beginning was
+        # loaded would be computed as if there were no beginning.
+        return (
+            "prefix caching and chunked prefill are off, which for MLA means that a prompt cannot "
+            "be continued"
+        )
     return None
 
 
@@ -239,12 +256,6 @@ def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
     spec = group.kv_cache_spec
     for name in group.layer_names:
         yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def _all_specs(kv_cache_config: "KVCacheConfig") -> Iterator[KVCacheSpec]:
-    for group in kv_cache_config.kv_cache_groups:
-        for _, spec in _layers(group):
-            yield spec
 
 
 def _context_parallel_size(parallel: object) -> int:

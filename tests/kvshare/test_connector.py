@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shell: options, roles, and what vLLM is told of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from ecshare.plugin.metrics import CounterStats
 from ecshare.store.errors import ConfigError
 from kvshare.connector import KVShareConnector
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.toy import cache_config, objects, options, serve, vllm_config
+from tests.kvshare.toy import (
+    BLOCK,
+    cache_config,
+    objects,
+    options,
+    serve,
+    vllm_config,
+    window,
+)
 
 PROMPT = list(range(23))
 
@@ -58,6 +67,18 @@ def test_an_engine_that_cannot_share_runs_on_and_says_why(
     assert "kvshare saves and loads nothing: prefix_caching_hash_algo is xxhash" in caplog.text
     assert objects(tmp_path) == []
     assert "tokens/queried" not in engine.counts
+
+
+def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(
+    text_model: Path, start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(start(), PROMPT)
+    config = vllm_config(text_model, options(tmp_path, chunk_tokens=2 * BLOCK))
+    config.cache_config.block_size = 2 * BLOCK
+    cache = cache_config(8, [replace(window(9), block_size=2 * BLOCK)])
+    KVShareConnector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+    assert f"block_size: {2 * BLOCK} != {BLOCK}" in caplog.text
+    assert "layer_sets: " in caplog.text
 
 
 def test_counts_travel_as_vllms_statistics() -> None:

@@ -39,18 +39,24 @@ def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=num_tokens, **SHAPE, **more)
 
 
-def engine(algorithm: str = "sha256", **more: Any) -> Any:
-    # What `refusal` reads of a VllmConfig.
-    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
-    cache = {"prefix_caching_hash_algo": algorithm, "block_size": TOKENS}
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            **{name: more.get(name, one) for name, one in parallel.items()}
-        ),
-        cache_config=SimpleNamespace(
-            **cache | {n: v for n, v in more.items() if n not in parallel}
-        ),
-    )
+def engine(**more: Any) -> Any:
+    """What `refusal` reads of a VllmConfig; `more`: any of its fields."""
+    fields: dict[str, dict[str, Any]] = {
+        "parallel_config": {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1},
+        "scheduler_config": {"enable_chunked_prefill": True},
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256",
+            "block_size": TOKENS,
+            "enable_prefix_caching": True,
+            "calculate_kv_scales": False,
+            "prefix_match_unit": None,
+        },
+    }
+    parts = {
+        name: SimpleNamespace(**{field: more.get(field, usual) for field, usual in part.items()})
+        for name, part in fields.items()
+    }
+    return SimpleNamespace(**parts)
 
 
 def cache(*specs: Any) -> KVCacheConfig:
@@ -76,6 +82,7 @@ def cache(*specs: Any) -> KVCacheConfig:
 )
 def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
+    assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
 
 
 class Derived(FullAttentionSpec):
@@ -94,9 +101,14 @@ class Derived(FullAttentionSpec):
         (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
         (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
         (engine(decode_context_parallel_size=2), (FULL,), "context"),
-        (engine(algorithm="xxhash"), (FULL,), "xxhash"),
+        (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
         (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
         (engine(prefix_match_unit=8), (FULL,), "prefix_match_unit"),
+        (
+            engine(enable_prefix_caching=False, enable_chunked_prefill=False),
+            (MLA,),
+            "cannot be continued",
+        ),
     ],
 )
 def test_other_engines_are_refused_in_a_sentence(

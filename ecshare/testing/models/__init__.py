@@ -10,12 +10,15 @@ block gets other tokens.
 
 Each family has something the others have not: `qwen2.5-vl` pictures of any size and videos,
 `qwen3-vl` embeddings wider than the language model (DeepStack), `llava` no way to do without the
-pixels, `qwen2-audio` sound; `qwen2` reads text alone.
+pixels, `qwen2-audio` sound. `qwen2` reads text alone, and so do
+`gemma3`, whose layers look back over a window but for every third, and `deepseek-v2`, whose
+attention is latent (MLA).
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
+from ecshare.testing.models.attention import make_deepseek_v2, make_gemma3
 from ecshare.testing.models.audio import make_qwen2_audio
 from ecshare.testing.models.llava import make_llava
 from ecshare.testing.models.qwen_vl import make_qwen3_vl, make_qwen25_vl
@@ -24,6 +27,8 @@ from ecshare.testing.models.text import make_adapter, make_qwen2
 __all__ = [
     "FAMILIES",
     "make_adapter",
+    "make_deepseek_v2",
+    "make_gemma3",
     "make_llava",
     "make_qwen2",
     "make_qwen2_audio",
@@ -34,6 +39,8 @@ __all__ = [
 # Each writes a checkpoint to a folder that is not there yet, and returns it; the same seed gives
 # the same files. Raises FileExistsError if the folder is there.
 FAMILIES: dict[str, Callable[[Path, int], Path]] = {
+    "deepseek-v2": make_deepseek_v2,
+    "gemma3": make_gemma3,
     "llava": make_llava,
     "qwen2": make_qwen2,
     "qwen2-audio": make_qwen2_audio,

@@ -149,7 +149,8 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             if parameter.dim() == 1:
                 std = BIAS_STD
             elif "embed_tokens" in name:
-                std = 1.0
+                # Some models multiply their embeddings.
+                std = 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
             else:
                 inputs = parameter[0].numel()
                 std = (ATTENTION_GAIN if "attn" in name else 1.0) / math.sqrt(inputs)

@@ -82,4 +82,5 @@ def payload(url: str) -> bytes:
     return base64.b64decode(url.partition("base64,")[2])
 
 
-SHOW = {"qwen2": Answers.text, "qwen2-audio": Answers.sound}
+TEXT_ONLY = ("qwen2", "gemma3", "deepseek-v2")
+SHOW = {**dict.fromkeys(TEXT_ONLY, Answers.text), "qwen2-audio": Answers.sound}

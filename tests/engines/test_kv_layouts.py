@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of models that keep it in other ways: windows, latent attention, 8-bit numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ecshare.testing import ready_made
+from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from tests.conftest import CACHE, LOGS
+from tests.engines.chat import Answer, ask, stored_kv, text
+
+pytestmark = pytest.mark.engine
+
+CHUNK = 64
+STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
+PROMPTS = [f"{number} {STORY}"[:length] for number, length in enumerate((2000, 300, 40, 500))]
+
+
+class Kind(NamedTuple):
+    """A model and options that give a cache of this kind; the parts that a chunk is stored in."""
+
+    family: str
+    options: tuple[str, ...]
+    parts: set[str]
+
+
+KINDS = {
+    "windows": Kind("gemma3", (), {"t0of1", "t0of1-s1"}),
+    "all layers alike, windows or not": Kind(
+        "gemma3", ("--disable-hybrid-kv-cache-manager",), {"t0of1"}
+    ),
+    "8 bits": Kind("qwen2", ("--kv-cache-dtype=fp8",), {"t0of1"}),
+    "windows of 8 bits": Kind("gemma3", ("--kv-cache-dtype=fp8",), {"t0of1", "t0of1-s1"}),
+}
+IN_THE_GATE = ("windows",)
+
+
+class Fleet(NamedTuple):
+    kind: Kind
+    plain: EngineProcess
+    first: EngineProcess
+    second: EngineProcess
+    root: Path
+
+    def check(self, engine: EngineProcess, prompt: str) -> Answer:
+        answer = ask(engine, engine.model, [text(prompt)])
+        assert answer.tokens == ask(self.plain, self.plain.model, [text(prompt)]).tokens
+        stored_kv(self.root, "*")
+        return answer
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    kind: Kind = KINDS[request.param]
+    root = tmp_path_factory.mktemp("layouts")
+    model = ready_made.model(CACHE / "models", kind.family)
+    flags = (*SMALL_ENGINE, "--block-size=32", "--limit-mm-per-prompt={}", *kind.options)
+
+    def engine(name: str, *more: str) -> EngineProcess:
+        return EngineProcess(name, model, LOGS / f"{__name__}.{request.param}", (*flags, *more))
+
+    def sharing(name: str) -> EngineProcess:
+        own: dict[str, Any] = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
+        return engine(name, kv_argument("both", f"file://{root}/store", **own))
+
+    with engine("plain") as plain, sharing("first") as first, sharing("second") as second:
+        yield Fleet(kind, plain, first, second, root)
+
+
+# The scope makes the cases of a kind share its engines.
+each_kind = pytest.mark.parametrize(
+    "fleet",
+    [pytest.param(name, marks=() if name in IN_THE_GATE else pytest.mark.models) for name in KINDS],
+    indirect=True,
+    ids=lambda name: name.replace(" ", "-"),
+)
+
+
+@each_kind
+def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
+    for prompt in PROMPTS:
+        assert fleet.check(fleet.first, prompt).num_cached_tokens == 0
+    for prompt in PROMPTS:
+        warm = fleet.check(fleet.second, prompt)
+        assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
+    found = {path.name.partition(".")[2] for path in stored_kv(fleet.root, "*")}
+    assert found == fleet.kind.parts
+
+
+@each_kind
+def test_a_longer_prompt_goes_on_from_what_is_stored(fleet: Fleet) -> None:
+    fleet.check(fleet.first, f"longer {STORY}")
+    longer = fleet.check(fleet.second, f"longer {STORY} and what came of it")
+    assert longer.num_cached_tokens >= CHUNK
+
+
+@each_kind
+def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
+    known = stored_kv(fleet.root, "t0of1")
+    fleet.check(fleet.first, f"lost {STORY}")
+    new = sorted(stored_kv(fleet.root, "t0of1") - known)
+    for path in new[::2]:
+        path.unlink()
+    answer = fleet.check(fleet.second, f"lost {STORY}")
+    assert answer.num_cached_tokens < answer.num_prompt_tokens - 1
+    assert stored_kv(fleet.root, "t0of1") >= set(new), "and saved again"
+
+
+@pytest.mark.models
+def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path: Path) -> None:
+    """vLLM's CPU kernel for it computes the rest of a prompt as if there were no beginning."""
+    model = ready_made.model(CACHE / "models", "deepseek-v2")
+    flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}")
+    kv = kv_argument("both", f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
+    with (
+        EngineProcess("plain", model, tmp_path, flags) as plain,
+        EngineProcess("sharing", model, tmp_path, (*flags, kv)) as sharing,
+    ):
+        for prompt in (STORY, f"{STORY} and what came of it", STORY):
+            answer = ask(sharing, sharing.model, [text(prompt)])
+            assert answer.tokens == ask(plain, plain.model, [text(prompt)]).tokens
+        assert "kvshare saves and loads nothing" in sharing.log_path.read_text()
+    assert not stored_kv(tmp_path, "t*")
