@@ -54,7 +54,9 @@ def ask(server: Server, model: str, content: list[dict[str, Any]], **fields: Any
     return _post(server, "chat/completions", body)
 
 
-def complete(server: Server, model: str, prompt: list[int], max_tokens: int = 12) -> Answer:
+def complete(
+    server: Server, model: str, prompt: list[int], max_tokens: int = 12, **fields: Any
+) -> Answer:
     """Ask, greedy, what follows these tokens."""
     body = {
         "model": model,
@@ -63,6 +65,7 @@ def complete(server: Server, model: str, prompt: list[int], max_tokens: int = 12
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
+        **fields,
     }
     return _post(server, "completions", body)
 

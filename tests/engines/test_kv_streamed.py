@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines: D has its request while P computes, and loads chunks as they appear."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
+from tests.engines.chat import (
+    announced,
+    ask,
+    complete,
+    counting,
+    counts,
+    picture,
+    stored_kv,
+    text,
+)
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+CHUNK = 2 * BLOCK
+STREAMED = {"kvshare": {"streamed": True}}
+WAIT_S = 40.0
+GIVE_UP_S = 120.0
+LOADED = "kvshare_blocks/loaded"
+STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 140
+
+
+class Fleet(NamedTuple):
+    plain: EngineProcess
+    p: EngineProcess
+    """Computes one chunk a step."""
+    d: EngineProcess
+    root: Path
+
+    @contextmanager
+    def p_stops_in_the_middle(self) -> Iterator[None]:
+        """In the block P and D are sent a prompt. At the end of it P has computed some of it and
+        is stopped, so that it cannot answer, and D has loaded some of that."""
+        num_objects = len(stored_kv(self.root, "t0of1"))
+        num_loaded = loaded(self.d)
+        yield
+        # Not `stored_kv`: that waits until P is done.
+        until(lambda: len(list((self.root / "store" / "kv").rglob("*.t0of1"))) > num_objects + 2)
+        self.p.pause()
+        until(lambda: loaded(self.d) > num_loaded)
+
+
+@pytest.fixture(scope="module")
+def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+    store = f"file://{root}/store"
+
+    def sharing(name: str, ec_role: str, *more: str) -> EngineProcess:
+        # Hosts of their own: what one has of the other comes through the store.
+        options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": WAIT_S}
+        ec = ec_argument(ec_role, store, **options)
+        kv = kv_argument("both", store, chunk_tokens=CHUNK, **options)
+        arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", ec, kv, *more)
+        return EngineProcess(name, vlm, root, arguments)
+
+    fleet = Fleet(
+        EngineProcess("plain", vlm, root),
+        sharing("p", "both", f"--max-num-batched-tokens={CHUNK}"),
+        sharing("d", "consumer"),
+        root,
+    )
+    with ExitStack() as running:
+        for engine in fleet[:3]:
+            running.callback(engine.stop)
+            engine.start()
+        for engine in fleet[:3]:
+            engine.wait_ready()
+            ask(engine, engine.model, [text("The first request takes its time.")])
+        yield fleet
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not is_so():
+        assert time.monotonic() < give_up_s, "it never came to that"
+        time.sleep(0.01)
+
+
+def loaded(d: EngineProcess) -> float:
+    return counts(d).get(LOADED, 0)
+
+
+def test_d_loads_what_p_has_computed_before_p_answers(fleet: Fleet) -> None:
+    prompt = [20 + number % 400 for number in range(60 * CHUNK + 45)]
+    expected = complete(fleet.plain, fleet.plain.model, prompt).tokens
+    with ThreadPoolExecutor(2) as clients, counting(fleet.d) as gained:
+        try:
+            with fleet.p_stops_in_the_middle():
+                from_d = clients.submit(
+                    complete, fleet.d, fleet.d.model, prompt, kv_transfer_params=STREAMED
+                )
+                from_p = clients.submit(complete, fleet.p, fleet.p.model, prompt, 1)
+            assert not from_p.done()
+            assert not from_d.done()
+        finally:
+            fleet.p.resume()
+        answer = from_d.result()
+        handed_over = from_p.result().body["kv_transfer_params"]
+    assert answer.tokens == expected
+    assert answer.num_cached_tokens == len(prompt) - 1
+    assert handed_over == {"kvshare": {"num_tokens": len(prompt) - 1, "size": 1}}
+    assert gained["kvshare_tokens/announced"] == gained["kvshare_tokens/loaded"] == len(prompt) - 1
+    assert gained["kvshare_tokens/hit"] == gained["kvshare_blocks/missed"] == 0, "no look-up"
+
+
+def test_d_computes_what_a_p_that_was_killed_has_left(fleet: Fleet) -> None:
+    """The last test: P is gone. The picture comes after what P has computed, and D has no pixels
+    of it."""
+    encoded = ask(fleet.p, fleet.p.model, [picture(3, "three")])
+    full = [text(STORY), picture(3, "three"), text("What is this?")]
+    lean = [full[0], announced(encoded, "three"), full[2]]
+    expected = ask(fleet.plain, fleet.plain.model, full).tokens
+    other = ask(fleet.plain, fleet.plain.model, [full[0], picture(4), full[2]])
+    assert other.tokens != expected
+    with ThreadPoolExecutor(2) as clients, counting(fleet.d) as gained:
+        with fleet.p_stops_in_the_middle():
+            from_d = clients.submit(ask, fleet.d, fleet.d.model, lean, kv_transfer_params=STREAMED)
+            from_p = clients.submit(ask, fleet.p, fleet.p.model, full, max_tokens=1)
+        assert not from_p.done()
+        fleet.p.kill()
+        answer = from_d.result()
+        assert isinstance(from_p.exception(), OSError)
+    assert answer.tokens == expected
+    # Not by vLLM's count of cached tokens: that is what a load was promised.
+    assert CHUNK <= gained["kvshare_tokens/loaded"] < gained["kvshare_tokens/announced"]
+    assert gained["kvshare_blocks/failed"] > 0
+    assert gained["ecshare_items/loaded"] == 1
