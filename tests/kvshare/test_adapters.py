@@ -49,7 +49,7 @@ def ask(
 @pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer"])
 def test_the_same_adapter_shares(start: StartEngine, tmp_path: Path, kv_role: str) -> None:
     lora = adapter(tmp_path / "lora", OLD)
-    announced = {"kvshare": {"num_tokens": len(PROMPT) - 1}}
+    announced = {"kvshare": {"num_tokens": len(PROMPT) - 1, "size": 1}}
     assert ask(start(kv_role), lora, OLD).kv_transfer_params == announced
     assert ask(start(), lora, OLD).computed_prompt_tokens == 1
 
