@@ -26,6 +26,7 @@ from tests.kvshare.toy import (
 from tests.releases import loads_may_hang
 
 W = 3 * BLOCK
+SOME = 4  # of all objects; each takes an engine of its own
 GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
     "two full groups": (spec(), spec()),
     "full and windows": (spec(), window(W), window(W)),
@@ -117,10 +118,10 @@ def test_turns_of_a_conversation_are_found(start: StartEngine) -> None:
 def test_a_lost_object_costs_a_recomputation(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
 ) -> None:
-    """Each object in turn: right tokens, and it is stored again if it was needed."""
+    """One at a time: right tokens, and it is stored again if it was needed."""
     engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
     serve(engine(), LONG, max_tokens=1)
-    for lost in objects(tmp_path):
+    for lost in objects(tmp_path)[::SOME]:
         shutil.rmtree(tmp_path / "host")
         lost.unlink()
         reader = engine()
@@ -134,7 +135,7 @@ def test_a_damaged_object_costs_a_recomputation(
 ) -> None:
     engine = partial(start, specs=specs, store=chunked(4), num_blocks=160)
     serve(engine(), LONG, max_tokens=1)
-    for damaged in objects(tmp_path):
+    for damaged in objects(tmp_path)[1::SOME]:
         shutil.rmtree(tmp_path / "host")
         flip_a_payload_bit(damaged)
         serve(engine(), LONG, max_tokens=1)
@@ -163,7 +164,7 @@ def test_preempted_requests_find_what_they_had(
 
 @loads_may_hang
 @each_kind
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_the_tokens_are_right(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec], seed: int
 ) -> None:
