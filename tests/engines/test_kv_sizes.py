@@ -9,7 +9,7 @@ import pytest
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, complete
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.models]  # minutes: not in the gate
 
 BLOCK = 32
 PROMPT = [20 + number * 7 % 400 for number in range(10 * BLOCK + 5)]
