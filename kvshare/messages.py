@@ -102,9 +102,7 @@ def announced_size(request: "Request") -> int:
 
     It comes from the client: the caller must see that it is a possible one.
     """
-    params: Any = request.kv_transfer_params
-    ours = params.get("kvshare") if isinstance(params, dict) else None
-    size = ours.get("size") if isinstance(ours, dict) else None
+    size = _announced(request).get("size")
     return size if isinstance(size, int) and not isinstance(size, bool) else 0
 
 
@@ -114,9 +112,8 @@ def announced_tokens(request: "Request") -> int:
     docs/format.md has the two forms. They come from the client: all one can do is to make this one
     request wait for what does not come, for `wait_s`.
     """
-    params: Any = request.kv_transfer_params
-    ours = params.get("kvshare") if isinstance(params, dict) else None
-    if not isinstance(ours, dict) or len(ours.keys() - {"size"}) != 1:
+    ours = _announced(request)
+    if len(ours.keys() - {"size"}) != 1:
         return 0
     if ours.get("streamed") is True:
         return request.num_prompt_tokens - 1
@@ -124,3 +121,10 @@ def announced_tokens(request: "Request") -> int:
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool):
         return 0
     return num_tokens if 0 < num_tokens < request.num_prompt_tokens else 0
+
+
+def _announced(request: "Request") -> dict[Any, Any]:
+    """Return our part of the request's `kv_transfer_params`, unchecked; empty: there is none."""
+    params: Any = request.kv_transfer_params
+    ours = params.get("kvshare") if isinstance(params, dict) else None
+    return ours if isinstance(ours, dict) else {}
