@@ -170,7 +170,12 @@ class RemoteObjects:
         part = _CONTENT_RANGE.fullmatch(answer.get("ContentRange") or "")
         if part is None:
             return _Answer(body, 0, size, size)
-        return _Answer(body, int(part[1]), int(part[1]) + size, int(part[2]))
+        opened = _Answer(body, int(part[1]), int(part[1]) + size, int(part[2]))
+        start, stop = (span.start, min(span.stop, opened.size)) if span else (0, opened.size)
+        if (opened.start, opened.stop) != (start, stop):
+            body.close()
+            raise StoreUnavailable(f"{key}: the server sends another range than it was asked for")
+        return opened
 
     async def _pour(self, key: str, answer: "_Answer", sink: Sink) -> None:
         start = answer.start
