@@ -89,7 +89,7 @@ class TestS3ThroughS3fs(StoreContract):
 @pytest.mark.s3
 class TestRcloneThroughObstore(StoreContract):
     create_only = one_winner = False
-    racing_writers_fail = True  # "500 Internal Error"
+    racing_writers_fail = True  # "500 Internal Error", also where they race to make one folder
 
     @pytest.fixture
     async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
@@ -101,7 +101,7 @@ class TestRcloneThroughObstore(StoreContract):
 @pytest.mark.s3
 class TestRcloneThroughS3fs(StoreContract):
     create_only = one_winner = False
-    racing_writers_fail = True  # "500 Internal Error"
+    racing_writers_fail = True  # "500 Internal Error", also where they race to make one folder
 
     @pytest.fixture
     async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
