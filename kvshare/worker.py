@@ -263,25 +263,30 @@ class KVWorker:
         return [replace(piece, source=source) for source in found]
 
     def _save_all(self, namespace: str, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            if not self._save(namespace, piece):
-                self._stats.add("blocks/dropped", piece.num_blocks)
-                self._lost.add(piece.key)
+        copied = [put for piece in pieces if (put := self._copied(namespace, piece)) is not None]
+        # Not one by one: the threads that store the first would slow the copies of the rest, which
+        # the step waits for.
+        if copied:
+            self._engine.submit(*copied)
 
-    def _save(self, namespace: str, piece: Piece) -> bool:
+    def _copied(self, namespace: str, piece: Piece) -> Put | None:
+        """Copy `piece` out. None: it is another rank's to store, or it is dropped."""
         staging, shape = self._staging, self._shape
-        if staging is None or shape is None:
-            return False
-        if not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
-            return True
-        key, blocks = self._object_key(namespace, piece), self._blocks[piece.layer_set]
-        slab = staging.reserve(blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex()))
-        if slab is None:
-            return False
+        if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
+            return None
+        slab = None
+        if staging is not None:
+            blocks = self._blocks[piece.layer_set]
+            facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
+            slab = staging.reserve(facts)
+        if staging is None or slab is None:
+            self._stats.add("blocks/dropped", piece.num_blocks)
+            self._lost.add(piece.key)
+            return None
         staging.fill(slab, partial(blocks.read, piece.block_ids, piece.num_tokens))
+        key = self._object_key(namespace, piece)
         self._saving[key] = piece
-        self._engine.submit(Put(key, slab))
-        return True
+        return Put(key, slab)
 
     def _saved(self, done: Done) -> None:
         assert isinstance(done.job, Put)
