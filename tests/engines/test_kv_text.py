@@ -5,8 +5,11 @@ Such a model can take LoRA adapters, and is quick enough to guess ahead of.
 """
 
 import json
+import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,3 +181,27 @@ def test_a_reset_cache_is_filled_from_the_store(fleet: Fleet) -> None:
     before = counts(fleet.first)["kvshare_tokens/loaded"]
     warm = fleet.check(fleet.first, f"reset {STORY}")
     assert counts(fleet.first)["kvshare_tokens/loaded"] - before == warm.num_prompt_tokens - 1
+
+
+def test_requests_that_run_through_a_reset_give_the_same_tokens(fleet: Fleet) -> None:
+    """vLLM preempts them; what their blocks held is no cache's any more."""
+    words = [f"{number} running {STORY[:300]}" for number in range(4)]
+    expected = [
+        ask(fleet.plain, fleet.plain.model, [text(each)], max_tokens=300).tokens for each in words
+    ]
+    given: dict[int, list[int]] = {}
+
+    def run(number: int) -> None:
+        answer = ask(fleet.first, fleet.first.model, [text(words[number])], max_tokens=300)
+        given[number] = answer.tokens
+
+    clients = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for client in clients:
+        client.start()
+    while any(client.is_alive() for client in clients):
+        with suppress(urllib.error.HTTPError):  # vLLM refuses while a request loads
+            post(fleet.first, "reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        for client in clients:
+            client.join(0.3)
+    assert [given[number] for number in range(4)] == expected
+    assert counters(fleet.first.base_url)["vllm:num_preemptions_total", ""] > 0

@@ -118,7 +118,7 @@ def finish(
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     draw_weights(model, seed)
-    _silence(model.get_output_embeddings(), tokenizer, words_only=processor is tokenizer)
+    _silence(model.get_output_embeddings(), tokenizer)
     ends = {
         "bos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
         "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
@@ -157,17 +157,14 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             parameter.normal_(0.0, std, generator=stream)
 
 
-def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast, *, words_only: bool) -> None:
-    """Give the special tokens a logit of zero, so that greedy answers are text and do not stop.
+def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give all tokens but words a logit of zero, so that greedy answers do not stop.
 
-    `words_only`: all but blanks with letters behind them, too. The text of an answer then has the
-    same tokens again, as it mostly does with trained models.
+    A word is a blank and letters. So the text of an answer has the same tokens again: a
+    conversation goes on with the tokens that were computed, as it mostly does with trained models.
     """
-    silent = torch.zeros(lm_head.weight.shape[0], dtype=torch.bool)
-    if words_only:
-        silent[:] = True
-        silent[list(_words(tokenizer))] = False
-    silent[[*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]] = True
+    silent = torch.ones(lm_head.weight.shape[0], dtype=torch.bool)
+    silent[list(_words(tokenizer))] = False
     with torch.no_grad():
         lm_head.weight[silent] = 0.0
 
