@@ -4,8 +4,9 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ecshare.testing import asking
 from ecshare.testing.engines import EngineProcess
@@ -17,6 +18,7 @@ LOADED = "ecshare_items/loaded"
 # Short, so that a case is soon over, and long enough for two busy cores.
 SHORT_WAITS = {"wait_s": 2.0, "io_timeout_s": 1.5}
 RECOVERS_WITHIN_S = 90.0  # the store's health makes pauses of up to 30 s
+STORES_WITHIN_S = 20.0
 NUM_PICTURES = 5
 
 _numbers = itertools.count()
@@ -112,6 +114,21 @@ def new_uuid() -> tuple[str, int]:
     return f"picture-{number}", number % NUM_PICTURES
 
 
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    """Engines answer before they have stored."""
+    deadline_s = time.monotonic() + STORES_WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, otherwise
+        time.sleep(0.05)
+
+
+class Engines(Protocol):
+    """One that knows the right tokens, and one that must give them too."""
+
+    plain: EngineProcess
+    consumer: EngineProcess
+
+
 class Decoding(threading.Thread):
     """Text requests, one after the other, that have no business with any store.
 
@@ -120,7 +137,7 @@ class Decoding(threading.Thread):
 
     BODY = asking.question("tell me about the sea", max_tokens=150) | {"ignore_eos": True}
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Engines) -> None:
         super().__init__(name="decoding", daemon=True)
         self._server: Server = fleet.consumer
         self._expected = asking.ask(fleet.plain.base_url, self.BODY).token_ids

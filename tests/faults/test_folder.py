@@ -3,42 +3,29 @@
 
 import contextlib
 import os
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
 from ecshare.testing.engines import ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, picture, text
+from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
-from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item
+from tests.faults.failing import Folder
+from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item, wait_until
 
 pytestmark = pytest.mark.faults
 
-GIB = 1 << 30
 PAST_S, FUTURE_S = 0.0, 4e9
 NUM_FOREIGN = 100_000
-STORES_WITHIN_S = 20.0
 
 
 @dataclass(kw_only=True)
-class FolderFleet(Fleet):
+class FolderFleet(Folder, Fleet):
     """The consumer is an `ec_both`, and `durable`: it decodes, loads, and waits for its saves."""
-
-    disks: tuple[SmallDisk, ...]
-
-    @property
-    def folder(self) -> Path:
-        return self.disks[0].folder / "store"
-
-    @property
-    def hosts(self) -> tuple[Path, ...]:
-        return tuple(disk.folder / "host" for disk in self.disks[1:])
 
     def objects(self) -> set[Path]:
         return {path for path in (self.folder / "ec").rglob("*") if len(path.name) == 64}
@@ -78,64 +65,15 @@ def fleet(engine: StartEngine, disks: tuple[SmallDisk, ...]) -> FolderFleet:
 
 
 @contextlib.contextmanager
-def disk_full(fleet: FolderFleet) -> Iterator[None]:
-    with fleet.disks[0].full():
-        yield
-
-
-@contextlib.contextmanager
-def disk_read_only(fleet: FolderFleet) -> Iterator[None]:
-    with fleet.disks[0].read_only():
-        yield
-
-
-@contextlib.contextmanager
-def folder_deleted(fleet: FolderFleet) -> Iterator[None]:
-    shutil.rmtree(fleet.folder)
-    yield
-    fleet.folder.mkdir()
-
-
-@contextlib.contextmanager
-def host_caches_full(fleet: FolderFleet) -> Iterator[None]:
-    """Not of entries, which would make room, but of somebody else's bytes."""
-    for host in fleet.hosts:
-        for path in host.glob("*+*"):
-            path.unlink()
-    with fleet.disks[1].full(), fleet.disks[2].full():
-        yield
-
-
-@contextlib.contextmanager
-def host_caches_read_only(fleet: FolderFleet) -> Iterator[None]:
-    with fleet.disks[1].read_only(), fleet.disks[2].read_only():
-        yield
-
-
-@contextlib.contextmanager
-def host_caches_deleted(fleet: FolderFleet) -> Iterator[None]:
-    for host in fleet.hosts:
-        shutil.rmtree(host)
-    yield
-
-
-@contextlib.contextmanager
 def files_of_the_past(fleet: FolderFleet) -> Iterator[None]:
-    _date(fleet, PAST_S)
+    fleet.date(PAST_S)
     yield
 
 
 @contextlib.contextmanager
 def files_of_the_future(fleet: FolderFleet) -> Iterator[None]:
-    _date(fleet, FUTURE_S)
+    fleet.date(FUTURE_S)
     yield
-
-
-def _date(fleet: FolderFleet, at_s: float) -> None:
-    """As if the clock had been moved since everything was written."""
-    for folder in (fleet.folder, *fleet.hosts):
-        for path in folder.rglob("*"):
-            os.utime(path, (at_s, at_s))
 
 
 @contextlib.contextmanager
@@ -150,17 +88,23 @@ def foreign_names(fleet: FolderFleet) -> Iterator[None]:
         path.unlink()
 
 
-Failing = Callable[[FolderFleet], contextlib.AbstractContextManager[None]]
-READABLE: list[Failing] = [
-    disk_full, disk_read_only, files_of_the_past, files_of_the_future, foreign_names,
-    host_caches_deleted,
+FailingFolder = Callable[[FolderFleet], contextlib.AbstractContextManager[None]]
+READABLE: list[FailingFolder] = [
+    Folder.disk_full, Folder.disk_read_only, files_of_the_past, files_of_the_future, foreign_names,
+    Folder.host_caches_deleted,
 ]  # fmt: skip
 """While these last, what is stored can be loaded."""
-UNREADABLE: list[Failing] = [folder_deleted, host_caches_full, host_caches_read_only]
+UNREADABLE: list[FailingFolder] = [
+    Folder.folder_deleted,
+    Folder.host_caches_full,
+    Folder.host_caches_read_only,
+]
 
 
 @pytest.mark.parametrize("failing", READABLE + UNREADABLE)
-def test_a_failing_folder_costs_hits_and_no_more(fleet: FolderFleet, failing: Failing) -> None:
+def test_a_failing_folder_costs_hits_and_no_more(
+    fleet: FolderFleet, failing: FailingFolder
+) -> None:
     kept, unread = fleet.store(), fleet.store()
     with Decoding(fleet):
         with failing(fleet):
@@ -192,54 +136,21 @@ def test_what_the_store_has_lost_is_stored_again_by_who_loads_it(fleet: FolderFl
 # --- objects that no engine put there ---
 
 
-def truncated(whole: bytes, _: FolderFleet) -> bytes:
-    return whole[:-1]
-
-
-def cut_in_the_header(whole: bytes, _: FolderFleet) -> bytes:
-    return whole[:100]
-
-
-def empty(_: bytes, __: FolderFleet) -> bytes:
-    return b""
-
-
-def flipped_in_the_payload(whole: bytes, _: FolderFleet) -> bytes:
-    return whole[:-1] + bytes([whole[-1] ^ 1])
-
-
-def flipped_in_the_header(whole: bytes, _: FolderFleet) -> bytes:
-    at = whole.index(b"xxh3_128:") + 12
-    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
-
-
-def another_objects(_: bytes, fleet: FolderFleet) -> bytes:
-    """Valid in all that it says; of another picture, as of another namespace."""
-    return fleet.encode_stored()[1].read_bytes()
-
-
-DAMAGE: list[Callable[[bytes, FolderFleet], bytes]] = [
-    truncated, cut_in_the_header, empty, flipped_in_the_payload, flipped_in_the_header,
-    another_objects,
-]  # fmt: skip
-# What a well-made object says of itself, in place of F32 and [count, width].
-UNFIT: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
-    "wrong dtype": lambda count, width: ("F16", (count, width)),
-    "wrong count": lambda count, width: ("F32", (count - 1, width)),
-    "wrong width": lambda count, width: ("F32", (count, width // 2)),
-    "turned": lambda count, width: ("F32", (width, count)),
-    "flat": lambda count, width: ("F32", (count * width,)),
-    "three dimensions": lambda count, width: ("F32", (1, count, width)),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_object_is_a_miss_and_replaced(
-    fleet: FolderFleet, damage: Callable[[bytes, FolderFleet], bytes]
+    fleet: FolderFleet, damage: Callable[[bytes], bytes]
 ) -> None:
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
-    replace(path, damage(whole, fleet))
+    replace(path, damage(whole))
+    check_miss_then_replaced(fleet, item, path, whole)
+
+
+def test_another_objects_bytes_are_a_miss_and_replaced(fleet: FolderFleet) -> None:
+    """Valid in all that they say; of another picture, as of another namespace."""
+    item, path = fleet.encode_stored()
+    whole = path.read_bytes()
+    replace(path, fleet.encode_stored()[1].read_bytes())
     check_miss_then_replaced(fleet, item, path, whole)
 
 
@@ -247,13 +158,7 @@ def test_a_damaged_object_is_a_miss_and_replaced(
 def test_an_object_that_does_not_fit_is_a_miss_and_replaced(fleet: FolderFleet, name: str) -> None:
     item, path = fleet.encode_stored()
     whole = path.read_bytes()
-    key = path.relative_to(fleet.folder).as_posix()
-    right = unseal(memoryview(whole), key).facts
-    dtype, shape = UNFIT[name](*right.shape)
-    facts = TensorFacts(dtype, shape, right.attributes)
-    made = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
-    seal(made, facts, key)
-    replace(path, bytes(made))
+    replace(path, unfit(name, whole, path.relative_to(fleet.folder).as_posix()))
     check_miss_then_replaced(fleet, item, path, whole)
 
 
@@ -262,9 +167,9 @@ def test_a_gigabyte_of_zeros_is_a_miss_within_little_memory(fleet: FolderFleet) 
     whole = path.read_bytes()
     replace(path, b"")
     os.truncate(path, GIB)  # sparse: it takes no room
-    before = most_memory_bytes(fleet)
+    before = most_memory_bytes(fleet.consumer)
     check_miss_then_replaced(fleet, item, path, whole)
-    assert most_memory_bytes(fleet) - before < GIB // 2
+    assert most_memory_bytes(fleet.consumer) - before < GIB // 2
 
 
 def check_miss_then_replaced(fleet: FolderFleet, item: Item, path: Path, whole: bytes) -> None:
@@ -274,26 +179,3 @@ def check_miss_then_replaced(fleet: FolderFleet, item: Item, path: Path, whole: 
         fleet.encode(item.uuid, item.seed)
         wait_until(lambda: path.exists() and path.read_bytes() == whole, "it was not replaced")
         assert fleet.is_right(item, fleet.without_pixels(item))
-
-
-def replace(path: Path, body: bytes) -> None:
-    """Put `body` in an object's place, as a new file: engines may have linked the old one."""
-    path.unlink()
-    path.write_bytes(body)
-
-
-def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    """Encoders answer before they have stored."""
-    deadline_s = time.monotonic() + STORES_WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, otherwise
-        time.sleep(0.05)
-
-
-def most_memory_bytes(fleet: FolderFleet) -> int:
-    """The most that the consumer's processes have had so far, each for itself, added up."""
-    total = 0
-    for process in fleet.consumer.processes():
-        status = Path(f"/proc/{process}/status").read_text()
-        total += sum(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
-    return total * 1024

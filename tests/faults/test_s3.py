@@ -2,41 +2,34 @@
 """An S3 server, or what is between it and the engines, fails while requests run."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
-import s3fs
 
 from ecshare.testing.engines import EngineProcess, ec_argument
-from ecshare.testing.faultproxy import FaultProxy, Method
+from ecshare.testing.faultproxy import FaultProxy
 from ecshare.testing.faults import Fault
 from ecshare.testing.processes import LOOPBACK
-from ecshare.testing.s3 import BUCKET, SeaweedFS
+from ecshare.testing.s3 import SeaweedFS
 from tests.conftest import LOGS, StartEngine
 from tests.faults.clock import Clock
+from tests.faults.failing import FAULTS, MIDDLE, READABLE, UPLOADS, Bucket, Failing
 from tests.faults.fleet import SHORT_WAITS, Decoding, Fleet, Item, new_uuid
 
 pytestmark = pytest.mark.faults
 
-# In the middle of a stored embedding: behind the prologue, before the end.
-MIDDLE = 9000
 OBJECTS = "/ec/"
-TRIES = 3
-STARTS_WITHIN_S = 12.0  # ordinarily one or two
 
 
 @dataclass(kw_only=True)
-class S3Fleet(Fleet):
+class S3Fleet(Bucket, Fleet):
     """Engines that reach `server` through `proxy`; `encoder` answers before its upload is done."""
 
     durable: EngineProcess
     """An encoder that answers afterwards."""
-    server: SeaweedFS
-    proxy: FaultProxy
     clock: Clock | None
     """The engines', not the server's. None: it cannot be moved."""
 
@@ -90,27 +83,6 @@ def healed(fleet: S3Fleet) -> Iterator[None]:
         fleet.clock.move(0)
 
 
-FAULTS: dict[str, tuple[Fault, Method]] = {
-    "503": (Fault.answer(503), "any"),
-    "403": (Fault.answer(403), "any"),
-    "404": (Fault.answer(404), "any"),
-    "a little slow": (Fault.slow(0.3), "any"),
-    "slow": (Fault.slow(2.0), "any"),
-    "silent": (Fault.slow(3600.0), "any"),
-    "answers cut": (Fault.cut(MIDDLE), "GET"),
-    "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),
-    "answers reset": (Fault.reset(MIDDLE), "GET"),
-    "uploads reset": (Fault.reset(MIDDLE, "upload"), "PUT"),
-    "answers stalled": (Fault.stall(MIDDLE), "GET"),
-    "uploads stalled": (Fault.stall(MIDDLE, "upload"), "PUT"),
-    "bits flipped in answers": (Fault.flip(MIDDLE), "GET"),
-    "bits flipped in uploads": (Fault.flip(MIDDLE, "upload"), "PUT"),
-}
-
-
-UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
-READABLE = [*UPLOADS, "a little slow"]
-"""While these last, what is stored can be loaded."""
 # How far the clock is moved, and whether an S3 server still takes what is signed by it.
 CLOCKS = {"an hour ahead": (3600, False), "an hour behind": (-3600, False),
           "five minutes ahead": (300, True), "five minutes behind": (-300, True)}  # fmt: skip
@@ -127,39 +99,15 @@ def test_a_durable_encoder_answers_all_the_same(fleet: S3Fleet, name: str) -> No
 
 
 def check_fault(fleet: S3Fleet, name: str) -> None:
-    fault, on = FAULTS[name]
-
-    @contextlib.contextmanager
-    def failing() -> Iterator[None]:
-        before = fleet.proxy.num_hits
-        fleet.proxy.fail(fault, on=on)
-        yield
-        fleet.proxy.heal()
-        assert fleet.proxy.num_hits > before, "nobody met the fault"
-
-    survive(fleet, failing, reads=name in READABLE)
+    survive(fleet, partial(fleet.fault, name), reads=name in READABLE)
 
 
 def test_refused_connections_cost_hits_and_no_more(fleet: S3Fleet) -> None:
-    @contextlib.contextmanager
-    def failing() -> Iterator[None]:
-        fleet.proxy.fail(Fault.refuse())
-        yield
-        fleet.proxy.heal()
-
-    survive(fleet, failing)
+    survive(fleet, fleet.refusing)
 
 
 def test_a_stopped_server_costs_hits_and_no_more(fleet: S3Fleet) -> None:
-    @contextlib.contextmanager
-    def failing() -> Iterator[None]:
-        fleet.server.pause()
-        try:
-            yield
-        finally:
-            fleet.server.resume()
-
-    survive(fleet, failing)
+    survive(fleet, fleet.stopped)
 
 
 @pytest.mark.parametrize("name", CLOCKS)
@@ -179,19 +127,7 @@ def test_a_clock_that_is_moved_costs_hits_and_no_more(fleet: S3Fleet, name: str)
 
 
 def test_a_bucket_may_be_deleted_and_made_again(fleet: S3Fleet) -> None:
-    s3 = s3fs.S3FileSystem(**fleet.server.storage_options, use_listings_cache=False)
-
-    @contextlib.contextmanager
-    def failing() -> Iterator[None]:
-        s3.rm(BUCKET, recursive=True)
-        with contextlib.suppress(FileNotFoundError):
-            s3.rmdir(BUCKET)
-        assert not s3.exists(BUCKET)
-        yield
-        with contextlib.suppress(FileExistsError):  # SeaweedFS makes it for who uploads
-            s3.mkdir(BUCKET)
-
-    survive(fleet, failing)
+    survive(fleet, fleet.deleted)
 
 
 @pytest.mark.parametrize("save", ["announced", "durable"])
@@ -203,7 +139,7 @@ def test_a_server_killed_in_the_middle_of_an_upload(fleet: S3Fleet, save: str) -
         fleet.proxy.fail(Fault.stall(MIDDLE, "upload"), on="PUT", key=OBJECTS)
         encoding = asking.submit(fleet.encode)
         fleet.proxy.wait_hit(hits + 1, 60)
-        with down(fleet):
+        with fleet.down():
             lost = encoding.result()
             fleet.check_with_pixels()
             fleet.check_announced(lost)
@@ -217,7 +153,7 @@ def test_a_server_killed_in_the_middle_of_a_download(fleet: S3Fleet) -> None:
         fleet.proxy.fail(Fault.stall(MIDDLE), on="GET", key=OBJECTS)
         loading = asking.submit(fleet.without_pixels, kept)
         fleet.proxy.wait_hit(hits + 1, 60)
-        with down(fleet):
+        with fleet.down():
             fleet.is_right(kept, loading.result())
             fleet.check_with_pixels(kept.uuid, kept.seed)
     fleet.check_recovers(kept)
@@ -276,32 +212,9 @@ def test_a_consumer_killed_while_it_loads_finds_its_host_cache_again(fleet: S3Fl
     fleet.check_recovers(loading)
 
 
-@contextlib.contextmanager
-def down(fleet: S3Fleet) -> Iterator[None]:
-    """Kill the server, with what is in the proxy on its way; then start it again."""
-    fleet.server.kill()
-    fleet.proxy.disconnect()
-    fleet.proxy.heal()
-    yield
-    start_again(fleet.server)
-
-
-def start_again(server: SeaweedFS) -> None:
-    """A killed one was seen to hang in its next start; it is killed once more then."""
-    for _ in range(TRIES):
-        server.start()
-        deadline_s = time.monotonic() + STARTS_WITHIN_S
-        while time.monotonic() < deadline_s:
-            if server.is_ready():
-                return
-            time.sleep(0.1)
-        server.kill()
-    raise server.failure("does not start again")
-
-
 def survive(
     fleet: S3Fleet,
-    failing: Callable[[], contextlib.AbstractContextManager[None]],
+    failing: Failing,
     *,
     reads: bool = False,
 ) -> None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an object in a folder may be replaced by, and that engines get over it."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.testing.processes import Server
+
+GIB = 1 << 30
+
+Shape = tuple[int, ...]
+
+
+def truncated(whole: bytes) -> bytes:
+    return whole[:-1]
+
+
+def cut_in_the_header(whole: bytes) -> bytes:
+    return whole[:100]
+
+
+def empty(_: bytes) -> bytes:
+    return b""
+
+
+def flipped_in_the_payload(whole: bytes) -> bytes:
+    return whole[:-1] + bytes([whole[-1] ^ 1])
+
+
+def flipped_in_the_header(whole: bytes) -> bytes:
+    at = whole.index(b"xxh3_128:") + 12
+    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+
+
+DAMAGE: list[Callable[[bytes], bytes]] = [
+    truncated, cut_in_the_header, empty, flipped_in_the_payload, flipped_in_the_header,
+]  # fmt: skip
+# What a well-made object says of itself, in place of F32 and its shape.
+UNFIT: dict[str, Callable[[Shape], tuple[str, Shape]]] = {
+    "wrong dtype": lambda shape: ("F16", shape),
+    "wrong count": lambda shape: ("F32", (shape[0] - 1, *shape[1:])),
+    "wrong width": lambda shape: ("F32", (*shape[:-1], shape[-1] // 2)),
+    "turned": lambda shape: ("F32", shape[::-1]),
+    "flat": lambda shape: ("F32", (prod(shape),)),
+    "one dimension more": lambda shape: ("F32", (1, *shape)),
+}
+
+
+def unfit(name: str, whole: bytes, key: str) -> bytes:
+    """A sound object under `key` that no engine can use."""
+    right = unseal(memoryview(whole), key).facts
+    dtype, shape = UNFIT[name](right.shape)
+    facts = TensorFacts(dtype, shape, right.attributes)
+    made = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
+    seal(made, facts, key)
+    return bytes(made)
+
+
+def replace(path: Path, body: bytes) -> None:
+    """Put `body` in an object's place, as a new file: engines may have linked the old one."""
+    path.unlink()
+    path.write_bytes(body)
+
+
+def most_memory_bytes(server: Server) -> int:
+    """The most that the server's processes have had so far, each for itself, added up."""
+    total = 0
+    for process in server.processes():
+        status = Path(f"/proc/{process}/status").read_text()
+        total += sum(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
+    return total * 1024

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where stores lie in these tests, and what may befall them: each for the length of a block."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import s3fs
+
+from ecshare.testing.faultproxy import FaultProxy, Method
+from ecshare.testing.faults import Fault
+from ecshare.testing.s3 import BUCKET, SeaweedFS
+from tests.faults.disks import SmallDisk
+
+Failing = Callable[[], contextlib.AbstractContextManager[None]]
+
+# In the middle of a stored object: behind the prologue, before the end.
+MIDDLE = 9000
+FAULTS: dict[str, tuple[Fault, Method]] = {
+    "503": (Fault.answer(503), "any"),
+    "403": (Fault.answer(403), "any"),
+    "404": (Fault.answer(404), "any"),
+    "a little slow": (Fault.slow(0.3), "any"),
+    "slow": (Fault.slow(2.0), "any"),
+    "silent": (Fault.slow(3600.0), "any"),
+    "answers cut": (Fault.cut(MIDDLE), "GET"),
+    "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),
+    "answers reset": (Fault.reset(MIDDLE), "GET"),
+    "uploads reset": (Fault.reset(MIDDLE, "upload"), "PUT"),
+    "answers stalled": (Fault.stall(MIDDLE), "GET"),
+    "uploads stalled": (Fault.stall(MIDDLE, "upload"), "PUT"),
+    "bits flipped in answers": (Fault.flip(MIDDLE), "GET"),
+    "bits flipped in uploads": (Fault.flip(MIDDLE, "upload"), "PUT"),
+}
+UPLOADS = [name for name, (_, on) in FAULTS.items() if on == "PUT"]
+READABLE = [*UPLOADS, "a little slow"]
+"""While these last, what is stored can be loaded."""
+_TRIES = 3
+_STARTS_WITHIN_S = 12.0  # ordinarily one or two
+
+
+@dataclass(kw_only=True)
+class Bucket:
+    """An S3 server that engines reach through a proxy."""
+
+    server: SeaweedFS
+    proxy: FaultProxy
+
+    @contextlib.contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        """Have the proxy do what FAULTS says; somebody must meet it."""
+        fault, on = FAULTS[name]
+        before = self.proxy.num_hits
+        self.proxy.fail(fault, on=on)
+        yield
+        self.proxy.heal()
+        assert self.proxy.num_hits > before, "nobody met the fault"
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Refuse all connections."""
+        self.proxy.fail(Fault.refuse())
+        yield
+        self.proxy.heal()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the server's process (SIGSTOP)."""
+        self.server.pause()
+        try:
+            yield
+        finally:
+            self.server.resume()
+
+    @contextlib.contextmanager
+    def deleted(self) -> Iterator[None]:
+        """Delete the bucket with all that is in it; make an empty one in the end."""
+        s3 = self.client()
+        s3.rm(BUCKET, recursive=True)
+        with contextlib.suppress(FileNotFoundError):
+            s3.rmdir(BUCKET)
+        assert not s3.exists(BUCKET)
+        yield
+        with contextlib.suppress(FileExistsError):  # SeaweedFS makes it for who uploads
+            s3.mkdir(BUCKET)
+
+    @contextlib.contextmanager
+    def down(self) -> Iterator[None]:
+        """Kill the server, with what is in the proxy on its way; then start it again."""
+        self.server.kill()
+        self.proxy.disconnect()
+        self.proxy.heal()
+        yield
+        self.start_again()
+
+    def start_again(self) -> None:
+        """A killed one was seen to hang in its next start; it is killed once more then."""
+        for _ in range(_TRIES):
+            self.server.start()
+            deadline_s = time.monotonic() + _STARTS_WITHIN_S
+            while time.monotonic() < deadline_s:
+                if self.server.is_ready():
+                    return
+                time.sleep(0.1)
+            self.server.kill()
+        raise self.server.failure("does not start again")
+
+    def client(self) -> s3fs.S3FileSystem:
+        """Not through the proxy."""
+        return s3fs.S3FileSystem(**self.server.storage_options, use_listings_cache=False)
+
+
+@dataclass(kw_only=True)
+class Folder:
+    """A folder that is a store, and those of two host caches: each on a disk of its own."""
+
+    disks: tuple[SmallDisk, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.disks[0].folder / "store"
+
+    @property
+    def hosts(self) -> tuple[Path, ...]:
+        return tuple(disk.folder / "host" for disk in self.disks[1:])
+
+    @contextlib.contextmanager
+    def disk_full(self) -> Iterator[None]:
+        with self.disks[0].full():
+            yield
+
+    @contextlib.contextmanager
+    def disk_read_only(self) -> Iterator[None]:
+        with self.disks[0].read_only():
+            yield
+
+    @contextlib.contextmanager
+    def folder_deleted(self) -> Iterator[None]:
+        shutil.rmtree(self.folder)
+        yield
+        self.folder.mkdir()
+
+    @contextlib.contextmanager
+    def host_caches_full(self) -> Iterator[None]:
+        """Not of entries, which would make room, but of somebody else's bytes."""
+        for host in self.hosts:
+            for path in host.glob("*+*"):
+                path.unlink()
+        with self.disks[1].full(), self.disks[2].full():
+            yield
+
+    @contextlib.contextmanager
+    def host_caches_read_only(self) -> Iterator[None]:
+        with self.disks[1].read_only(), self.disks[2].read_only():
+            yield
+
+    @contextlib.contextmanager
+    def host_caches_deleted(self) -> Iterator[None]:
+        for host in self.hosts:
+            shutil.rmtree(host)
+        yield
+
+    def date(self, at_s: float) -> None:
+        """As if the clock had been moved since everything was written."""
+        for folder in (self.folder, *self.hosts):
+            for path in folder.rglob("*"):
+                os.utime(path, (at_s, at_s))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three engines: a plain one that knows the right tokens, and two that share KV."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ecshare.testing.engines import EngineProcess, kv_argument
+from tests.engines.chat import Answer, ask, counting, picture, text
+from tests.faults.failing import Failing
+from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding, wait_until
+
+BLOCK, CHUNK = 32, 96
+WORDS = (
+    "what is to be seen here, and where? Tell of the sea, the wind and the stars, "
+    "and of an old stone house by the road. "
+) * 4
+NUM_OBJECTS = 4
+"""Of each prompt: two whole chunks, a part of two blocks, a tail. No answer fills a block more."""
+MISSES = "kvshare_misses/"
+DROPPED = "kvshare_blocks/dropped"
+FAILED = "kvshare_blocks/failed"
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A picture among words, in chunks that it shares with no other prompt."""
+
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def content(self) -> list[dict[str, Any]]:
+        return [text(f"Number {self.number:03d}."), picture(self.number % 5), text(WORDS)]
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A prompt that `first` has computed, and what it says of it."""
+
+    prompt: Prompt
+    num_tokens: int
+    params: dict[str, Any]
+
+
+@dataclass
+class KVFleet:
+    """The engines, and questions to them. Every answer is checked: no fault may cost a token."""
+
+    plain: EngineProcess
+    first: EngineProcess
+    consumer: EngineProcess
+    _expected: dict[Prompt, list[int]] = field(default_factory=dict)
+
+    def wait_ready(self) -> Self:
+        for engine in (self.plain, self.first, self.consumer):
+            engine.wait_ready()
+        expected = [tuple(self.expected(Prompt())) for _ in range(5)]
+        assert len(set(expected)) == len(expected), "prompts look alike"
+        return self
+
+    def expected(self, prompt: Prompt) -> list[int]:
+        if prompt not in self._expected:
+            answer = ask(self.plain, self.plain.model, prompt.content)
+            self._expected[prompt] = answer.tokens
+        return self._expected[prompt]
+
+    def prefill(self, prompt: Prompt | None = None) -> Handed:
+        """Have `first` compute a prompt: this one, or one that no engine has met."""
+        prompt = prompt or Prompt()
+        answer = self._ask(self.first, prompt)
+        return Handed(prompt, answer.num_prompt_tokens, answer.body["kv_transfer_params"])
+
+    def decode(self, handed: Handed) -> Answer:
+        """Have `consumer` go on from there."""
+        return self._ask(self.consumer, handed.prompt, kv_transfer_params=handed.params)
+
+    def is_loaded(self, handed: Handed) -> bool:
+        """Whether `consumer`, which has not met it, can load all of it."""
+        with counting(self.consumer) as gained:
+            answer = self.decode(handed)
+        # vLLM calls what it was promised cached, also where the load then fails.
+        return answer.num_cached_tokens == handed.num_tokens - 1 and not gained[FAILED]
+
+    def _ask(self, engine: EngineProcess, prompt: Prompt, **fields: Any) -> Answer:
+        answer = ask(engine, engine.model, prompt.content, **fields)
+        assert answer.tokens == self.expected(prompt)
+        return answer
+
+    def num_stored(self) -> int:
+        """How many KV objects the store has."""
+        raise NotImplementedError
+
+    def store(self) -> Handed:
+        """Have a new prompt computed, and return when all of it is stored."""
+        before = self.num_stored()
+        handed = self.prefill()
+        wait_until(lambda: self.num_stored() >= before + NUM_OBJECTS, "it was not stored")
+        return handed
+
+    def check_recovers(self, lost: Handed | None = None) -> None:
+        """The store is used again: new prompts go through it, and so does `lost`, asked again.
+
+        `consumer` must not have met `lost`.
+        """
+        deadline_s = time.monotonic() + RECOVERS_WITHIN_S
+        while not self.is_loaded(self.prefill()):
+            assert time.monotonic() < deadline_s, "nothing goes through the store any more"
+            time.sleep(0.2)
+        if lost is not None:
+            assert self.is_loaded(self.prefill(lost.prompt)), "what was lost is not stored again"
+
+    def survive(
+        self, failing: Failing, *, reads: bool = False, writes: bool | None = False
+    ) -> None:
+        """Ask everything while it fails; `reads`, `writes`: whether that goes on all the same."""
+        kept, unread = self.store(), self.store()
+        with self.biting(reads=reads, writes=writes), Decoding(self):
+            with failing():
+                lost, met = self.prefill(), self.prefill()
+                assert self.is_loaded(kept) is reads
+                self.decode(met)
+                self.decode(unread)
+                self.prefill(kept.prompt)
+            self.decode(self.prefill())
+            self.check_recovers(lost)
+
+    @contextmanager
+    def biting(self, *, reads: bool, writes: bool | None = None) -> Iterator[None]:
+        """Who cannot read counts misses, who cannot write counts what is dropped; None: may be."""
+        with counting(self.consumer) as read, counting(self.first) as written:
+            yield
+        assert reads or read[MISSES] > 0
+        assert writes in (None, not written[DROPPED])
+
+
+def sharing(url: str, host: str, **options: Any) -> tuple[str, ...]:
+    """The arguments of an engine that shares KV."""
+    kv = kv_argument("both", url, host_cache_dir=host, chunk_tokens=CHUNK, **SHORT_WAITS, **options)
+    return f"--block-size={BLOCK}", kv

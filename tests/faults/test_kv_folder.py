@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of KV fails as a store or as a host cache, or holds what no engine put there."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.format import unseal
+from tests.conftest import StartEngine
+from tests.engines.chat import counting
+from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
+from tests.faults.disks import SmallDisk
+from tests.faults.failing import Folder
+from tests.faults.fleet import Decoding, wait_until
+from tests.faults.kv_fleet import FAILED, Handed, KVFleet, sharing
+
+pytestmark = pytest.mark.faults
+
+HOST_BYTES = 16 << 20
+
+
+@dataclass(kw_only=True)
+class FolderFleet(Folder, KVFleet):
+    """Each of the engines that share as on a host of its own."""
+
+    def objects(self) -> set[Path]:
+        return {path for path in (self.folder / "kv").rglob("*.t0of1") if path.is_file()}
+
+    def num_stored(self) -> int:
+        return len(self.objects())
+
+    def store_in(self) -> tuple[Handed, Path]:
+        """A new prompt, and the object of one of its whole chunks."""
+        known = self.objects()
+        handed = self.store()
+        return handed, max(self.objects() - known, key=lambda path: path.stat().st_size)
+
+    def is_sound(self, path: Path) -> bool:
+        """Whether what lies there is what its name says."""
+        try:
+            unseal(memoryview(path.read_bytes()), path.relative_to(self.folder).as_posix())
+        except (FileNotFoundError, ObjectCorrupt):
+            return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def fleet(engine: StartEngine, disks: tuple[SmallDisk, ...]) -> FolderFleet:
+    store, *hosts = (disk.folder for disk in disks)
+    (store / "store").mkdir()
+
+    def start(host: Path) -> tuple[str, ...]:
+        return sharing(str(store / "store"), str(host / "host"), host_cache_bytes=HOST_BYTES)
+
+    return FolderFleet(
+        plain=engine("plain"),
+        first=engine("first", *start(hosts[0])),
+        consumer=engine("consumer", *start(hosts[1])),
+        disks=disks,
+    ).wait_ready()
+
+
+@pytest.fixture(autouse=True)
+def emptied(fleet: FolderFleet) -> Iterator[None]:
+    """The disk is small."""
+    yield
+    for path in fleet.objects():
+        path.unlink()
+
+
+# While these last, what is stored can be loaded; or stored, too.
+READABLE = [Folder.disk_full, Folder.disk_read_only]
+UNTOUCHED = [Folder.host_caches_deleted, Folder.host_caches_full, Folder.host_caches_read_only]
+
+
+@pytest.mark.parametrize("failing", [*READABLE, *UNTOUCHED, Folder.folder_deleted])
+def test_a_failing_folder_costs_hits_and_no_more(
+    fleet: FolderFleet, failing: Callable[[FolderFleet], contextlib.AbstractContextManager[None]]
+) -> None:
+    writes = failing in UNTOUCHED
+    fleet.survive(partial(failing, fleet), reads=writes or failing in READABLE, writes=writes)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_object_is_a_miss_and_replaced(
+    fleet: FolderFleet, damage: Callable[[bytes], bytes]
+) -> None:
+    handed, path = fleet.store_in()
+    check_miss_then_replaced(fleet, handed, path, damage(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_object_that_does_not_fit_is_a_miss_and_replaced(fleet: FolderFleet, name: str) -> None:
+    handed, path = fleet.store_in()
+    body = unfit(name, path.read_bytes(), path.relative_to(fleet.folder).as_posix())
+    check_miss_then_replaced(fleet, handed, path, body)
+
+
+def test_another_objects_bytes_are_a_miss_and_replaced(fleet: FolderFleet) -> None:
+    """Valid in all that they say; of another prompt, as of another namespace."""
+    (handed, path), (_, other) = fleet.store_in(), fleet.store_in()
+    check_miss_then_replaced(fleet, handed, path, other.read_bytes())
+
+
+def test_a_gigabyte_of_zeros_is_a_miss_within_little_memory(fleet: FolderFleet) -> None:
+    handed, path = fleet.store_in()
+    before = most_memory_bytes(fleet.consumer)
+    check_miss_then_replaced(fleet, handed, path, b"", num_bytes=GIB)
+    assert most_memory_bytes(fleet.consumer) - before < GIB // 2
+
+
+def check_miss_then_replaced(
+    fleet: FolderFleet, handed: Handed, path: Path, body: bytes, num_bytes: int = 0
+) -> None:
+    """What leads up to the damaged chunk is kept; the rest is computed and stored again."""
+    replace(path, body)
+    if num_bytes:
+        os.truncate(path, num_bytes)  # sparse: it takes no room
+    with Decoding(fleet):
+        with counting(fleet.consumer) as gained:
+            fleet.decode(handed)
+            fleet.decode(fleet.prefill())  # a step more tells what became of loads and saves
+        assert gained[FAILED] > 0, "it was taken"
+        wait_until(lambda: fleet.is_sound(path), "it was not replaced")
