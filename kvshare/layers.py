@@ -206,6 +206,17 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
     return None
 
 
+def layer_sets_of(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> tuple[LayerSet, ...]:
+    """Return the layer sets of an engine; none, if `refusal` has something against it."""
+    if refusal(vllm_config, kv_cache_config) is not None:
+        return ()
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    model_heads = vllm_config.model_config.get_total_num_kv_heads()
+    return layer_sets(kv_cache_config, tp_size, model_heads)
+
+
 def layer_sets(
     kv_cache_config: "KVCacheConfig", tp_size: int, model_heads: int
 ) -> tuple[LayerSet, ...]:

@@ -20,13 +20,14 @@ from ecshare.store.keys import size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from ecshare.transfer.stats import Stats, merged
-from kvshare.adapters import Adapter
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
-from kvshare.layers import LayerSet, layer_sets, own_size, parts_of, readable_sizes, refusal
+from kvshare.layers import layer_sets_of, own_size, parts_of, readable_sizes, refusal
 from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
+from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, tail_of
+from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,18 +41,7 @@ logger = logging.getLogger(__name__)
 class _Tracked:
     """One request of the engine, from the first sight to its end."""
 
-    request: Request
-    adapter: Adapter
-    block_ids: list[list[int]] = field(default_factory=list)
-    """Of each cache group. vLLM has freed those before the span of the layers of a group."""
-    step_tokens: int = 0
-    """Up to where its blocks were computed before the latest step."""
-    end_tokens: int = 0
-    """Up to where its blocks are computed, or will be by steps that have been ordered."""
-    num_saved_blocks: int = 0
-    """Up to where full blocks were considered for a save; each is once, wherever its KV is from: a
-    block of the local cache may be one that the store has lost."""
-    prompt_is_saved: bool = False
+    progress: Progress
     start_tokens: int = 0
     """Tokens of the local cache hit that the latest answer was given for."""
     search: Search | None = None
@@ -76,13 +66,6 @@ class KVScheduler:
     """Plans loads and saves. Every method runs on vLLM's scheduler thread, which owns all fields.
 
     None of them does I/O or waits: look-ups are submitted, and polled when vLLM asks again.
-
-    Saves. A whole chunk, or the part that a prompt's full blocks end in, is saved by the step that
-    fills its last block; a prompt's tail by the step that completes the prompt; the part that an
-    answer ends in when the request leaves its blocks, at its end or preempted. By then vLLM has
-    freed them: the order goes with the next step, and is carried out before anything of that step
-    can fill them anew. Of layers that look back over a window vLLM may have freed blocks earlier:
-    a chunk of which some that a reader needs are gone is not saved.
     """
 
     def __init__(
@@ -104,11 +87,12 @@ class KVScheduler:
         self._adapters = self._lookups.adapters
         if events is not None:
             self._stored.on_lost = events.lost
+        self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
+        self._saves = SavePlan(facts, self._pieces, self._lookups, events)
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
         self._abandoned: list[str] = []
-        self._leaving: list[Piece] = []
         self._num_lost = 0
 
     @classmethod
@@ -131,8 +115,7 @@ class KVScheduler:
         block_tokens = vllm_config.cache_config.block_size
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
         tp_size = vllm_config.parallel_config.tensor_parallel_size
-        model_heads = vllm_config.model_config.get_total_num_kv_heads()
-        sets = layer_sets(kv_cache_config, tp_size, model_heads) if why_not is None else ()
+        sets = layer_sets_of(vllm_config, kv_cache_config)
         engine = TransferEngine(config, OPTIONS_PATH)
         namespace = kv_namespace(
             vllm_config,
@@ -184,11 +167,12 @@ class KVScheduler:
         if not self._facts.loads and not self._facts.saves:
             return 0
         tracked = self._track(request)
-        if not tracked.adapter.is_settled:
+        adapter = tracked.progress.adapter
+        if not adapter.is_settled:
             self._lookups.poll()
-            if not self._adapters.is_settled(tracked.adapter):
+            if not self._adapters.is_settled(adapter):
                 return None
-        grid = self._adapters.grid_of(tracked.adapter)
+        grid = self._adapters.grid_of(adapter)
         # Who has waited in vain has waited long enough. Besides, vLLM goes on to keep free what
         # such a request still needs, and counts that against a second load of its own: where
         # blocks are few, neither it nor anybody behind it would ever run.
@@ -223,7 +207,7 @@ class KVScheduler:
         pieces = [
             replace(piece, size=search.other_sizes.get(chunk.key)) if search.other_sizes else piece
             for chunk in search.found
-            for piece in self._loaded_pieces(chunk, block_ids, tracked.start_tokens, end_tokens)
+            for piece in self._pieces.loaded(chunk, block_ids, tracked.start_tokens, end_tokens)
         ]
         self._loads.append(LoadOrder(request.request_id, tuple(pieces), search.is_announced))
         self._loading[request.request_id] = _Loading(
@@ -263,8 +247,8 @@ class KVScheduler:
             return Orders(self._facts.namespace, loads, abandoned)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
-                self._leave_blocks(self._tracked[request_id])
-        leaving, self._leaving = tuple(self._leaving), []
+                self._saves.left(self._tracked[request_id].progress)
+        leaving = self._saves.take_leaving()
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving)
 
@@ -293,7 +277,7 @@ class KVScheduler:
         if tracked is None:
             return None
         if self._facts.saves:
-            self._leave_blocks(tracked)
+            self._saves.left(tracked.progress)
         num_tokens = self._num_handed_over(tracked)
         return announcement(num_tokens, self._facts.size) if num_tokens else None
 
@@ -302,9 +286,9 @@ class KVScheduler:
 
         vLLM does so before it sleeps, and gives the cache's memory away then.
         """
-        self._leaving.clear()
+        self._saves.forget_leaving()
         for tracked in self._tracked.values():
-            tracked.end_tokens = 0
+            tracked.progress.end_tokens = 0
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Return what became of the store's blocks since the last call."""
@@ -322,7 +306,8 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, self._adapters.of(request), num_lost_before=self._num_lost)
+            progress = Progress(request, self._adapters.of(request))
+            tracked = _Tracked(progress, num_lost_before=self._num_lost)
             self._tracked[request.request_id] = tracked
         return tracked
 
@@ -346,39 +331,11 @@ class KVScheduler:
         if request_id in self._tracked:
             self._tracked[request_id].load_failed = True
 
-    def _loaded_pieces(
-        self, chunk: Chunk, block_ids: Sequence[Sequence[int]], start_tokens: int, end_tokens: int
-    ) -> Iterable[Piece]:
-        """Yield what to load of `chunk` for a request that has KV up to `start_tokens` and will be
-        computed from `end_tokens` on."""
-        block_tokens = self._facts.grid.block_tokens
-        end_block = min(chunk.first_block + chunk.num_blocks, -(-end_tokens // block_tokens))
-        for layer_set in self._facts.layer_sets:
-            needed_block = layer_set.span.first_needed(end_tokens) // block_tokens
-            stored_block = layer_set.first_block(chunk, block_tokens)
-            first = max(start_tokens // block_tokens, needed_block, stored_block)
-            if first < end_block:
-                ids = tuple(tuple(block_ids[group][first:end_block]) for group in layer_set.groups)
-                yield self._piece(chunk, layer_set, stored_block, ids, first - stored_block)
-
-    def _piece(
-        self,
-        chunk: Chunk,
-        layer_set: LayerSet,
-        stored_block: int,
-        block_ids: tuple[tuple[int, ...], ...],
-        first_block: int = 0,
-    ) -> Piece:
-        """Return the piece of `chunk` whose first stored block is the request's `stored_block`."""
-        num_blocks = chunk.first_block + chunk.num_blocks - stored_block
-        num_tokens = chunk.end_tokens - stored_block * self._facts.grid.block_tokens
-        number = layer_set.number
-        return Piece(chunk.key, num_blocks, num_tokens, block_ids, first_block, number)
-
     def _num_handed_over(self, tracked: _Tracked) -> int:
         """Return how many tokens of the prompt are stored or on their way, as far as is known."""
-        request, grid = tracked.request, self._adapters.grid_of(tracked.adapter)
-        if not tracked.prompt_is_saved or grid is None:
+        progress = tracked.progress
+        request, grid = progress.request, self._adapters.grid_of(progress.adapter)
+        if not progress.prompt_is_saved or grid is None:
             return 0
         if tracked.num_lost_before == self._num_lost:
             return request.num_prompt_tokens - 1
@@ -388,100 +345,23 @@ class KVScheduler:
         ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
 
-    # --- what to save ---
-
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
         for new in output.scheduled_new_reqs:
-            tracked = self._tracked.get(new.req_id)
-            if tracked is not None:
-                tracked.block_ids = [list(ids) for ids in new.block_ids]
+            if new.req_id in self._tracked:
+                progress = self._tracked[new.req_id].progress
+                progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-                yield from self._computed(tracked, new.num_computed_tokens, end)
+                yield from self._saves.computed(progress, new.num_computed_tokens, end)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
+            if request_id not in self._tracked:
                 continue
-            if request_id in cached.resumed_req_ids or not tracked.block_ids:
-                tracked.block_ids = [[] for _ in block_ids or ()]
-            for known, new_ids in zip(tracked.block_ids, block_ids or (), strict=False):
+            progress = self._tracked[request_id].progress
+            if request_id in cached.resumed_req_ids or not progress.block_ids:
+                progress.block_ids = [[] for _ in block_ids or ()]
+            for known, new_ids in zip(progress.block_ids, block_ids or (), strict=False):
                 known += new_ids
             end = num_computed_tokens + output.num_scheduled_tokens[request_id]
-            yield from self._computed(tracked, num_computed_tokens, end)
-
-    def _computed(self, tracked: _Tracked, step_tokens: int, end_tokens: int) -> Iterable[Piece]:
-        """Order the saves of what is computed once this step is: `end_tokens` of the request.
-
-        `step_tokens`: of those, what is computed before this step.
-
-        With asynchronous scheduling `end_tokens` runs ahead of the known tokens; a block counts
-        when all its tokens are known, that is, hashed.
-        """
-        tracked.step_tokens, tracked.end_tokens = step_tokens, end_tokens
-        request, grid = tracked.request, self._adapters.grid_of(tracked.adapter)
-        if grid is None:
-            return
-        end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
-        yield from self._save_whole(tracked, end_block)
-        num_prompt_blocks = request.num_prompt_tokens // grid.block_tokens
-        if tracked.num_saved_blocks < num_prompt_blocks <= end_block:
-            yield from self._save_part(tracked, num_prompt_blocks)
-        if not tracked.prompt_is_saved and 1 < request.num_prompt_tokens <= end_tokens:
-            tracked.prompt_is_saved = True
-            tail = tail_of(request, grid)
-            if tail is not None:
-                yield from self._save(tracked, tail.chunk(grid, self._facts.hash_function))
-
-    def _leave_blocks(self, tracked: _Tracked) -> None:
-        """Order the saves of what is in the blocks that `tracked` has just lost."""
-        # The latest token was sampled or, where tokens are guessed ahead, put right: either way
-        # its KV is not computed.
-        num_known = min(tracked.end_tokens, tracked.request.num_tokens - 1)
-        end_block = num_known // self._facts.grid.block_tokens
-        end_block = min(end_block, len(tracked.request.block_hashes))
-        if end_block > tracked.num_saved_blocks:
-            self._leaving += self._save_whole(tracked, end_block)
-            self._leaving += self._save_part(tracked, end_block)
-        tracked.block_ids, tracked.step_tokens, tracked.end_tokens = [], 0, 0
-
-    def _save_whole(self, tracked: _Tracked, end_block: int) -> Iterable[Piece]:
-        """Order the saves of whole chunks before `end_block` that were not considered yet."""
-        size = self._facts.grid.chunk_blocks
-        end_chunk = end_block // size
-        for number in range(tracked.num_saved_blocks // size, end_chunk):
-            yield from self._save_run(tracked, number * size, (number + 1) * size)
-        tracked.num_saved_blocks = max(tracked.num_saved_blocks, end_chunk * size)
-
-    def _save_part(self, tracked: _Tracked, end_block: int) -> Iterable[Piece]:
-        """Order the save of the blocks before `end_block` that make no whole chunk."""
-        size = self._facts.grid.chunk_blocks
-        yield from self._save_run(tracked, end_block // size * size, end_block)
-        tracked.num_saved_blocks = max(tracked.num_saved_blocks, end_block)
-
-    def _save_run(self, tracked: _Tracked, first_block: int, end_block: int) -> Iterable[Piece]:
-        grid = self._adapters.grid_of(tracked.adapter)
-        if grid is not None and first_block < end_block:
-            hashes = tracked.request.block_hashes
-            yield from self._save(tracked, grid.run(hashes, first_block, end_block))
-
-    def _save(self, tracked: _Tracked, chunk: Chunk) -> Iterable[Piece]:
-        if chunk.key in self._stored:
-            return
-        block_tokens = self._facts.grid.block_tokens
-        end_block = chunk.first_block + chunk.num_blocks
-        pieces = []
-        for layer_set in self._facts.layer_sets:
-            first = layer_set.first_block(chunk, block_tokens)
-            if first < layer_set.span.first_needed(tracked.step_tokens) // block_tokens:
-                # The request has passed it, and vLLM may have given these blocks away.
-                return
-            ids = tuple(
-                tuple(tracked.block_ids[group][first:end_block]) for group in layer_set.groups
-            )
-            pieces.append(self._piece(chunk, layer_set, first, ids))
-        self._stored.add(chunk.key)
-        if self._events is not None:
-            self._events.ordered(tracked.request, chunk)
-        yield from pieces
+            yield from self._saves.computed(progress, num_computed_tokens, end)

@@ -22,7 +22,7 @@ from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import publishes_events
-from kvshare.layers import LayerSet, layer_sets, refusal
+from kvshare.layers import LayerSet, layer_sets_of
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
@@ -112,16 +112,12 @@ class KVWorker:
         """
         role = vllm_config.kv_transfer_config
         assert role is not None
-        shape = None
-        if refusal(vllm_config, kv_cache_config) is None:
+        sets, shape = layer_sets_of(vllm_config, kv_cache_config), None
+        if sets:
             shape = CacheShape(
                 kv_cache_config.num_blocks,
                 vllm_config.cache_config.block_size,
-                layer_sets(
-                    kv_cache_config,
-                    vllm_config.parallel_config.tensor_parallel_size,
-                    vllm_config.model_config.get_total_num_kv_heads(),
-                ),
+                sets,
                 len(kv_cache_config.kv_cache_groups),
                 repacks_blocks(),
             )

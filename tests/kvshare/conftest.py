@@ -82,7 +82,7 @@ def is_at_rest(engine: ToyEngine) -> bool:
         scheduler._tracked,
         scheduler._loading,
         scheduler._loads,
-        scheduler._leaving,
+        scheduler._saves._leaving,
         scheduler._abandoned,
         worker._loads and (worker._loads._wanted or worker._loads._loads),
         worker._saving,

@@ -10,7 +10,7 @@ from transformers import (
     Gemma3TextConfig,
 )
 
-from ecshare.testing.models.building import chat_template, finish, text_config, train_tokenizer
+from ecshare.testing.models.building import finish, text_config, text_tokenizer
 
 WINDOW = 80
 # What vLLM's CPU kernel for latent attention is compiled for: together 576 numbers a token.
@@ -22,8 +22,7 @@ def make_gemma3(path: str | Path, seed: int = 0) -> Path:
 
     Two of three layers look back over the last `WINDOW` tokens; vLLM keeps KV in three groups.
     """
-    template = chat_template({})
-    tokenizer = train_tokenizer((), template)
+    tokenizer = text_tokenizer()
     config = Gemma3TextConfig(
         **text_config(tokenizer, num_hidden_layers=6),
         head_dim=32,
@@ -41,8 +40,7 @@ def make_deepseek_v2(path: str | Path, seed: int = 0) -> Path:
 
     Its attention is latent (MLA): KV is one vector a token, the same on every rank.
     """
-    template = chat_template({})
-    tokenizer = train_tokenizer((), template)
+    tokenizer = text_tokenizer()
     config = DeepseekV2Config(
         **text_config(tokenizer, num_key_value_heads=4),
         kv_lora_rank=LATENT,

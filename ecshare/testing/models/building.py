@@ -88,6 +88,11 @@ def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTok
     )
 
 
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of a model that only reads, with its chat template."""
+    return train_tokenizer((), chat_template({}))
+
+
 def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
     """A language model of 4 layers; two kv heads, so that two ranks can share it."""
     return {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ecshare.testing.models.building import chat_template, finish, text_config, train_tokenizer
+from ecshare.testing.models.building import finish, text_config, text_tokenizer
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Enough for other greedy tokens than the model gives without it.
@@ -18,8 +18,7 @@ ADAPTER_GAIN = 4.0
 
 def make_qwen2(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen2 checkpoint of about 3 MB to `path` and return it."""
-    template = chat_template({})
-    tokenizer = train_tokenizer((), template)
+    tokenizer = text_tokenizer()
     config = Qwen2Config(**text_config(tokenizer), dtype="float32")
     return finish(path, Qwen2ForCausalLM(config), tokenizer, seed)
 
