@@ -196,7 +196,7 @@ def blocked(worker: EncoderWorker) -> Iterator[None]:
 
 
 def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
-    worker = start("consumer", wait_s=0.2)
+    worker = start("consumer", wait_s=0.2, io_timeout_s=0.1)
     cache: dict[str, torch.Tensor] = {}
     worker.load(Orders(loads=(LOAD,)), cache)
     assert cache == {}
