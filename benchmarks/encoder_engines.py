@@ -6,7 +6,6 @@ how many requests they answer, every one with a picture that nobody has met; and
 decode while their store has stopped. Medians.
 """
 
-import statistics
 import sys
 import tempfile
 import threading
@@ -17,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 
-from benchmarks.measure import Readings, percentile
+from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
+from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.testing.asking import ask, picture, question, stream
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument, example_argument
@@ -25,9 +25,11 @@ from ecshare.testing.models import make_qwen25_vl
 from ecshare.testing.s3 import SeaweedFS
 
 MODULE = "benchmarks.encoder_engines"
-PLAIN = "no connector"
-CLIENTS = 4
 PICTURE_PIXELS = 448
+KIND = (
+    f"each with a picture of {PICTURE_PIXELS} x {PICTURE_PIXELS} that is nowhere stored, 8 tokens "
+    "answered; an ec_both stores all of them"
+)
 DECODED_TOKENS = 2000  # longer than a request waits for the store, by default
 PICTURE_EVERY_S = 0.5
 UNDISTURBED, STOPPED = "answers", "is stopped"
@@ -49,7 +51,7 @@ def main(words: Sequence[str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         server = stack.enter_context(SeaweedFS(folder))
         engines = stack.enter_context(_engines(folder, server))
-        report.add(_throughput(engines, rounds, num_requests))
+        report.add(throughput(engines, rounds, num_requests, _show_new_picture, KIND))
         report.add(_evenness(engines[CONSUMER], server, max(1, rounds // 3), tokens))
     print(f"\nwritten: {report.write(options.results).name}")
 
@@ -76,7 +78,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[dict[str, EngineProces
             engines[name] = engine
         for engine in engines.values():
             engine.wait_ready()
-            _answer_all(engine, CLIENTS)  # what is made at the first request
+            ask_many(engine, CLIENTS, _show_new_picture)  # what is made at the first request
         yield engines
 
 
@@ -84,35 +86,8 @@ def _ours(role: str, url: str, host: Path, **options: object) -> str:
     return ec_argument(role, url, host_cache_dir=str(host), **options)
 
 
-# --- throughput ---
-
-
-def _throughput(engines: dict[str, EngineProcess], rounds: int, num_requests: int) -> Table:
-    note = (
-        f"{num_requests} requests by {CLIENTS} clients, each with a picture of {PICTURE_PIXELS} x "
-        f"{PICTURE_PIXELS} that is nowhere stored, 8 tokens answered. An ec_both stores all of "
-        "them. Engine, client and S3 server share the cores. `x plain`: median over the rounds of "
-        "each round's ratio."
-    )
-    table = Table("Nothing is ever found", ("engine", "requests/s", "x plain"), note)
-    readings: Readings[str] = Readings()
-    names = list(engines)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started_s = time.perf_counter()
-            _answer_all(engines[name], num_requests)
-            readings.add(name, num_requests / (time.perf_counter() - started_s))
-    for name in names:
-        pairs = zip(readings.values(name), readings.values(PLAIN), strict=True)
-        ratio = statistics.median(ours / plain for ours, plain in pairs)
-        table.add(name, readings.median(name), ratio)
-    return table
-
-
-def _answer_all(engine: EngineProcess, num_requests: int) -> None:
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        for _ in clients.map(lambda _: _show_picture(engine, 8), range(num_requests)):
-            pass
+def _show_new_picture(engine: EngineProcess) -> None:
+    _show_picture(engine, 8)
 
 
 def _show_picture(engine: EngineProcess, max_tokens: int) -> None:

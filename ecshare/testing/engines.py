@@ -103,9 +103,16 @@ def kv_argument(role: str, url: str, **options: Any) -> str:
 
 def example_argument(role: str, folder: str | Path) -> str:
     """The flag that loads vLLM's own ECExampleConnector, to compare with."""
-    return _transfer_argument(
-        "ec", role, "ECExampleConnector", {"shared_storage_path": str(folder)}
-    )
+    return _transfer_argument("ec", role, "ECExampleConnector", _example_options(folder))
+
+
+def kv_example_argument(role: str, folder: str | Path) -> str:
+    """The flag that loads vLLM's own ExampleConnector, to compare with."""
+    return _transfer_argument("kv", role, "ExampleConnector", _example_options(folder))
+
+
+def _example_options(folder: str | Path) -> dict[str, str]:
+    return {"shared_storage_path": str(folder)}
 
 
 def _transfer_argument(kind: str, role: str, connector: str, extra: dict[str, Any]) -> str:

@@ -16,10 +16,13 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTER_GAIN = 4.0
 
 
-def make_qwen2(path: str | Path, seed: int = 0) -> Path:
-    """Write a Qwen2 checkpoint of about 3 MB to `path` and return it."""
+def make_qwen2(path: str | Path, seed: int = 0, **sizes: int) -> Path:
+    """Write a Qwen2 checkpoint of about 3 MB to `path` and return it.
+
+    `sizes`: other ones than `text_config` gives, by their names in the model's configuration.
+    """
     tokenizer = text_tokenizer()
-    config = Qwen2Config(**text_config(tokenizer), dtype="float32")
+    config = Qwen2Config(**text_config(tokenizer, **sizes), dtype="float32")
     return finish(path, Qwen2ForCausalLM(config), tokenizer, seed)
 
 

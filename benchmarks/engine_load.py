@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines under load, in turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.measure import Readings
+from benchmarks.report import Table
+from ecshare.testing.engines import EngineProcess
+
+PLAIN = "no connector"
+CLIENTS = 4
+
+AskOne = Callable[[EngineProcess], None]
+"""Send one request, of a kind that no engine has met, and wait for its answer."""
+
+
+def throughput(
+    engines: Mapping[str, EngineProcess], rounds: int, num_requests: int, ask_one: AskOne, what: str
+) -> Table:
+    """Have each engine answer `num_requests` a round; `what`: of what kind, for the reader.
+
+    `engines`: by what they are called; one of them is PLAIN.
+    """
+    note = (
+        f"{num_requests} requests by {CLIENTS} clients, {what}. Engine, client and S3 server share "
+        "the cores. `x plain`: median over the rounds of each round's ratio."
+    )
+    table = Table("Nothing is ever found", ("engine", "requests/s", "x plain"), note)
+    readings: Readings[str] = Readings()
+    names = list(engines)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            started_s = time.perf_counter()
+            ask_many(engines[name], num_requests, ask_one)
+            readings.add(name, num_requests / (time.perf_counter() - started_s))
+    for name in names:
+        pairs = zip(readings.values(name), readings.values(PLAIN), strict=True)
+        ratio = statistics.median(ours / plain for ours, plain in pairs)
+        table.add(name, readings.median(name), ratio)
+    return table
+
+
+def ask_many(engine: EngineProcess, num_requests: int, ask_one: AskOne) -> None:
+    """Send requests by CLIENTS at once; return when all are answered."""
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        for _ in clients.map(lambda _: ask_one(engine), range(num_requests)):
+            pass
