@@ -13,7 +13,7 @@ help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
 	@echo "make lint | unit | engines                one part of the above"
-	@echo "make test-models                          real engines of further model families: minutes"
+	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"

@@ -22,7 +22,7 @@ EXCUSE = "cannot use S3"
         # No engine is started, but to load and configure vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
         pytest.param("kv_cache", marks=pytest.mark.engine),
-        pytest.param("encoder_engines", marks=pytest.mark.engine),
+        pytest.param("encoder_engines", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("kv_engines", marks=[pytest.mark.engine, pytest.mark.models]),
     ],
 )

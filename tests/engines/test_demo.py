@@ -14,7 +14,7 @@ DEMO = [sys.executable, str(ROOT / "examples" / "one_box" / "demo.py")]
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("store", ["folder", "s3"])
+@pytest.mark.parametrize("store", ["folder", pytest.param("s3", marks=pytest.mark.models)])
 def test_the_demo_says_that_all_is_well(store: str) -> None:
     ran = subprocess.run(
         [*DEMO, f"--store={store}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -24,7 +24,7 @@ from tests.engines.chat import (
 )
 from tests.releases import needs_encoder_metrics
 
-pytestmark = [pytest.mark.engine, needs_encoder_metrics]
+pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics]
 
 QUESTION = text("what is to be seen or heard here?")
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
@@ -103,7 +103,6 @@ CASES = [
     for (family, modality), told in TOLD.items()
     for is_whole in ((True, False) if told else (True,))
 ]
-IN_THE_GATE = ("qwen3-vl",)
 
 
 # The scope makes the cases of a family share its engines.
@@ -113,7 +112,6 @@ IN_THE_GATE = ("qwen3-vl",)
         pytest.param(
             *(family, modality, is_whole),
             id=f"{family}-{modality}-{'whole' if is_whole else 'told'}",
-            marks=() if family in IN_THE_GATE else pytest.mark.models,
         )
         for family, modality, is_whole in CASES
     ],

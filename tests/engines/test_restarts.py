@@ -11,7 +11,7 @@ from tests.conftest import StartEngine
 from tests.engines.chat import ask, counting, picture, text
 from tests.releases import needs_encoder_metrics
 
-pytestmark = [pytest.mark.engine, needs_encoder_metrics]
+pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics]
 
 QUESTION = text("what is to be seen here, and where?")
 

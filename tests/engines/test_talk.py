@@ -21,7 +21,7 @@ from ecshare.testing.processes import Server
 from tests.conftest import LOGS, engines
 from tests.engines.chat import ask, picture, text
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.models]  # minutes: not in the gate
 
 BLOCK = 32
 ANSWER_TOKENS = 45

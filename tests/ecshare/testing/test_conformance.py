@@ -8,7 +8,7 @@ import pytest
 from ecshare.testing import conformance
 from ecshare.testing.conformance import ROLES, RULES, RUNNERS, Verdict
 
-OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 2}
+OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 
 
 @pytest.fixture(scope="module")
