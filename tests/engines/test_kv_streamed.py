@@ -30,6 +30,8 @@ STREAMED = {"kvshare": {"streamed": True}}
 WAIT_S = 40.0
 GIVE_UP_S = 120.0
 LOADED = "kvshare_blocks/loaded"
+OTHERS = (4, 0, 1, 2, 5, 6)
+"""Pictures; beside so long a story not each of them makes a difference."""
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 140
 
 
@@ -123,8 +125,8 @@ def test_d_computes_what_a_p_that_was_killed_has_left(fleet: Fleet) -> None:
     full = [text(STORY), picture(3, "three"), text("What is this?")]
     lean = [full[0], announced(encoded, "three"), full[2]]
     expected = ask(fleet.plain, fleet.plain.model, full).tokens
-    other = ask(fleet.plain, fleet.plain.model, [full[0], picture(4), full[2]])
-    assert other.tokens != expected
+    others = (ask(fleet.plain, fleet.plain.model, [full[0], picture(n), full[2]]) for n in OTHERS)
+    assert any(other.tokens != expected for other in others)
     with ThreadPoolExecutor(2) as clients, counting(fleet.d) as gained:
         with fleet.p_stops_in_the_middle():
             from_d = clients.submit(ask, fleet.d, fleet.d.model, lean, kv_transfer_params=STREAMED)
