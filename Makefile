@@ -32,8 +32,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
 unit: setup
-	$(BIN)/python -m pytest -q -m "not engine"
+	$(BIN)/python -m pytest -q -m "not engine" -n 2 --dist loadfile
 
 engines: setup
 	$(BIN)/python -m pytest -v -m "engine and not models"

@@ -196,7 +196,7 @@ def test_another_of_these_facts_is_another_namespace(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"engine_id": f"another-{os.getpid()}"},
+        pytest.param({"engine_id": f"another-{os.getpid()}"}, id="engine_id"),
         {"parallel__data_parallel_index": 1},
         {"parallel__data_parallel_size": 2},
         {"num_chunks": 8},
