@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.measure import Readings
+from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Table
 from ecshare.testing.engines import EngineProcess
 
@@ -32,7 +32,7 @@ def throughput(
     readings: Readings[str] = Readings()
     names = list(engines)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in in_turn(names, turn):
             started_s = time.perf_counter()
             ask_many(engines[name], num_requests, ask_one)
             readings.add(name, num_requests / (time.perf_counter() - started_s))

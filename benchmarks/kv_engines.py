@@ -20,7 +20,7 @@ from pathlib import Path
 import s3fs
 
 from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
-from benchmarks.measure import Readings
+from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.testing.asking import Answer, ask, question
 from ecshare.testing.engines import (
@@ -150,7 +150,7 @@ def _first_token(
         num_tokens = answer.usage["prompt_tokens"]
         _timed(plain, prompt, kept, (PLAIN, AGAIN))
         names = list(pairs)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in in_turn(names, turn):
             pair = pairs[name]
             _timed(pair.first, prompt, kept, (name, COMPUTED))
             pair.wait_stored()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _PAGE_BYTES = 4096
 
+N = TypeVar("N")
 R = TypeVar("R", bound=Hashable)
 
 
@@ -48,6 +49,12 @@ class Readings(Generic[R]):
     def values(self, what: R) -> Sequence[float]:
         """Return all readings, in order."""
         return self._values[what]
+
+
+def in_turn(names: Sequence[N], turn: int) -> Sequence[N]:
+    """Return the names, begun with another one each turn: none is always first."""
+    first = turn % len(names)
+    return (*names[first:], *names[:first])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ecshare.testing import asking
 from ecshare.testing.processes import Server
 
 STORED_WITHIN_S = 60.0
+COMES_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,14 @@ def stored_kv(root: Path, part: str) -> set[Path]:
         seen = found
         time.sleep(1)
     raise AssertionError("the engine never ends to store")
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
+    """Return as soon as it is so; fail with the words `otherwise` if it never is."""
+    deadline_s = time.monotonic() + COMES_WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, otherwise
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 """Embeddings between real engines: one encodes, one prefills and decodes, one does it all alone."""
 
 import re
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import pytest
 
 from ecshare.testing.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import announced, ask, counts, passed_on, picture, text
+from tests.engines.chat import announced, ask, counts, passed_on, picture, text, wait_until
 from tests.releases import RESENDING, needs_encoder_metrics
 
 pytestmark = pytest.mark.engine
@@ -93,11 +92,8 @@ def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fle
 
 def stored_since(fleet: Fleet, known: set[Path]) -> Path:
     """The next object: an encoder's answer is here before what it announces is stored."""
-    deadline_s = time.monotonic() + 30
-    while not (new := objects(fleet) - known):
-        assert time.monotonic() < deadline_s, "nothing was stored"
-        time.sleep(0.05)
-    (path,) = new
+    wait_until(lambda: bool(objects(fleet) - known), "nothing was stored")
+    (path,) = objects(fleet) - known
     return path
 
 

@@ -2,16 +2,15 @@
 """KV blocks between real engines: what one has computed, another receives; the tokens are equal."""
 
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from ecshare.testing.asking import counters
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from ecshare.testing.engines import EngineProcess, kv_argument
+from tests.conftest import StartEngine
 from tests.engines.chat import Answer, ask, complete, counts, picture, stored_kv, text
 from tests.kv_events import Subscriber
 
@@ -42,32 +41,27 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
 
     def sharing(name: str, *more: str) -> EngineProcess:
         # A host cache of its own: what it has comes from the store.
         limits = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
         kv = kv_argument("both", f"file://{root}/store", **limits)
-        arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", kv, *more)
-        return EngineProcess(name, vlm, root, arguments)
+        return engine(name, f"--block-size={BLOCK}", kv, *more)
 
     subscriber = Subscriber(tmp_path_factory.mktemp("events"))
     fleet = Fleet(
-        EngineProcess("plain", vlm, root),
+        engine("plain"),
         sharing("first", subscriber.argument),
         sharing("second"),
         sharing("small", "--num-gpu-blocks-override=14", "--max-model-len=384"),
         root,
         subscriber,
     )
-    with ExitStack() as running:
-        for engine in fleet[:4]:
-            running.callback(engine.stop)
-            engine.start()
-        for engine in fleet[:4]:
-            engine.wait_ready()
-        yield fleet
+    for each in fleet[:4]:
+        each.wait_ready()
+    return fleet
 
 
 def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) -> Answer:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines: D has its request while P computes, and loads chunks as they appear."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
+from ecshare.testing.engines import EngineProcess, ec_argument, kv_argument
+from tests.conftest import StartEngine
 from tests.engines.chat import (
     announced,
     ask,
@@ -20,6 +20,7 @@ from tests.engines.chat import (
     picture,
     stored_kv,
     text,
+    wait_until,
 )
 
 pytestmark = pytest.mark.engine
@@ -28,7 +29,6 @@ BLOCK = 32
 CHUNK = 2 * BLOCK
 STREAMED = {"kvshare": {"streamed": True}}
 WAIT_S = 40.0
-GIVE_UP_S = 120.0
 LOADED = "kvshare_blocks/loaded"
 OTHERS = (4, 0, 1, 2, 5, 6)
 """Pictures; beside so long a story not each of them makes a difference."""
@@ -50,13 +50,16 @@ class Fleet(NamedTuple):
         num_loaded = loaded(self.d)
         yield
         # Not `stored_kv`: that waits until P is done.
-        until(lambda: len(list((self.root / "store" / "kv").rglob("*.t0of1"))) > num_objects + 2)
+        objects = self.root / "store" / "kv"
+        wait_until(
+            lambda: len(list(objects.rglob("*.t0of1"))) > num_objects + 2, "P stored nothing"
+        )
         self.p.pause()
-        until(lambda: loaded(self.d) > num_loaded)
+        wait_until(lambda: loaded(self.d) > num_loaded, "D loaded nothing")
 
 
 @pytest.fixture(scope="module")
-def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     store = f"file://{root}/store"
 
@@ -65,30 +68,18 @@ def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
         options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": WAIT_S}
         ec = ec_argument(ec_role, store, **options)
         kv = kv_argument("both", store, chunk_tokens=CHUNK, **options)
-        arguments = (*SMALL_ENGINE, f"--block-size={BLOCK}", ec, kv, *more)
-        return EngineProcess(name, vlm, root, arguments)
+        return engine(name, f"--block-size={BLOCK}", ec, kv, *more)
 
     fleet = Fleet(
-        EngineProcess("plain", vlm, root),
+        engine("plain"),
         sharing("p", "both", f"--max-num-batched-tokens={CHUNK}"),
         sharing("d", "consumer"),
         root,
     )
-    with ExitStack() as running:
-        for engine in fleet[:3]:
-            running.callback(engine.stop)
-            engine.start()
-        for engine in fleet[:3]:
-            engine.wait_ready()
-            ask(engine, engine.model, [text("The first request takes its time.")])
-        yield fleet
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while not is_so():
-        assert time.monotonic() < give_up_s, "it never came to that"
-        time.sleep(0.01)
+    for each in fleet[:3]:
+        each.wait_ready()
+        ask(each, each.model, [text("The first request takes its time.")])
+    return fleet
 
 
 def loaded(d: EngineProcess) -> float:

@@ -3,20 +3,18 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess
 from tests.docs.pages import ROOT
-from tests.engines.chat import ask, counts, text
+from tests.engines.chat import ask, counts, text, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.models]
 
 BLOCK = 32
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
-STORED_WITHIN_S = 60.0
 
 
 def offloading(name: str, model: Path, root: Path) -> EngineProcess:
@@ -44,10 +42,8 @@ def offloading(name: str, model: Path, root: Path) -> EngineProcess:
 
 
 def wait_stored(root: Path, num_objects: int) -> None:
-    deadline_s = time.monotonic() + STORED_WITHIN_S
-    while len(list((root / "store" / "kv" / "1").glob("*/??/*"))) < num_objects:
-        assert time.monotonic() < deadline_s, "not stored"
-        time.sleep(0.05)
+    objects = root / "store" / "kv" / "1"
+    wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored")
 
 
 def test_an_engine_loads_what_another_has_left(vlm: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -18,7 +17,6 @@ LOADED = "ecshare_items/loaded"
 # Short, so that a case is soon over, and long enough for two busy cores.
 SHORT_WAITS = {"wait_s": 2.0, "io_timeout_s": 1.5}
 RECOVERS_WITHIN_S = 90.0  # the store's health makes pauses of up to 30 s
-STORES_WITHIN_S = 20.0
 NUM_PICTURES = 5
 
 _numbers = itertools.count()
@@ -112,14 +110,6 @@ def new_uuid() -> tuple[str, int]:
     """An identity that nobody has met, and which picture it is."""
     number = next(_numbers)
     return f"picture-{number}", number % NUM_PICTURES
-
-
-def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    """Engines answer before they have stored."""
-    deadline_s = time.monotonic() + STORES_WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, otherwise
-        time.sleep(0.05)
 
 
 class Engines(Protocol):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ecshare.testing.engines import EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, counting, picture, text
+from tests.engines.chat import Answer, ask, counting, picture, text, wait_until
 from tests.faults.failing import Failing
-from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding, wait_until
+from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding
 
 BLOCK, CHUNK = 32, 96
 WORDS = (

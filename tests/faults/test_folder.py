@@ -11,11 +11,11 @@ import pytest
 
 from ecshare.testing.engines import ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import ask, picture, text
+from tests.engines.chat import ask, picture, text, wait_until
 from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
 from tests.faults.failing import Folder
-from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item, wait_until
+from tests.faults.fleet import QUESTION, SHORT_WAITS, Decoding, Fleet, Item
 
 pytestmark = pytest.mark.faults
 

@@ -13,11 +13,11 @@ import pytest
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.format import unseal
 from tests.conftest import StartEngine
-from tests.engines.chat import counting
+from tests.engines.chat import counting, wait_until
 from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit
 from tests.faults.disks import SmallDisk
 from tests.faults.failing import Folder
-from tests.faults.fleet import Decoding, wait_until
+from tests.faults.fleet import Decoding
 from tests.faults.kv_fleet import FAILED, Handed, KVFleet, sharing
 
 pytestmark = pytest.mark.faults
