@@ -2,16 +2,20 @@
 """Brings chunks to the blocks of waiting requests, some at a time."""
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from time import monotonic
+
+import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, facts_of_rows
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
-from ecshare.transfer.staging import as_tensor
+from ecshare.transfer.staging import Inflow, as_tensor
 from ecshare.transfer.stats import Stats
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
@@ -49,7 +53,10 @@ class Finished:
 
 @dataclass(slots=True)
 class _Load:
-    """A request whose blocks are being filled: pieces number 0 to before `end`."""
+    """A request whose blocks are being filled: pieces number 0 to before `end`.
+
+    Under the lock of `Loads`, as far as a copy thread reads it: `end`, `is_over` and `copying`.
+    """
 
     request_id: str
     pieces: tuple[Piece, ...]
@@ -59,12 +66,16 @@ class _Load:
     """Those of them that have not arrived."""
     ahead: int
     """How many are asked for beyond the first missing one."""
+    begun: torch.cuda.Event | None
+    """Its blocks may be written to after this."""
     deadline_s: float | None = None
     """What was announced may come until then; each that comes puts it off. None: what is not there
     is lost."""
     first: int = 0
     """No piece before it is missing."""
     asked: set[int] = field(default_factory=set)
+    copying: set[int] = field(default_factory=set)
+    """Those that a copy thread may be writing: the blocks cannot be given up yet."""
     is_over: bool = False
 
     def wants(self, number: int) -> bool:
@@ -87,9 +98,11 @@ class _Load:
 class _Wanted:
     """One object, and the pieces of loads that wait for it: it is fetched once."""
 
-    job: Fetch
     facts: TensorFacts
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
+    num_served: int = 0
+    """How many of them it was copied to, if they still wanted it. Later ones came too late."""
+    job: Fetch = field(init=False)
 
     @property
     def is_wanted(self) -> bool:
@@ -104,19 +117,21 @@ other."""
 class Loads:
     """All loads of one worker.
 
-    Each piece is copied to its blocks as soon as its chunk is here and verified. The blocks belong
-    to the waiting request alone until it is reported, so nobody can read them half filled. Fetches
-    are submitted as far as `buffer_bytes` allow, so that neither a long prompt nor many requests
-    hold more host memory than that. A piece that fails shortens the load to what lies before it:
-    that is loaded and kept, and vLLM computes the rest. Where vLLM cannot keep it, the load fails.
-    A request is reported once; what arrives later is let go unwritten.
+    Each piece is copied to its blocks as soon as its chunk is here and verified, on a copy thread:
+    steps of other requests go on meanwhile. The blocks belong to the waiting request alone until it
+    is reported, so nobody can read them half filled; and it is reported when no thread writes to
+    them any more, whether it still wants them or not. Fetches are submitted as far as
+    `buffer_bytes` allow, so that neither a long prompt nor many requests hold more host memory than
+    that. A piece that fails shortens the load to what lies before it: that is loaded and kept, and
+    vLLM computes the rest. Where vLLM cannot keep it, the load fails. A request is reported once;
+    what arrives later is let go unwritten.
 
     Pieces that were announced are being computed, one after the other. The first missing one is
     waited for, until `wait_s` have passed in which none came; those behind it are asked for, and
     again when their turn comes. The fetch that waits counts against no budget: it holds no memory,
     and what never comes must not keep others from theirs.
 
-    Ownership: the worker's main thread.
+    Ownership: the worker's main thread; `_copy_in` alone runs on copy threads.
     """
 
     def __init__(
@@ -144,13 +159,16 @@ class Loads:
         self._wanted: dict[_Name, _Wanted] = {}
         self._queue: deque[_Name] = deque()  # names of what is wanted and not submitted yet
         self._fetching_bytes = 0
+        self._inflow = Inflow(blocks[0].device)
+        self._lock = threading.Lock()
         self.finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], str]) -> None:
         """Fill the blocks of `order` and note it in `finished`, once."""
         pieces, count = order.pieces, len(order.pieces)
         keys = tuple(key_of(piece) for piece in pieces)
-        load = _Load(order.request_id, pieces, keys, count, set(range(count)), ahead=count)
+        missing, begun = set(range(count)), self._inflow.mark()
+        load = _Load(order.request_id, pieces, keys, count, missing, ahead=count, begun=begun)
         if order.is_announced:
             load.ahead = _FIRST_AHEAD
             load.deadline_s = monotonic() + self._config.wait_s
@@ -164,6 +182,8 @@ class Loads:
         load = self._loads.get(request_id)
         if load is None:
             return
+        with self._lock:
+            load.is_over = True
         load.missing.clear()
         self._end_if_complete(load)
         for wanted in self._wanted.values():
@@ -171,23 +191,27 @@ class Loads:
                 self._engine.cancel(wanted.job)
 
     def arrived(self, done: Done) -> None:
-        """Hand an object to all who wait for it, and go on."""
+        """Take note of what became of a fetch for all who waited for it, and go on."""
         assert isinstance(done.job, Fetch)
         wanted = self._wanted.pop((done.job.local_key, done.job.is_announced))
         if not done.job.is_announced:
             self._fetching_bytes -= done.job.limit_bytes
-        stored = done.value if isinstance(done.value, StoredObject) else None
-        is_sound = stored is not None and self._fits(stored, wanted.facts)
-        reason = done.outcome if stored is None else Outcome.CORRUPT
-        for load, number in wanted.waiters:
-            if stored is None or not is_sound:
-                self._absent(load, number, reason)
-            elif load.wants(number):
-                self._copy_in(stored, load, number)
+        is_here = done.outcome is Outcome.OK
+        for place, (load, number) in enumerate(wanted.waiters):
+            with self._lock:
+                load.copying.discard(number)
+            if not is_here:
+                self._absent(load, number, done.outcome)
+            elif not wanted.num_served:
+                self._failed(load, number, Outcome.CORRUPT.value)
+            elif place < wanted.num_served:
+                self._filled(load, number)
+            else:
+                load.asked.discard(number)
+                self._ask(load)
             if load.deadline_s is not None:
                 self._ask(load)
-        if stored is not None:
-            stored.release()
+            self._end_if_complete(load)
         self._submit()
 
     def _ask(self, load: _Load) -> None:
@@ -202,7 +226,8 @@ class Loads:
                     self._engine.submit(wanted.job)
                 else:
                     self._queue.append(name)
-            self._wanted[name].waiters.append((load, number))
+            with self._lock:
+                self._wanted[name].waiters.append((load, number))
 
     def _new_wanted(self, load: _Load, number: int, *, is_awaited: bool) -> _Wanted:
         piece, timeout_s = load.pieces[number], self._config.io_timeout_s
@@ -213,15 +238,17 @@ class Loads:
         if piece.source is not None:
             rows = piece.source.rows(facts.num_bytes // facts.shape[0])
             facts = facts_of_rows(facts, rows)
-        job = Fetch(
+        wanted = _Wanted(facts)
+        wanted.job = Fetch(
             load.keys[number],
             timeout_s,
             PROLOGUE_BYTES + facts.num_bytes,
             is_awaited,
+            use=partial(self._copy_in, wanted),
             longest_pause_s=_LONGEST_PAUSE_S,
             rows=None if piece.source is None or piece.source.is_whole else rows,
         )
-        return _Wanted(job, facts)
+        return wanted
 
     def _submit(self) -> None:
         """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
@@ -246,19 +273,37 @@ class Loads:
         self._engine.host.discard(stored.key)
         return False
 
-    def _copy_in(self, stored: StoredObject, load: _Load, number: int) -> None:
-        piece = load.pieces[number]
+    def _copy_in(self, wanted: _Wanted, stored: StoredObject) -> None:
+        """Copy an object to the blocks of all who wait for it now. Copy thread."""
+        if not self._fits(stored, wanted.facts):
+            return
+        with self._lock:
+            waiters = tuple(wanted.waiters)
+            wanted.num_served = len(waiters)
+            wanting = [each for each in waiters if each[0].wants(each[1])]
+            for load, number in wanting:
+                load.copying.add(number)
         tensor = as_tensor(stored.payload, stored.facts)
-        first_head = piece.source.first_head if piece.source else 0
-        blocks = self._blocks[piece.layer_set]
-        blocks.write(tensor, piece.first_block, piece.block_ids, first_head)
-        if not first_head:  # counted once, of how many objects it may come
+        for load, number in wanting:
+            piece = load.pieces[number]
+            first_head = piece.source.first_head if piece.source else 0
+            with self._inflow.after(load.begun):
+                self._blocks[piece.layer_set].write(
+                    tensor, piece.first_block, piece.block_ids, first_head
+                )
+
+    def _filled(self, load: _Load, number: int) -> None:
+        """Take note that a piece is in its blocks."""
+        if not load.wants(number):
+            return
+        piece = load.pieces[number]
+        if piece.source is None or not piece.source.first_head:
+            # Counted once, of how many objects it may come.
             self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)
         if load.deadline_s is not None:
             load.ahead = min(load.ahead + 1, _MOST_AHEAD)
             load.deadline_s = monotonic() + self._config.wait_s
-        self._end_if_complete(load)
 
     def _absent(self, load: _Load, number: int, reason: Outcome) -> None:
         """Take note that a piece cannot be had now; what was announced is asked for again."""
@@ -277,15 +322,16 @@ class Loads:
             return
         self._stats.add("blocks/failed", piece.num_held)
         self._stats.add(f"misses/{reason}", piece.num_held)
-        load.end = number if self._keeps_prefix else 0
+        with self._lock:
+            load.end = number if self._keeps_prefix else 0
         load.missing = {each for each in load.missing if each < load.end}
-        self._end_if_complete(load)
 
     def _end_if_complete(self, load: _Load) -> None:
-        if load.missing:
+        if load.missing or load.copying or self._loads.get(load.request_id) is not load:
             return
-        load.is_over = True
-        self._loads.pop(load.request_id, None)
+        with self._lock:
+            load.is_over = True
+        del self._loads[load.request_id]
         self.finished.requests.add(load.request_id)
         if self._keeps_prefix:
             for piece in load.pieces[load.end :]:

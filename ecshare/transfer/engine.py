@@ -55,7 +55,8 @@ from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-# Sealing, checking and publishing are copies at memory speed; two threads keep the loop free.
+# Sealing, checking and publishing are copies at memory speed; two threads keep the loop free. Loads
+# have two of their own: none waits for saves.
 _COPY_THREADS = 2
 
 
@@ -99,8 +100,9 @@ class TransferEngine:
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-copy")
+        self._loads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-load")
         self._access = StoreAccess(self._store, config.io_timeout_s)
-        self._fetcher = Fetcher(self.host, self._access, self._copies, self._integrity)
+        self._fetcher = Fetcher(self.host, self._access, self._loads, self._integrity)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
@@ -250,7 +252,8 @@ class TransferEngine:
         self._carrier.join()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
-        self._copies.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._copies, self._loads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # --- carrier thread ---
 

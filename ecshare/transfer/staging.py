@@ -12,7 +12,8 @@ stream order, and no CPU thread waits except the one that needs the bytes (`Slab
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -227,3 +228,32 @@ class Staging:
             slab.copied = stream.record_event()
         # The allocator must not hand this memory out again before the side stream has read it.
         source.record_stream(stream)
+
+
+class Inflow:
+    """Writes to one device on threads that are not vLLM's, in order with what vLLM has launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
+        return (
+            None
+            if self._stream is None
+            else torch.cuda.current_stream(self._stream.device).record_event()
+        )
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Have what the body launches come after `mark`; return when it is done. Copy threads.
+
+        On a CPU the body does its work itself, and at once.
+        """
+        if self._stream is None or mark is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+            self._stream.record_event().synchronize()

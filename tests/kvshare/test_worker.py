@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half alone: real tensors, a real store, and what is reported when."""
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
+from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet, Span
 from kvshare.loads import Finished
@@ -376,16 +379,21 @@ def test_what_was_announced_may_come_while_others_of_it_do(
     source.cache.copy_(random_cache())
     pieces = many(5)
     target.load("r", *pieces, is_announced=True)
+    counts: Counter[str] = Counter()
+
+    def is_loaded(number: int) -> bool:
+        counts.update(target.counts())  # type: ignore[arg-type]
+        return counts["blocks/loaded"] > number
+
     for number, piece in enumerate(pieces[:-1]):
         clock.now_s += 0.04
         source.save(piece)
-        row = target.cache[:, number]
-        assert target.settle(until=lambda _, row=row: bool(row.any())) == Finished()  # type: ignore[misc]
+        assert target.settle(until=lambda _, number=number: is_loaded(number)) == Finished()  # type: ignore[misc]
     clock.now_s += 0.06
     assert target.settle() == Finished({"r"}, invalid_blocks={4})
     assert torch.equal(target.cache[:, :4], source.cache[:, :4])
-    counts = target.counts()
-    assert (counts["blocks/loaded"], counts["blocks/failed"]) == (4, 1)
+    counts.update(target.counts())  # type: ignore[arg-type]
+    assert counts == {"blocks/loaded": 4, "blocks/failed": 1}
     report = target.worker.report()
     assert report is not None
     assert report.lost == {pieces[4].key}
@@ -455,6 +463,77 @@ def test_nobody_works_for_a_load_that_was_abandoned(host: Callable[..., Host]) -
     assert target.settle() == Finished({"other"})
     assert target.worker.report() is None, "nothing was lost"
     assert target.counts() == {}
+
+
+class Copying:
+    """Copies to blocks that begin, and wait until they are let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Semaphore(0), threading.Event()
+        write = BlockCaches.write
+
+        def held(*args: Any) -> None:
+            self.begun.release()
+            assert self.go_on.wait(GIVE_UP_S)
+            write(*args)
+
+        monkeypatch.setattr(BlockCaches, "write", held)
+
+    def wait_begun(self) -> None:
+        assert self.begun.acquire(timeout=GIVE_UP_S)
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copying]:
+    held = Copying(monkeypatch)
+    yield held
+    held.go_on.set()
+
+
+def test_blocks_are_not_given_up_while_they_are_copied_to(
+    host: Callable[[], Host], copying: Copying
+) -> None:
+    source, target = host(), host()
+    source.save(block(A, TOKENS, 3))
+    target.load("r", block(A, TOKENS, 0))
+    copying.wait_begun()
+    target.abandon("r")
+    assert target.worker.settle() == Finished(), "somebody else would have the block"
+    copying.go_on.set()
+    assert target.settle() == Finished({"r"})
+    assert target.counts() == {}
+
+
+def test_a_load_that_is_cut_short_ends_when_nothing_is_copied_any_more(
+    host: Callable[[], Host], copying: Copying
+) -> None:
+    source, target = host(), host()
+    source.save(block(A, TOKENS, 3))
+    GatedFileSystem.close_gate(f"get {name_of(B)}")
+    target.load("r", block(B, TOKENS, 1), block(A, TOKENS, 0))
+    copying.wait_begun()
+    GatedFileSystem.open_gates()
+    until_s = time.monotonic() + GIVE_UP_S
+    while not target.worker.report():  # of B, which is nowhere
+        assert target.worker.settle().requests == set()
+        assert time.monotonic() < until_s
+    copying.go_on.set()
+    assert target.settle() == Finished({"r"}, invalid_blocks={0, 1})
+
+
+def test_who_asks_for_what_is_being_copied_has_it_too(
+    host: Callable[[], Host], copying: Copying
+) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3))
+    target.load("first", block(A, TOKENS, 0))
+    copying.wait_begun()
+    target.load("second", block(A, TOKENS, 1))
+    copying.go_on.set()
+    assert target.settle() == Finished({"first", "second"})
+    assert torch.equal(target.cache[:, [0, 1]], source.cache[:, [3, 3]])
+    assert target.counts() == {"blocks/loaded": 2}
 
 
 def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
