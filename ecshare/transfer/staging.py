@@ -238,11 +238,9 @@ class Inflow:
 
     def mark(self) -> torch.cuda.Event | None:
         """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
-        return (
-            None
-            if self._stream is None
-            else torch.cuda.current_stream(self._stream.device).record_event()
-        )
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
