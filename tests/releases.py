@@ -6,8 +6,13 @@ from vllm import __version__
 
 VLLM = tuple(int(part) for part in __version__.split(".")[:2])
 
+HAS_ENCODER_METRICS = VLLM >= (0, 31)
 needs_encoder_metrics = pytest.mark.skipif(
-    VLLM < (0, 31), reason="vLLM asks encoder-cache connectors for metrics since 0.31"
+    not HAS_ENCODER_METRICS, reason="vLLM asks encoder-cache connectors for metrics since 0.31"
+)
+CAN_GUESS = VLLM >= (0, 31)
+needs_guesses = pytest.mark.skipif(
+    not CAN_GUESS, reason="until 0.31 vLLM's CPU engines die of the first token they guess"
 )
 needs_hit_sources = pytest.mark.skipif(
     VLLM < (0, 32), reason="vLLM asks where cached tokens come from since 0.32"

@@ -9,7 +9,7 @@ from ecshare.testing.engines import ec_argument
 from ecshare.testing.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text
-from tests.releases import VLLM
+from tests.releases import HAS_ENCODER_METRICS
 
 pytestmark = [pytest.mark.engine, pytest.mark.s3]
 
@@ -35,6 +35,6 @@ def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
     content = [announced(encoded, "one"), announced(encoded, "two"), question]
     expected = ask(plain, str(vlm), [picture(1), picture(2), question])
     assert ask(consumer, str(vlm), content, **passed_on(encoded)).tokens == expected.tokens
-    if VLLM >= (0, 31):  # older ones do not ask for metrics
+    if HAS_ENCODER_METRICS:
         assert counts(consumer)["ecshare_items/loaded"] == 2
     assert ask(plain, str(vlm), [picture(2), picture(1), question]).tokens != expected.tokens

@@ -22,6 +22,7 @@ from ecshare.testing.models import make_adapter
 from ecshare.testing.processes import Server
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, ask, complete, counting, counts, text
+from tests.releases import CAN_GUESS, needs_guesses
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +46,7 @@ class Fleet(NamedTuple):
     second: EngineProcess
     """Has no prefix cache of its own."""
     guessing: EngineProcess
-    """Decodes speculatively."""
+    """Decodes speculatively, where vLLM can."""
     root: Path
 
     def check(self, engine: EngineProcess, words: str, lora: str = "", like: str = "") -> Answer:
@@ -81,7 +82,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         own = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": 2 * BLOCK}
         return kv_argument("both", f"file://{root}/store", **own)
 
-    guesses = f"--speculative-config={json.dumps(GUESSING)}"
+    guesses = (f"--speculative-config={json.dumps(GUESSING)}",) if CAN_GUESS else ()
     with engines(LOGS / __name__, ready_made.model(CACHE / "models", "qwen2")) as start:
         fleet = Fleet(
             start("plain", *shape, *ADAPTERS, environment=MAY_BE_CHANGED),
@@ -90,7 +91,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 *("second", *shape, *ADAPTERS, sharing("second"), "--no-enable-prefix-caching"),
                 environment=MAY_BE_CHANGED,
             ),
-            start("guessing", *shape, guesses, sharing("guessing")),
+            start("guessing", *shape, *guesses, sharing("guessing")),
             root,
         )
         for engine in fleet[:4]:
@@ -155,6 +156,7 @@ def test_an_adapter_whose_files_are_gone_is_not_shared(fleet: Fleet) -> None:
 # --- speculative decoding ---
 
 
+@needs_guesses
 def test_guessed_tokens_leave_no_trace(fleet: Fleet) -> None:
     """What is rejected is overwritten; no object may hold it."""
     talk = REFRAIN

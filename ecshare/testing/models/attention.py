@@ -51,6 +51,9 @@ def make_deepseek_v2(path: str | Path, seed: int = 0) -> Path:
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
+        # vLLM asks for both; the configuration has neither by default.
+        n_group=1,
+        topk_group=1,
         moe_intermediate_size=64,
         first_k_dense_replace=1,
         dtype="float32",
