@@ -382,6 +382,7 @@ def test_what_was_announced_may_come_while_others_of_it_do(
     counts: Counter[str] = Counter()
 
     def is_loaded(number: int) -> bool:
+        time.sleep(0.001)  # or the I/O thread never has Python's lock for as long as it takes
         counts.update(target.counts())  # type: ignore[arg-type]
         return counts["blocks/loaded"] > number
 
