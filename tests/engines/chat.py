@@ -16,7 +16,7 @@ from ecshare.testing import asking
 from ecshare.testing.processes import Server
 
 STORED_WITHIN_S = 60.0
-COMES_WITHIN_S = 120.0
+COMES_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ def stored_kv(root: Path, part: str) -> set[Path]:
     raise AssertionError("the engine never ends to store")
 
 
-def wait_until(is_so: Callable[[], bool], otherwise: str) -> None:
-    """Return as soon as it is so; fail with the words `otherwise` if it never is."""
-    deadline_s = time.monotonic() + COMES_WITHIN_S
+def wait_until(is_so: Callable[[], bool], otherwise: str, within_s: float = COMES_WITHIN_S) -> None:
+    """Return as soon as it is so; fail with the words `otherwise` if it is not in that time."""
+    deadline_s = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < deadline_s, otherwise
         time.sleep(0.02)

@@ -92,7 +92,7 @@ def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fle
 
 def stored_since(fleet: Fleet, known: set[Path]) -> Path:
     """The next object: an encoder's answer is here before what it announces is stored."""
-    wait_until(lambda: bool(objects(fleet) - known), "nothing was stored")
+    wait_until(lambda: bool(objects(fleet) - known), "nothing was stored", 30.0)
     (path,) = objects(fleet) - known
     return path
 

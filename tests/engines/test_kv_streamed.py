@@ -30,6 +30,7 @@ BLOCK = 32
 CHUNK = 2 * BLOCK
 STREAMED = {"kvshare": {"streamed": True}}
 WAIT_S = 40.0
+GIVE_UP_S = 120.0
 LOADED = "kvshare_blocks/loaded"
 OTHERS = (4, 0, 1, 2, 5, 6)
 """Pictures; beside so long a story not each of them makes a difference."""
@@ -53,10 +54,12 @@ class Fleet(NamedTuple):
         # Not `stored_kv`: that waits until P is done.
         objects = self.root / "store" / "kv"
         wait_until(
-            lambda: len(list(objects.rglob("*.t0of1"))) > num_objects + 2, "P stored nothing"
+            lambda: len(list(objects.rglob("*.t0of1"))) > num_objects + 2,
+            "P stored nothing",
+            GIVE_UP_S,
         )
         self.p.pause()
-        wait_until(lambda: loaded(self.d) > num_loaded, "D loaded nothing")
+        wait_until(lambda: loaded(self.d) > num_loaded, "D loaded nothing", GIVE_UP_S)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def offloading(name: str, model: Path, root: Path) -> EngineProcess:
 
 def wait_stored(root: Path, num_objects: int) -> None:
     objects = root / "store" / "kv" / "1"
-    wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored")
+    wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored", 60.0)
 
 
 def test_an_engine_loads_what_another_has_left(vlm: Path, tmp_path: Path) -> None:
