@@ -240,7 +240,8 @@ class Inflow:
         """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
         if self._stream is None:
             return None
-        return torch.cuda.current_stream(self._stream.device).record_event()
+        mark: torch.cuda.Event = torch.cuda.current_stream(self._stream.device).record_event()
+        return mark
 
     @contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pytest
 from ecshare.store.remote import RemoteObjects
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import BLOCK, ToyEngine, expected_answer, make_request, serve
+from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
 
 PROMPT = list(range(100, 100 + 21 * BLOCK + 3))
 CHUNK = 2 * BLOCK
@@ -84,6 +84,7 @@ def test_what_p_leaves_when_it_dies_is_kept(gated: StartEngine, steps: int) -> N
     p.add(make_request("p", PROMPT, 1))
     for _ in range(steps):
         p.step()
+    p.transfer.drain(GIVE_UP_S)  # a slow disk is not what D gives up for
     add_streamed(d)
     spin(d, lambda: not d.scheduler.has_unfinished_requests())
     computed = steps * STEP // CHUNK * CHUNK

@@ -383,7 +383,7 @@ def test_what_was_announced_may_come_while_others_of_it_do(
 
     def is_loaded(number: int) -> bool:
         time.sleep(0.001)  # or the I/O thread never has Python's lock for as long as it takes
-        counts.update(target.counts())  # type: ignore[arg-type]
+        counts.update(target.counts())
         return counts["blocks/loaded"] > number
 
     for number, piece in enumerate(pieces[:-1]):
@@ -393,7 +393,7 @@ def test_what_was_announced_may_come_while_others_of_it_do(
     clock.now_s += 0.06
     assert target.settle() == Finished({"r"}, invalid_blocks={4})
     assert torch.equal(target.cache[:, :4], source.cache[:, :4])
-    counts.update(target.counts())  # type: ignore[arg-type]
+    counts.update(target.counts())
     assert counts == {"blocks/loaded": 4, "blocks/failed": 1}
     report = target.worker.report()
     assert report is not None
