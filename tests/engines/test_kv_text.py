@@ -21,7 +21,7 @@ from ecshare.testing.engines import EngineProcess, kv_argument
 from ecshare.testing.models import make_adapter
 from ecshare.testing.processes import Server
 from tests.conftest import CACHE, LOGS, engines
-from tests.engines.chat import Answer, ask, complete, counting, counts, text
+from tests.engines.chat import Answer, ask, complete, counting, counts, stored_kv, text
 from tests.releases import CAN_GUESS, needs_guesses
 
 pytestmark = pytest.mark.engine
@@ -53,7 +53,12 @@ class Fleet(NamedTuple):
         """Ask `engine`; the tokens are those of the plain one, with its adapter `like`."""
         answer = ask(engine, lora or engine.model, [text(words)])
         assert answer.tokens == ask(self.plain, like or self.plain.model, [text(words)]).tokens
+        self.wait_stored()
         return answer
+
+    def wait_stored(self) -> None:
+        """Return when all is there for whoever comes next."""
+        stored_kv(self.root, "t0of1")
 
     def load(self, name: str, seed: int, *servers: EngineProcess) -> Path:
         """Write an adapter, over the one of this name, and have engines load it."""
@@ -163,6 +168,7 @@ def test_guessed_tokens_leave_no_trace(fleet: Fleet) -> None:
     for turn in range(3):
         answer = complete(fleet.guessing, fleet.guessing.model, talk, max_tokens=90)
         assert answer.tokens == complete(fleet.plain, fleet.plain.model, talk, 90).tokens
+        fleet.wait_stored()
         talk = [*talk, *answer.tokens]
         stored = (len(talk) - 1) // BLOCK * BLOCK
         talk += [60 + turn] * 3
