@@ -55,7 +55,7 @@ class Finished:
 class _Load:
     """A request whose blocks are being filled: pieces number 0 to before `end`.
 
-    Under the lock of `Loads`, as far as a copy thread reads it: `end`, `is_over` and `copying`.
+    Under the lock of `Loads`, as far as a load thread reads it: `end`, `is_over` and `copying`.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class _Load:
     """No piece before it is missing."""
     asked: set[int] = field(default_factory=set)
     copying: set[int] = field(default_factory=set)
-    """Those that a copy thread may be writing: the blocks cannot be given up yet."""
+    """Those that a load thread may be writing: the blocks cannot be given up yet."""
     is_over: bool = False
 
     def wants(self, number: int) -> bool:
@@ -117,7 +117,7 @@ other."""
 class Loads:
     """All loads of one worker.
 
-    Each piece is copied to its blocks as soon as its chunk is here and verified, on a copy thread:
+    Each piece is copied to its blocks as soon as its chunk is here and verified, on a load thread:
     steps of other requests go on meanwhile. The blocks belong to the waiting request alone until it
     is reported, so nobody can read them half filled; and it is reported when no thread writes to
     them any more, whether it still wants them or not. Fetches are submitted as far as
@@ -131,7 +131,7 @@ class Loads:
     again when their turn comes. The fetch that waits counts against no budget: it holds no memory,
     and what never comes must not keep others from theirs.
 
-    Ownership: the worker's main thread; `_copy_in` alone runs on copy threads.
+    Ownership: the worker's main thread; `_copy_in` alone runs on load threads.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Loads:
         return False
 
     def _copy_in(self, wanted: _Wanted, stored: StoredObject) -> None:
-        """Copy an object to the blocks of all who wait for it now. Copy thread."""
+        """Copy an object to the blocks of all who wait for it now. Load thread."""
         if not self._fits(stored, wanted.facts):
             return
         with self._lock:

@@ -90,12 +90,13 @@ class _Store:
 class KVShareTier(SecondaryTierManager):
     """Chunks of the CPU tier as objects in a store; see the module's docstring.
 
-    A load writes an object to its place on a copy thread of the transfer engine, verified. A store
+    A load writes an object to its place on a load thread of the transfer engine, verified. A store
     is over for vLLM as soon as the chunk is copied out: what the store then does holds no place of
     the CPU tier. Copies wait in at most `buffer_bytes`; what finds no room there is dropped.
 
-    Ownership: vLLM's scheduler thread calls every public method and owns all fields. Copy threads
-    read `_rows`, `_facts` and `_staging`, and write to places that vLLM keeps free for their job.
+    Ownership: vLLM's scheduler thread calls every public method and owns all fields. Load and copy
+    threads read `_rows`, `_facts` and `_staging`, and write to places that vLLM keeps free for
+    their job.
     """
 
     medium = Medium.STORAGE
@@ -291,7 +292,7 @@ class KVShareTier(SecondaryTierManager):
             JobResult(store.job_id, success=not num_dropped, transfer_time=seconds)
         )
 
-    # --- copy threads ---
+    # --- load and copy threads ---
 
     def _fits(self, facts: TensorFacts) -> bool:
         return facts == self._facts

@@ -132,16 +132,16 @@ class Fetcher:
     One process of a host at a time downloads an object; the others wait until it is in the host
     cache. A process that dies in between loses its claim with its life.
 
-    Ownership: the I/O thread; verification runs on `copies`.
+    Ownership: the I/O thread; verification and `use` run on `loads`.
     """
 
     def __init__(
-        self, host: HostCache, access: StoreAccess, copies: Executor, integrity: Integrity | None
+        self, host: HostCache, access: StoreAccess, loads: Executor, integrity: Integrity | None
     ) -> None:
         """Use what the engine owns."""
         self._host = host
         self._access = access
-        self._copies = copies
+        self._loads = loads
         self._integrity = integrity
         self._shunned: OrderedDict[str, float] = OrderedDict()
 
@@ -157,7 +157,7 @@ class Fetcher:
         if job.use is None:
             return stored, moved
         loop = asyncio.get_running_loop()
-        using = loop.run_in_executor(self._copies, _give, stored, job.use)
+        using = loop.run_in_executor(self._loads, _give, stored, job.use)
         try:
             await asyncio.shield(using)
         except asyncio.CancelledError:
@@ -279,7 +279,7 @@ class Fetcher:
 
     async def _verified(self, job: Fetch, inspected: _Inspected) -> StoredObject:
         loop = asyncio.get_running_loop()
-        admission = loop.run_in_executor(self._copies, self._admit, job, inspected)
+        admission = loop.run_in_executor(self._loads, self._admit, job, inspected)
         try:
             return await asyncio.shield(admission)
         except asyncio.CancelledError:
@@ -289,7 +289,7 @@ class Fetcher:
             raise
 
     def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:
-        """Verify what came, and publish it to this host. Copy thread."""
+        """Verify what came, and publish it to this host. Load thread."""
         incoming, checksum = inspected.incoming, inspected.checksum()
         sealed = _unsealed(job, incoming.body, integrity=self._integrity, checksum=checksum)
         if job.accepts is not None and not job.accepts(sealed.facts):
@@ -315,7 +315,7 @@ class Fetcher:
 
 
 def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:
-    """Let `use` have the object, then release it. Copy thread."""
+    """Let `use` have the object, then release it. Load thread."""
     try:
         use(stored)
     finally:

@@ -53,7 +53,7 @@ class Fetch(Struct, frozen=True):
     `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
     over: look again, on this host every few milliseconds, in the store ever less often, but at
     least every `longest_pause_s`.
-    `use`: called with the object on a copy thread, which then releases it. The job ends after that,
+    `use`: called with the object on a load thread, which then releases it. The job ends after that,
     cancelled or not: what `use` writes to is its own no longer once the Done is there.
     """
 

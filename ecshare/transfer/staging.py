@@ -245,7 +245,7 @@ class Inflow:
 
     @contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Have what the body launches come after `mark`; return when it is done. Copy threads.
+        """Have what the body launches come after `mark`; return when it is done. Load threads.
 
         On a CPU the body does its work itself, and at once.
         """
