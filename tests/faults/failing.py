@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[Fault, Method]] = {
     "403": (Fault.answer(403), "any"),
     "404": (Fault.answer(404), "any"),
     "a little slow": (Fault.slow(0.3), "any"),
-    "slow": (Fault.slow(2.0), "any"),
+    "slow": (Fault.slow(4.0), "any"),
     "silent": (Fault.slow(3600.0), "any"),
     "answers cut": (Fault.cut(MIDDLE), "GET"),
     "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ecshare.testing.engines import EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, counting, picture, text, wait_until
+from tests.engines.chat import Answer, ask, counting, counts, picture, text, wait_until
 from tests.faults.failing import Failing
 from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding
 
@@ -23,6 +23,7 @@ NUM_OBJECTS = 4
 MISSES = "kvshare_misses/"
 DROPPED = "kvshare_blocks/dropped"
 FAILED = "kvshare_blocks/failed"
+GIVES_UP_WITHIN_S = 30.0
 
 _numbers = itertools.count()
 
@@ -119,6 +120,7 @@ class KVFleet:
     ) -> None:
         """Ask everything while it fails; `reads`, `writes`: whether that goes on all the same."""
         kept, unread = self.store(), self.store()
+        dropped = self._num_dropped()
         with self.biting(reads=reads, writes=writes), Decoding(self):
             with failing():
                 lost, met = self.prefill(), self.prefill()
@@ -126,8 +128,20 @@ class KVFleet:
                 self.decode(met)
                 self.decode(unread)
                 self.prefill(kept.prompt)
+                if writes is False:
+                    self._wait_dropped(dropped + 1)
             self.decode(self.prefill())
             self.check_recovers(lost)
+
+    def _wait_dropped(self, num_blocks: float) -> None:
+        """Engines tell what they have counted with their steps: have some made."""
+        deadline_s = time.monotonic() + GIVES_UP_WITHIN_S
+        while self._num_dropped() < num_blocks:
+            assert time.monotonic() < deadline_s, "whatever fails, everything is stored"
+            self.prefill()
+
+    def _num_dropped(self) -> float:
+        return counts(self.first).get(DROPPED, 0)
 
     @contextmanager
     def biting(self, *, reads: bool, writes: bool | None = None) -> Iterator[None]:
@@ -140,5 +154,6 @@ class KVFleet:
 
 def sharing(url: str, host: str, **options: Any) -> tuple[str, ...]:
     """The arguments of an engine that shares KV."""
-    kv = kv_argument("both", url, host_cache_dir=host, chunk_tokens=CHUNK, **SHORT_WAITS, **options)
+    options = SHORT_WAITS | options
+    kv = kv_argument("both", url, host_cache_dir=host, chunk_tokens=CHUNK, **options)
     return f"--block-size={BLOCK}", kv
