@@ -7,6 +7,7 @@ has stored it. Then requests that nobody has met: what it costs to look for them
 store all of them. Medians.
 """
 
+import os
 import random
 import sys
 import tempfile
@@ -42,6 +43,8 @@ MODEL = {
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
 }
+# One core computes and others are free, as vLLM sees to by itself where there are enough of them.
+ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
 BLOCK_TOKENS = 32
 SHAPE = (f"--block-size={BLOCK_TOKENS}", "--max-num-batched-tokens=4096")
 VOCABULARY = ("the", "sea", "wind", "stars", "stone", "house", "cat", "blue", "green", "people")
@@ -101,7 +104,8 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[tuple[EngineProcess, d
     with ExitStack() as stack:
 
         def start(name: str, *extra: str) -> EngineProcess:
-            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *SHAPE, *extra))
+            arguments = *SMALL_ENGINE, *SHAPE, *extra
+            engine = EngineProcess(name, model, folder, arguments, ONE_CORE)
             stack.callback(engine.stop)
             engine.start()
             return engine

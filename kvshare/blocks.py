@@ -10,6 +10,7 @@ set. So blocks are moved whole, never by token.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from kvshare.layers import LayerSet
 
 # Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
 _HOST = "cpu"
+# What numpy is shown instead of types that it does not know, by the bytes of one.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Places = list[tuple[int, int, int]] | Tensor
 """Blocks as runs (see `_runs`), or as their numbers on the device."""
@@ -136,12 +139,22 @@ def _gather(pages: Tensor, places: Places, rows: Tensor) -> None:
 
 
 def _scatter(rows: Tensor, pages: Tensor, places: Places) -> None:
-    """Copy `rows` to the `pages` at `places`."""
+    """Copy `rows` to the `pages` at `places`.
+
+    On a host by this thread alone: torch would have the cores help that compute other requests
+    meanwhile, once for each thread that copies.
+    """
     if isinstance(places, Tensor):
         pages.index_copy_(0, places, rows)
         return
+    source, target = _bits(rows), _bits(pages)
     for row, block_id, count in places:
-        pages[block_id : block_id + count].copy_(rows[row : row + count])
+        target[block_id : block_id + count] = source[row : row + count]
+
+
+def _bits(tensor: Tensor) -> Any:  # noqa: ANN401 — an array of numpy's, which has no name here
+    """View a host tensor as a numpy array of whole numbers, of the same shape."""
+    return tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

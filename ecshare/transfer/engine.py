@@ -14,7 +14,6 @@ batch; an Inquiry does so in several rounds. A Run is work of another kind that 
 import asyncio
 import logging
 import queue
-import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from ecshare.store.leftovers import sweep
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
 from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.aside import start_aside
 from ecshare.transfer.fetching import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
@@ -107,10 +107,9 @@ class TransferEngine:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
         self._comparing: asyncio.Task[bool] | None = None
-        self._thread = threading.Thread(target=self._run, name="ecshare-io", daemon=True)
-        self._thread.start()
-        self._carrier = threading.Thread(target=self._carry, name="ecshare-inbox", daemon=True)
-        self._carrier.start()
+        # All other threads are started by this one.
+        self._thread = start_aside("ecshare-io", self._run)
+        self._carrier = start_aside("ecshare-inbox", self._carry)
 
     def probe(self, *, write: bool) -> None:
         """Block until the store has answered, at start-up; `write`: it must take an object too.
@@ -150,8 +149,7 @@ class TransferEngine:
         elif self._config.folder:
             # It may take long and nobody waits for it; what is left to do when the process ends
             # is done another day.
-            sweeping = (self._config.folder,)
-            threading.Thread(target=sweep, args=sweeping, name="ecshare-sweep", daemon=True).start()
+            start_aside("ecshare-sweep", sweep, self._config.folder)
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on the I/O thread and wait for it; only while the engine starts."""

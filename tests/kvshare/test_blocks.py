@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache tensors of several layouts -> stored blocks -> cache tensors, to the byte."""
 
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -158,6 +160,23 @@ def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) ->
     blocks_of(named(target)).write(expected, 1, [[4, 2]])
     monkeypatch.undo()
     assert torch.equal(stored(blocks_of(named(target)), 4, 2), expected[:, :, TOKENS:])
+
+
+def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
+    if torch.get_num_threads() < 2:
+        pytest.skip("one core")
+    caches = named([torch.zeros(BLOCKS, HEADS, TOKENS, 4096) for _ in range(2)])
+    blocks = blocks_of(caches)
+    facts = blocks.facts(4, 4 * TOKENS, "name")
+
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(num_threads).result()
+        other.submit(blocks.write, torch.ones(facts.shape), 0, ((0, 1, 2, 3),)).result()
+        assert other.submit(num_threads).result() <= before
+    assert all(cache[:4].min() == 1 for cache in caches.values())
 
 
 def test_layers_that_share_a_cache_are_stored_once() -> None:

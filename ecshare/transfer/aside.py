@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that keep off the cores on which vLLM computes.
+
+vLLM's CPU worker binds one OpenMP thread to each core of its share, the main thread first, and
+leaves a core free for a connector (`vllm/utils/ompmultiprocessing.py`, 0.32). But a thread inherits
+what the one that starts it is bound to: ours would all share the first computing core, for which
+all others wait. Where nothing is bound, as beside a GPU, or no core is free, this changes nothing.
+"""
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Where vLLM names the cores that compute to whichever OpenMP there is, each by its number.
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+_NODES = Path("/sys/devices/system/node")
+
+
+def start_aside(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
+    """Start a daemon thread that runs `work(*args)`; what it starts in turn stays aside, too."""
+
+    def run() -> None:
+        _step_aside()
+        work(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _step_aside() -> None:
+    """Bind the calling thread to the cores of its memory that do not compute, if there are any."""
+    computing = {
+        int(number) for name in _BINDING for number in re.findall(r"\d+", os.environ.get(name, ""))
+    }
+    if not computing or not hasattr(os, "sched_setaffinity"):
+        return
+    try:
+        # The parent is vLLM's engine core: bound to what the user has given the engine, no less.
+        allowed = os.sched_getaffinity(os.getppid())
+        near = {core for node in _nodes() if node & computing for core in node}
+        if free := allowed & near - computing:
+            os.sched_setaffinity(0, free)
+    except (OSError, ValueError) as exc:
+        logger.debug("threads stay where they were started: %s", exc)
+
+
+def _nodes() -> Iterator[set[int]]:
+    """Yield the cores of each NUMA node, as Linux lists them: "0-3,8"."""
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        runs = [run.split("-") for run in path.read_text().strip().split(",") if run]
+        yield {core for run in runs for core in range(int(run[0]), int(run[-1]) + 1)}
