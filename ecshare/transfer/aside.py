@@ -34,16 +34,22 @@ def start_aside(name: str, work: Callable[..., object], *args: object) -> thread
 
 
 def _step_aside() -> None:
-    """Bind the calling thread to the cores of its memory that do not compute, if there are any."""
+    """Bind the calling thread, if it is bound to one core that computes, to those that do not.
+
+    To those near the same memory; without any, it stays.
+    """
     computing = {
         int(number) for name in _BINDING for number in re.findall(r"\d+", os.environ.get(name, ""))
     }
     if not computing or not hasattr(os, "sched_setaffinity"):
         return
     try:
+        bound = os.sched_getaffinity(0)
+        if len(bound) > 1 or not bound <= computing:
+            return
         # The parent is vLLM's engine core: bound to what the user has given the engine, no less.
         allowed = os.sched_getaffinity(os.getppid())
-        near = {core for node in _nodes() if node & computing for core in node}
+        near = {core for node in _nodes() if node & bound for core in node}
         if free := allowed & near - computing:
             os.sched_setaffinity(0, free)
     except (OSError, ValueError) as exc:
