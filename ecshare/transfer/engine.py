@@ -107,7 +107,7 @@ class TransferEngine:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
         self._comparing: asyncio.Task[bool] | None = None
-        # All other threads are started by this one.
+        # Those for copies, loads and blocking calls are started by this one.
         self._thread = start_aside("ecshare-io", self._run)
         self._carrier = start_aside("ecshare-inbox", self._carry)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines: D has its request while P computes, and loads chunks as they appear."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ CHUNK = 2 * BLOCK
 STREAMED = {"kvshare": {"streamed": True}}
 WAIT_S = 40.0
 GIVE_UP_S = 120.0
+RUNS_S, STANDS_S = 0.05, 0.15
 LOADED = "kvshare_blocks/loaded"
 OTHERS = (4, 0, 1, 2, 5, 6)
 """Pictures; beside so long a story not each of them makes a difference."""
@@ -51,15 +53,24 @@ class Fleet(NamedTuple):
         num_objects = len(stored_kv(self.root, "t0of1"))
         num_loaded = loaded(self.d)
         yield
-        # Not `stored_kv`: that waits until P is done.
-        objects = self.root / "store" / "kv"
         wait_until(
-            lambda: len(list(objects.rglob("*.t0of1"))) > num_objects + 2,
+            lambda: self._num_objects_a_moment_later() > num_objects + 2,
             "P stored nothing",
             GIVE_UP_S,
         )
-        self.p.pause()
         wait_until(lambda: loaded(self.d) > num_loaded, "D loaded nothing", GIVE_UP_S)
+
+    def _num_objects_a_moment_later(self) -> int:
+        """Let P go on for a moment, and stop it. How much is stored then.
+
+        A disk that is slow just now gains on P: P would be done before its first chunks show.
+        """
+        self.p.resume()
+        time.sleep(RUNS_S)
+        self.p.pause()
+        time.sleep(STANDS_S)
+        # Not `stored_kv`: that waits until P is done.
+        return len(list((self.root / "store" / "kv").rglob("*.t0of1")))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On which cores our threads run in an engine that vLLM binds to one of several."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ecshare.testing.engines import kv_argument
+from tests.conftest import StartEngine
+from tests.engines.chat import ask, stored_kv, text
+
+pytestmark = pytest.mark.engine
+
+OURS = 4
+"""At least: for I/O, for its inbox, for copies, for files."""
+
+
+def test_threads_keep_off_the_core_that_computes(engine: StartEngine, tmp_path: Path) -> None:
+    computing, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        pytest.skip("one core")
+    sharing = kv_argument("both", f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
+    one_core = {"VLLM_CPU_OMP_THREADS_BIND": str(computing)}
+    bound = engine("bound", "--block-size=32", sharing, environment=one_core).wait_ready()
+    assert ask(bound, bound.model, [text("Tell me of the sea. " * 20)]).tokens
+    assert stored_kv(tmp_path, "t0of1")
+
+    # vLLM binds its worker's main thread.
+    (worker,) = (each for each in bound.processes() if os.sched_getaffinity(each) == {computing})
+    threads = (int(task.name) for task in Path(f"/proc/{worker}/task").iterdir())
+    aside = [each for each in threads if os.sched_getaffinity(each) <= set(others)]
+    assert len(aside) >= OURS
