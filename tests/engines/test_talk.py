@@ -51,7 +51,9 @@ class Router(Server):
             *(f"--prefiller={engine.base_url}" for engine in self._fleet.prefillers),
             f"--decoder={self._fleet.decoder.base_url}",
         )
-        return [sys.executable, "-m", "ecshare.router", *engines, f"--port={self.port.number}"]
+        # Beside P, D may answer first: P's request is cancelled then, and vLLM counts none of it.
+        options = ("--hand-over=after", f"--port={self.port.number}")
+        return [sys.executable, "-m", "ecshare.router", *engines, *options]
 
 
 class Fleet(NamedTuple):
