@@ -142,7 +142,7 @@ def stored_kv(root: Path, part: str) -> set[Path]:
 
     Engines answer before they have stored.
     """
-    seen: set[Path] = set()
+    seen: set[Path] | None = None
     deadline_s = time.monotonic() + STORED_WITHIN_S
     while time.monotonic() < deadline_s:
         found = {path for path in (root / "store" / "kv").rglob(f"*.{part}") if path.is_file()}

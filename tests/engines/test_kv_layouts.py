@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from ecshare.testing import ready_made
 from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS
-from tests.engines.chat import Answer, ask, stored_kv, text
+from tests.engines.chat import Answer, ask, complete, stored_kv, text
 
 pytestmark = pytest.mark.engine
 
@@ -113,9 +114,9 @@ def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
 
 @pytest.mark.models
 def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path: Path) -> None:
-    """vLLM's CPU kernel for it computes the rest of a prompt as if there were no beginning."""
+    """vLLM's kernel for all CPUs computes the rest of a prompt as if there were no beginning."""
     model = ready_made.model(CACHE / "models", "deepseek-v2")
-    flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}")
+    flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}", "--attention-backend=CPU_MLA")
     kv = kv_argument("both", f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
     with (
         EngineProcess("plain", model, tmp_path, flags) as plain,
@@ -126,3 +127,40 @@ def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path
             assert answer.tokens == ask(plain, plain.model, [text(prompt)]).tokens
         assert "kvshare saves and loads nothing" in sharing.log_path.read_text()
     assert not stored_kv(tmp_path, "t*")
+
+
+@pytest.mark.models
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(),
+    reason="of vLLM's CPU kernels for latent attention the one for AMX alone continues a prompt",
+)
+def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path) -> None:
+    """That kernel takes bfloat16 alone: tokens are equal where as many are computed at once, so
+    the plain engine goes on from what is in its own cache."""
+    model = ready_made.model(CACHE / "models", "deepseek-v2")
+    bfloat16 = ("--dtype=bfloat16", "--block-size=32", "--limit-mm-per-prompt={}")
+    flags = (*SMALL_ENGINE, *bfloat16)
+
+    def sharing(name: str) -> EngineProcess:
+        own: dict[str, Any] = {"host_cache_dir": f"{tmp_path}/{name}-host", "chunk_tokens": CHUNK}
+        kv = kv_argument("both", f"file://{tmp_path}/store", **own)
+        return EngineProcess(name, model, tmp_path, (*flags, kv))
+
+    with (
+        EngineProcess("plain", model, tmp_path, flags) as plain,
+        sharing("first") as first,
+        sharing("second") as second,
+    ):
+        answers = set()
+        for number, (num_chunks, num_more) in enumerate(((5, 1), (5, 45), (1, 1), (1, 45))):
+            common = [20 + (number * 50 + each * 7) % 400 for each in range(num_chunks * CHUNK)]
+            begun = complete(plain, plain.model, [*common, 19])
+            assert complete(first, plain.model, [*common, 19]).tokens == begun.tokens
+            stored_kv(tmp_path, "t0of1")
+            prompt = common + [21] * num_more
+            expected = complete(plain, plain.model, prompt)
+            answer = complete(second, plain.model, prompt)
+            assert answer.num_cached_tokens == expected.num_cached_tokens == len(common)
+            assert answer.tokens == expected.tokens
+            answers.add(tuple(answer.tokens))
+        assert len(answers) == 4, "they tell what leads up to them"
