@@ -79,7 +79,8 @@ class _End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._proxy.ends.discard(self)
         self._queue.clear()
-        self.other.transport.abort()
+        if not (self._has_ended and self.other._has_ended):
+            self.other.transport.abort()  # else it closes once its last bytes have left
 
     def deliver(self) -> None:
         """Send what is due, and come back for the rest."""

@@ -61,6 +61,22 @@ def test_every_byte_and_the_end_pass_both_ways(echo_port: int) -> None:
         sender.join()
 
 
+def test_what_waits_for_its_reader_outlives_the_other_end(echo_port: int) -> None:
+    sent = bytes(1 << 20)
+    with Proxy(HOST, echo_port) as proxy, socket.socket() as client:
+        # The system takes little at once: the rest waits in the proxy.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((HOST, proxy.port))
+        client.sendall(sent[:1])
+        assert client.recv(1)
+        for end in proxy.ends:
+            own_socket = end.transport.get_extra_info("socket")
+            own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert len(read_to_end(client)) == len(sent)
+
+
 def test_each_round_trip_takes_its_time(echo_port: int) -> None:
     with Proxy(HOST, echo_port, round_trip_s=0.1) as proxy, connect(proxy) as client:
         for least_s in (0.2, 0.1):  # the first after a connect waits for the handshake too
