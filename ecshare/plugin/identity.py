@@ -7,7 +7,7 @@ is seldom of one kind. KV blocks are the exception: kernels differ in how they l
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,16 +39,8 @@ def encoder_namespace(vllm_config: Any, epoch: str, integrity: str = "") -> Name
     `epoch` is the user's own word, to be changed when weights change in place; `integrity` the
     fingerprint of the key that objects are authenticated with.
     """
-    multimodal = vllm_config.model_config.multimodal_config
-    facts = _model_facts(vllm_config, epoch, integrity) | {
-        # Not part of vLLM's media hash, though they change what the encoder sees or drops.
-        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
-        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
-        "mm_encoder_attn_dtype": _plain(getattr(multimodal, "mm_encoder_attn_dtype", None)),
-        "video_pruning_rate": _plain(getattr(multimodal, "video_pruning_rate", None)),
-        "encoder_width": encoder_width(vllm_config),
-    }
-    return _namespace(Kind.EC, facts)
+    facts = _model_facts(vllm_config, epoch, integrity) | _media_facts(vllm_config)
+    return _namespace(Kind.EC, facts | {"encoder_width": encoder_width(vllm_config)})
 
 
 def kv_namespace(
@@ -66,8 +58,9 @@ def kv_namespace(
     tokens, media identifiers, LoRA names and cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    multimodal = model.multimodal_config
-    facts = _model_facts(vllm_config, epoch, integrity) | {
+    # The same picture gives other embeddings, so other KV, under other options.
+    facts = _model_facts(vllm_config, epoch, integrity) | _media_facts(vllm_config)
+    facts |= {
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
         "chunk_blocks": chunk_blocks,
@@ -78,9 +71,9 @@ def kv_namespace(
         "layer_sets": list(layer_sets),
         "layout": 3,
         "page": _page_format(vllm_config),
-        # The same picture gives other embeddings, so other KV, under other options.
-        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
-        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
+        "other_dtype_layers": _plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "context": _context_facts(model),
+        "draft": _draft_facts(vllm_config),
     }
     return _namespace(Kind.KV, facts)
 
@@ -129,6 +122,58 @@ def tier_namespace(
         "integrity": integrity,
     }
     return _namespace(Kind.KV, facts)
+
+
+def _media_facts(vllm_config: Any) -> dict[str, Any]:
+    """Return the options that are no part of vLLM's media hash, though they change what the encoder
+    sees or drops."""
+    options = (
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "mm_encoder_attn_dtype",
+        "video_pruning_rate",
+        "video_pruning_method",
+    )
+    multimodal = vllm_config.model_config.multimodal_config
+    return {name: _plain(getattr(multimodal, name, None)) for name in options}
+
+
+def _context_facts(model: Any) -> list[Any]:
+    """Return what follows from the longest context that an engine serves.
+
+    Not that itself: few models compute other KV for it. LongRoPE has two sets of factors, and vLLM
+    takes one of them for good (`Phi3LongRoPEScaledRotaryEmbedding`); Llama 4 scales its attention
+    where the context is long, unless the generation config says otherwise (`Llama4ForCausalLM`).
+    """
+    facts: list[Any] = []
+    for rope in _long_ropes(model.hf_text_config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", 0
+        )
+        facts.append(model.max_model_len > int(original or 0))
+    if any(name.startswith("Llama4") for name in model.architectures):
+        said = model.try_get_generation_config() | model.override_generation_config
+        facts.append(_plain(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
+    return facts
+
+
+def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters of kinds of layers that have other factors for long contexts."""
+    given: Any = getattr(text_config, "rope_parameters", None)
+    given = given or getattr(text_config, "rope_scaling", None) or {}
+    for rope in (given, *given.values()):
+        if isinstance(rope, Mapping) and "long_factor" in rope:
+            yield rope
+
+
+def _draft_facts(vllm_config: Any) -> list[str]:
+    """Return which model guesses tokens ahead, if one does: its KV lies in the same blocks."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    # Where nothing or a part of the model itself guesses, vLLM names the model here.
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return []
+    return [str(draft.model), str(draft.revision or ""), _weights_of(draft, vllm_config)]
 
 
 def _page_format(vllm_config: Any) -> str:
@@ -204,20 +249,28 @@ def _model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]
         "format": FORMAT_VERSION,
         "model": str(model.model),
         "revision": str(model.revision or ""),
-        "weights": _weights_fingerprint(
-            str(model.model),
-            str(model.revision or ""),
-            str(vllm_config.load_config.download_dir or ""),
-            f"{vllm_config.load_config.load_format}:{model.seed}",
-        ),
+        "weights": _weights_of(model, vllm_config),
+        "config": str(getattr(model, "hf_config_path", None) or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
+        "quantization_config": _plain(getattr(model, "quantization_config", None)),
         "hf_overrides": _plain(model.hf_overrides),
         "tower_lora": has_tower_adapters(vllm_config),
         "epoch": epoch,
         # Engines with different keys reject each other's objects, and must not replace them.
         "integrity": integrity,
     }
+
+
+def _weights_of(model: Any, vllm_config: Any) -> str:
+    """Fingerprint the weights of `model`, the engine's own or the one that guesses."""
+    load = vllm_config.load_config
+    return _weights_fingerprint(
+        str(model.model),
+        str(model.revision or ""),
+        str(load.download_dir or ""),
+        f"{load.load_format}:{model.seed}",
+    )
 
 
 @lru_cache(maxsize=4)

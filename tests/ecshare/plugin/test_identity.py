@@ -5,10 +5,11 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from ecshare.plugin.identity import encoder_namespace, encoder_width, kv_namespace
@@ -53,6 +54,7 @@ def test_embeddings_and_kv_never_share(base: VllmConfig) -> None:
         {"mm_processor_kwargs": {"max_pixels": 50_000}},
         {"media_io_kwargs": {"video": {"num_frames": 3}}},
         {"hf_overrides": {"rope_theta": 5.0}},
+        {"video_pruning_rate": 0.5},
     ],
 )
 def test_what_changes_bytes_separates(
@@ -64,6 +66,68 @@ def test_what_changes_bytes_separates(
 @both
 def test_the_epoch_separates(base: VllmConfig, namespace: Digest) -> None:
     assert namespace(base, "after-the-update") != namespace(base)
+
+
+@both
+def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> None:
+    config = configure(vlm, video_pruning_rate=0.5)
+    before = namespace(config)
+    config.model_config.multimodal_config.video_pruning_method = "another"  # type: ignore
+    assert namespace(config) != before
+
+
+@both
+def test_another_configuration_file_separates(
+    vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
+) -> None:
+    shutil.copy(vlm / "config.json", tmp_path)
+    assert namespace(configure(vlm, hf_config_path=str(tmp_path))) != namespace(base)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_kv_of_the_other_factors_of_longrope_is_apart(vlm: Path, is_nested: bool) -> None:
+    def digest(max_model_len: int) -> str:
+        config = configure(vlm, max_model_len=max_model_len)
+        factors = {"short_factor": [1.0], "long_factor": [2.0]}
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 1000, **factors}
+        config.model_config.hf_text_config.rope_parameters = {"full": rope} if is_nested else rope
+        return kv(config)
+
+    assert digest(500) == digest(1000) != digest(1001) == digest(2000)
+
+
+def test_the_longest_context_separates_nothing_else(vlm: Path, base: VllmConfig) -> None:
+    assert kv(configure(vlm, max_model_len=500)) == kv(base)
+
+
+@pytest.mark.parametrize("said", [None, True])
+def test_kv_of_llama_4_depends_on_how_long_contexts_may_be(
+    vlm: Path, monkeypatch: pytest.MonkeyPatch, said: bool | None
+) -> None:
+    def digest(max_model_len: int) -> str:
+        model = config.model_config
+        model.max_model_len = max_model_len
+        return kv(config)
+
+    config = configure(vlm)
+    monkeypatch.setattr(ModelConfig, "architectures", ["Llama4ForConditionalGeneration"])
+    if said is not None:
+        config.model_config.override_generation_config = {"attn_temperature_tuning": said}
+    assert (digest(32768) == digest(40000)) == (said is not None)
+
+
+def test_a_model_that_guesses_ahead_is_part_of_kv(vlm: Path, other_vlm: Path) -> None:
+    """Its KV lies in the same blocks. What guesses without a model is none."""
+
+    def digest(**guesses: Any) -> str:
+        return kv(configure(vlm, speculative_config={"num_speculative_tokens": 2, **guesses}))
+
+    plain = kv(configure(vlm))
+    assert digest(method="ngram", prompt_lookup_max=3) == plain
+    config = configure(vlm)
+    draft = SimpleNamespace(model=str(other_vlm), revision=None, seed=0)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)  # type: ignore
+    assert kv(config) != plain
 
 
 def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
