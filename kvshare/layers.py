@@ -176,6 +176,10 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
         why_not = _spec_refusal(spec, cache.block_size)
         if why_not is not None:
             return why_not
+    for group in kv_cache_config.kv_cache_groups:
+        if len({_likeness(spec) for _, spec in _layers(group)}) > 1:
+            # Workers alone see it: vLLM tells the scheduler's half of one layer a group.
+            return "some layers of one cache group have blocks of another shape than others"
     latent = [spec for spec in specs if isinstance(spec, MLAAttentionSpec)]
     if len(latent) > 1:
         return "the model keeps several kinds of MLA caches"

@@ -130,6 +130,9 @@ class Lookups:
         sizes = self.sizes.with_announced(announced_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
         awaited_tokens = 0
+        if announced:
+            # No look-up will miss and ask then: engines of other sizes may store meanwhile.
+            self.sizes.look(self._config.io_timeout_s)
         if announced and len(sizes) > 1:
             # Who announces has loaded some of it himself, perhaps, of any size: it must be seen.
             awaited_tokens, announced = announced[-1].end_tokens, ()

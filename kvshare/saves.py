@@ -32,7 +32,10 @@ class Progress:
     num_saved_blocks: int = 0
     """Up to where full blocks were considered for a save; each is once, wherever its KV is from: a
     block of the local cache may be one that the store has lost."""
-    prompt_is_saved: bool = False
+    saved_prompt_tokens: int = 0
+    """Of the prompt that was considered to its end. A session's grows with each turn."""
+    has_gap: bool = False
+    """Some of it could not be saved any more, and may not be stored."""
 
 
 class SavePlan:
@@ -73,8 +76,9 @@ class SavePlan:
         num_prompt_blocks = request.num_prompt_tokens // grid.block_tokens
         if progress.num_saved_blocks < num_prompt_blocks <= end_block:
             yield from self._save_part(progress, grid, num_prompt_blocks)
-        if not progress.prompt_is_saved and 1 < request.num_prompt_tokens <= end_tokens:
-            progress.prompt_is_saved = True
+        num_prompt_tokens = request.num_prompt_tokens
+        if progress.saved_prompt_tokens < num_prompt_tokens and 1 < num_prompt_tokens <= end_tokens:
+            progress.saved_prompt_tokens = num_prompt_tokens
             tail = tail_of(request, grid)
             if tail is not None:
                 yield from self._save(progress, tail.chunk(grid, self._facts.hash_function))
@@ -126,6 +130,7 @@ class SavePlan:
             return
         pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
         if not pieces:
+            progress.has_gap = True
             return
         self._stored.add(chunk.key)
         if self._events is not None:

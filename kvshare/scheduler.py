@@ -277,7 +277,10 @@ class KVScheduler:
         if tracked is None:
             return None
         if self._facts.saves:
-            self._saves.left(tracked.progress)
+            # vLLM takes back tokens: a session goes on in place of the one that ended its turn.
+            progress = tracked.progress
+            progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
+            self._saves.left(progress)
         num_tokens = self._num_handed_over(tracked)
         return announcement(num_tokens, self._facts.size) if num_tokens else None
 
@@ -335,9 +338,9 @@ class KVScheduler:
         """Return how many tokens of the prompt are stored or on their way, as far as is known."""
         progress = tracked.progress
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
-        if not progress.prompt_is_saved or grid is None:
+        if progress.saved_prompt_tokens < request.num_prompt_tokens or grid is None:
             return 0
-        if tracked.num_lost_before == self._num_lost:
+        if tracked.num_lost_before == self._num_lost and not progress.has_gap:
             return request.num_prompt_tokens - 1
         # A save was dropped meanwhile, or the store has failed: it may be one of this prompt.
         hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])

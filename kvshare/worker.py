@@ -22,7 +22,7 @@ from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import publishes_events
-from kvshare.layers import LayerSet, layer_sets_of
+from kvshare.layers import LayerSet, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
@@ -113,7 +113,10 @@ class KVWorker:
         role = vllm_config.kv_transfer_config
         assert role is not None
         sets, shape = layer_sets_of(vllm_config, kv_cache_config), None
-        if sets:
+        if not sets:
+            why_not = refusal(vllm_config, kv_cache_config)
+            logger.warning("kvshare saves and loads nothing: %s.", why_not)
+        else:
             shape = CacheShape(
                 kv_cache_config.num_blocks,
                 vllm_config.cache_config.block_size,
@@ -135,6 +138,8 @@ class KVWorker:
         """Take hold of vLLM's cache tensors; refuse a layout that is not understood."""
         shape = self._shape
         if shape is None:
+            # The scheduler half knows less of the layers: it may think that they can be shared.
+            self._tells_idle = True
             return
         try:
             blocks = [

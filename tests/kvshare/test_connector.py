@@ -7,17 +7,26 @@ from pathlib import Path
 import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.outputs import KVConnectorOutput
 
 from ecshare.plugin.metrics import CounterStats
+from ecshare.plugin.ranks import Rank
 from ecshare.store.errors import ConfigError
+from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
+from kvshare.scheduler import KVScheduler
+from kvshare.worker import KVWorker
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,
     cache_config,
+    make_request,
     objects,
     options,
     serve,
+    spec,
     vllm_config,
     window,
 )
@@ -67,6 +76,35 @@ def test_an_engine_that_cannot_share_runs_on_and_says_why(
     assert "kvshare saves and loads nothing: prefix_caching_hash_algo is xxhash" in caplog.text
     assert objects(tmp_path) == []
     assert "tokens/queried" not in engine.counts
+
+
+def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
+    text_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers of several shapes in one group, as with another model that guesses tokens ahead."""
+    monkeypatch.setattr("kvshare.worker.worker_rank", lambda _: Rank(0, 1, 0, 1))
+    config = vllm_config(text_model, options(tmp_path))
+    found = cache_config(8)
+    (group,) = found.kv_cache_groups
+    first, *others = group.layer_names
+    specs: dict[str, KVCacheSpec] = {
+        first: replace(spec(), head_size=16),
+        **dict.fromkeys(others, spec()),
+    }
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
+    seen = generate_scheduler_kv_cache_config([found])
+    half = KVScheduler.start(config, seen, KVConfig(**options(tmp_path)))
+    worker = KVWorker.start(config, found, KVConfig(**options(tmp_path)))
+    worker.register({})
+    assert "kvshare saves and loads nothing: some layers of one cache group" in caplog.text
+    half.reported(KVConnectorOutput(kv_connector_worker_meta=worker.report()))
+    assert half.num_loadable_tokens(make_request("r", PROMPT), 0) == 0
+    assert worker.report() is None, "said once"
+    for each in (half, worker):
+        each.close()
 
 
 def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(

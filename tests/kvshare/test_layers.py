@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     SlidingWindowManager,
@@ -128,14 +129,22 @@ def test_groups_that_look_back_equally_far_are_one_set() -> None:
 
 
 def test_layers_of_other_shapes_are_other_sets() -> None:
-    wide = replace(FULL, head_size=16)
-    uniform = UniformTypeKVCacheSpecs(
-        block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": wide, "l.2": FULL}
-    )
-    group = KVCacheGroupSpec(["l.0", "l.1", "l.2"], uniform)
-    first, second = layer_sets(KVCacheConfig(BLOCKS, [], [group]), 1, HEADS)
-    assert [name for name, _ in first.layers] == ["l.0", "l.2"]
-    assert [name for name, _ in second.layers] == ["l.1"]
+    first, second = layer_sets(cache(replace(FULL, head_size=16), FULL), 1, HEADS)
+    assert [name for name, _ in first.layers] == ["l.1", "l.3"]
+    assert [name for name, _ in second.layers] == ["l.0", "l.2"]
+
+
+def test_a_group_of_one_shape_is_shared_and_of_several_refused() -> None:
+    """Of the latter vLLM tells the scheduler half one shape alone, and workers all."""
+    for other, why_not in ((FULL, None), (replace(FULL, head_size=16), "another shape")):
+        specs = UniformTypeKVCacheSpecs(
+            block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": other}
+        )
+        found = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0", "l.1"], specs)])
+        seen = generate_scheduler_kv_cache_config([found])
+        assert refusal(engine(), seen) is None
+        said = refusal(engine(), found)
+        assert said is None if why_not is None else why_not in (said or "")
 
 
 def test_shares_have_a_name_each_and_replicas_one() -> None:

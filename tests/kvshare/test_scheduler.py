@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 import kvshare.trusted as module
 from ecshare.store.format import TensorFacts
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Kind, object_key, size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
@@ -53,6 +53,7 @@ class Bench:
         parts: tuple[str, ...] = ("t0of1",),
         chunk_blocks: int = 1,
         layer_sets: tuple[LayerSet, ...] = (FULL,),
+        other_sizes: dict[int, tuple[str, ...]] | None = None,
         **roles: Any,
     ) -> None:
         self.config = KVConfig(
@@ -62,19 +63,24 @@ class Bench:
         self.engine = TransferEngine(self.config, "options")
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
-        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, {1: parts}, sha256, **flags)
+        sizes = {1: parts, **(other_sizes or {})}
+        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
         """Store something under the names of `chunks`: look-ups ask for no more."""
+        keys = (object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part) for chunk in chunks)
+        self.put_keys(*keys)
+
+    def put_keys(self, *keys: str) -> None:
         engine = TransferEngine(self.config, "options")
         staging = Staging(torch.device("cpu"), 1 << 24)
-        for chunk in chunks:
+        for key in keys:
             slab = staging.reserve(TensorFacts("U8", (1,), {}))
             assert slab is not None
-            engine.submit(Put(object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part), slab))
+            engine.submit(Put(key, slab))
         outcomes = [done.outcome for done in engine.drain(20.0)]
-        assert outcomes == [Outcome.OK] * len(chunks)
+        assert outcomes == [Outcome.OK] * len(keys)
         engine.close()
 
     def forget_host_cache(self) -> None:
@@ -92,6 +98,7 @@ class Bench:
     def run(self, request: Request, start: int, end: int, block_ids: list[int]) -> Orders:
         """Schedule `request` anew to compute tokens `start` to `end`."""
         self.half.allocated(request, [], 0)
+        request.num_computed_tokens = end
         new = NewRequestData(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -109,6 +116,7 @@ class Bench:
 
     def go_on(self, request: Request, start: int, new_block_ids: list[int], **more: Any) -> Orders:
         """Schedule one more token of a running request."""
+        request.num_computed_tokens = start + 1
         output = SchedulerOutput.make_empty()
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=[request.request_id],
@@ -387,6 +395,29 @@ def test_a_prompt_whose_answer_fills_no_block_leaves_nothing_more(bench: StartBe
     assert leave(here, request) == []
 
 
+def test_what_vllm_takes_back_is_not_saved(bench: StartBench) -> None:
+    """Its own last token, computed ahead, where the user's next ones take its place in a session
+    that goes on: the block is no longer what it is called."""
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT[: BLOCK + 1], 99)
+    here.run(request, 0, BLOCK + 1, [7, 8])
+    request.append_output_token_ids(list(range(BLOCK - 1)))
+    here.go_on(request, 2 * BLOCK - 1, [])
+    request.num_computed_tokens = 2 * BLOCK - 1
+    request.append_output_token_ids([1, 2])
+    assert leave(here, request) == []
+
+
+def test_each_turn_of_a_session_has_its_tail(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[: BLOCK + 2], 99)
+    assert len(here.run(request, 0, BLOCK + 2, [7, 8]).saves) == 2
+    request.num_prompt_tokens += 1  # as `_update_request_as_session`
+    request.append_output_token_ids([1])
+    assert len(here.go_on(request, BLOCK + 2, []).saves) == 1
+    assert here.half.finished(request) == announcement(BLOCK + 2, 1)
+
+
 def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
     here = bench(chunk_blocks=4, saves=False)
     request = make_request("r", PROMPT, 9)
@@ -583,6 +614,18 @@ def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int)
         assert [piece.key for piece in order.pieces] == [piece.key for piece in saves]
 
 
+def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> None:
+    """It never misses a look-up, which is when others would be looked for."""
+    here = bench(other_sizes={2: ("t0of2", "t1of2")})
+    here.half.learn_sizes(20.0)
+    here.put_keys(size_key(Kind.KV, NAMESPACE, 2))
+    here.clock.now_s += 60
+    here.ask(announcing(PROMPT))
+    for done in here.engine.drain(20.0):
+        here.half._lookups.sizes.learn(done)
+    assert here.half._lookups.sizes.known == (1, 2)
+
+
 def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:
     here = bench()
     assert here.ask(announcing(PROMPT), 3 * BLOCK) == 0
@@ -635,6 +678,16 @@ def test_what_was_dropped_is_not_announced(
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
     request.append_output_token_ids([1, 2, 3, 4])
     assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
+
+
+def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> None:
+    """The local cache has it, the store may have lost it, and it cannot be saved any more."""
+    window = LayerSet(0, (0,), (("layers.0", 0),), Span(window=BLOCK), 1, 1)
+    here = bench(layer_sets=(window,))
+    request = make_request("r", PROMPT)
+    here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
+    request.append_output_token_ids([1])
+    assert here.half.finished(request) is None
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
