@@ -11,7 +11,7 @@ those: of them a chunk holds what a prefix that ends in it, or later, can need.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAt
 # What scales such a cache lies in the checkpoint. Others keep scales among the blocks, or several
 # tokens in one cell.
 _QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+_KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,8 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
         return f"a KV cache of type {type(spec).__name__} is not supported"
     if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
         return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
+    if getattr(spec, "num_head_slots", None) is not None:
+        return "the attention kernel keeps something else than heads side by side in a block"
     if "ds_mla" in str(getattr(spec, "cache_dtype_str", None)):
         return "a KV cache of quantization fp8_ds_mla is not supported"
     if getattr(spec, "non_causal", False):
@@ -217,8 +220,35 @@ def layer_sets_of(
     if refusal(vllm_config, kv_cache_config) is not None:
         return ()
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    model_heads = vllm_config.model_config.get_total_num_kv_heads()
-    return layer_sets(kv_cache_config, tp_size, model_heads)
+    return layer_sets(kv_cache_config, tp_size, most_kv_heads(vllm_config.model_config))
+
+
+def most_kv_heads(model_config: Any) -> int:
+    """Return how many KV heads the kind of layers with the most of them has, in all ranks.
+
+    vLLM tells one number for a model. Some have another one for their window layers, or for single
+    layers, each under a name of its own. Too many would do no harm but that ranks with equal heads
+    share nothing; with too few they would take different heads for equal.
+    """
+    text = model_config.hf_text_config
+    found = _head_counts(text.to_dict(), int(getattr(text, "num_attention_heads", 0) or 0))
+    return max(int(model_config.get_total_num_kv_heads()), *found, 0)
+
+
+def _head_counts(value: Any, num_query_heads: int) -> Iterator[int]:
+    """Yield what a model's configuration, or a part of it, says of numbers of KV heads."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            numbers = inner if isinstance(inner, list | tuple) else [inner]
+            counts = [each for each in numbers if type(each) is int and each > 0]
+            if _KV_HEADS.search(str(name)):
+                yield from counts
+            elif name == "n_heads_in_group":  # query heads for each KV head
+                yield from (num_query_heads // each for each in counts)
+    if isinstance(value, Mapping | list | tuple):
+        inner_values = value.values() if isinstance(value, Mapping) else value
+        for inner in inner_values:
+            yield from _head_counts(inner, num_query_heads)
 
 
 def layer_sets(
@@ -226,7 +256,8 @@ def layer_sets(
 ) -> tuple[LayerSet, ...]:
     """Return the layer sets of an engine that `refusal` has nothing against.
 
-    `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks.
+    `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks; of those
+    layers that have the most.
     The order is the same in every engine of the model: by span, the full ones first, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}

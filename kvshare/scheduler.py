@@ -287,8 +287,13 @@ class KVScheduler:
     def reset(self) -> None:
         """Forget what lies in the cache's blocks: it is no longer what it was.
 
-        vLLM does so before it sleeps, and gives the cache's memory away then.
+        vLLM does so before it sleeps, and gives the cache's memory away then. The store is not
+        emptied: others use it, and an engine that wakes up finds what it had.
         """
+        logger.info(
+            "The cache was reset; what the store has is used on. If the weights were changed, restart "
+            "the engine with another `epoch`."
+        )
         self._saves.forget_leaving()
         for tracked in self._tracked.values():
             tracked.progress.end_tokens = 0

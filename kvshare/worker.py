@@ -275,6 +275,9 @@ class KVWorker:
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
             return None
+        key = self._object_key(namespace, piece) if shape is not None else ""
+        if key in self._saving:
+            return None  # for another request, a moment ago
         slab = None
         if staging is not None:
             blocks = self._blocks[piece.layer_set]
@@ -285,22 +288,18 @@ class KVWorker:
             self._lost.add(piece.key)
             return None
         staging.fill(slab, partial(blocks.read, piece.block_ids, piece.num_tokens))
-        key = self._object_key(namespace, piece)
         self._saving[key] = piece
-        return Put(key, slab)
+        # What the store lacks this host's cache must not claim, or nobody here would save it again.
+        return Put(key, slab, keeps_unstored=False)
 
     def _saved(self, done: Done) -> None:
         assert isinstance(done.job, Put)
-        piece = self._saving.pop(done.job.key, None)
-        num_blocks = piece.num_blocks if piece else 1
+        piece = self._saving.pop(done.job.key)
         if done.outcome is Outcome.OK:
             self._in_store.add(done.job.key)
-            self._stats.add("blocks/saved", num_blocks)
-            if self._duties.tells_saved and piece is not None:
+            self._stats.add("blocks/saved", piece.num_blocks)
+            if self._duties.tells_saved:
                 self._num_saved[piece.key] += 1
             return
-        self._stats.add("blocks/dropped", num_blocks)
-        if piece is not None:
-            # Nor may this host's cache claim it, or nobody here would save it again.
-            self._engine.host.discard(done.job.key)
-            self._lost.add(piece.key)
+        self._stats.add("blocks/dropped", piece.num_blocks)
+        self._lost.add(piece.key)

@@ -33,9 +33,10 @@ _TALLY_WAIT_S = (
 )
 _NEVER_EVICT = 1 << 62  # later than any time of last use
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
-# Of any version of the keys: nobody else would ever remove what an older release left.
+# Of any version of the keys: nobody else would ever remove what an older release left. A part of an
+# object may have a name below the object's (`Fetch.local_key`).
 _ENTRY = re.compile(
-    r"(?:[0-9a-f]*\+)?(?:ec|kv)\+\d+\+[0-9a-f]{32}\+[0-9a-f]{2}\+[0-9a-f]{64}(?:\.[a-z0-9_-]+)?"
+    r"(?:[0-9a-f]*\+)?(?:ec|kv)\+\d+\+[0-9a-f]{32}\+[0-9a-f]{2}\+[0-9a-f]{64}(?:\.[a-z0-9_-]+)*"
 )
 
 

@@ -359,6 +359,10 @@ class TransferEngine:
         claim = self._claim_storing(job.key)
         try:
             stored = await self._write(job.key, job.slab.body, entry)
+        except Exception:
+            if entry is not None and not job.keeps_unstored:
+                await self._loop.run_in_executor(self._copies, self.host.discard, job.key)
+            raise
         finally:
             if claim is not None:
                 claim.release()

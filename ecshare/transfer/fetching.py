@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import Any
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import (
@@ -126,6 +127,14 @@ class _Inspected:
         return self._checksum.result(len(self.incoming.body))
 
 
+async def _ended(work: asyncio.Future[Any]) -> None:
+    """Return when a thread has done `work`, soon, however often this task is cancelled meanwhile:
+    the thread cannot be stopped."""
+    while not work.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([work])
+
+
 class Fetcher:
     """Serves Fetch jobs.
 
@@ -161,8 +170,7 @@ class Fetcher:
         try:
             await asyncio.shield(using)
         except asyncio.CancelledError:
-            # A thread that cannot be stopped writes to somebody's memory; soon over.
-            await using
+            await _ended(using)  # it writes to somebody's memory
             raise
         return True, moved
 
@@ -283,9 +291,9 @@ class Fetcher:
         try:
             return await asyncio.shield(admission)
         except asyncio.CancelledError:
-            # It is read by a thread that cannot be stopped; soon over.
+            await _ended(admission)  # it reads what came
             with suppress(ObjectCorrupt):
-                (await admission).release()
+                admission.result().release()
             raise
 
     def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:

@@ -37,10 +37,14 @@ class Tier(Enum):
 
 
 class Put(Struct, frozen=True):
-    """Store the object in `slab` under `key`. The engine owns `slab` from now on."""
+    """Store the object in `slab` under `key`. The engine owns `slab` from now on.
+
+    `keeps_unstored`: this host's cache keeps what the store did not take.
+    """
 
     key: str
     slab: Slab
+    keeps_unstored: bool = True
 
 
 class Fetch(Struct, frozen=True):

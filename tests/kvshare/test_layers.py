@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -26,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.ranks import Rank
-from kvshare.layers import LayerSet, Span, layer_sets, parts_of, refusal
+from kvshare.layers import LayerSet, Span, layer_sets, most_kv_heads, parts_of, refusal
 from kvshare.prefix import Chunk, ChunkKey
 
 BLOCKS, HEADS, TOKENS = 5, 2, 16
@@ -99,6 +100,7 @@ class Derived(FullAttentionSpec):
         (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
         (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
         (engine(), (replace(FULL, non_causal=True),), "later tokens"),
+        (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
         (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
         (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
         (engine(decode_context_parallel_size=2), (FULL,), "context"),
@@ -145,6 +147,25 @@ def test_a_group_of_one_shape_is_shared_and_of_several_refused() -> None:
         assert refusal(engine(), seen) is None
         said = refusal(engine(), found)
         assert said is None if why_not is None else why_not in (said or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, 4),
+        ({"swa_num_key_value_heads": 8}, 8),  # MiMo-V2's window layers
+        ({"attention_other_setting": {"num_attention_groups": 8}}, 8),  # Step 3.5's
+        ({"block_configs": [{"attention": {"n_heads_in_group": 2}}]}, 16),  # Nemotron-NAS
+        ({"num_kv_heads_per_layer": [2, 8, 4]}, 8),
+        ({"num_global_key_value_heads": 2}, 4),
+        ({"num_key_value_heads": None, "rope": {"type": "default"}}, 4),
+    ],
+)
+def test_the_layers_with_the_most_heads_count(more: dict[str, Any], expected: int) -> None:
+    """At eight ranks, say, each has one of four heads in some layers, and of eight in others."""
+    text = PretrainedConfig(num_attention_heads=32, **{"num_key_value_heads": 4, **more})
+    model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
+    assert most_kv_heads(model) == expected
 
 
 def test_shares_have_a_name_each_and_replicas_one() -> None:

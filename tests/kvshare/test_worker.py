@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
+from ecshare.store.hostcache import HostCache
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
@@ -129,6 +130,39 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.counts() == {"blocks/loaded": 2}
     assert source.worker.report() is None
     assert target.worker.report() is None
+
+
+def test_what_is_being_saved_is_not_saved_again(host: Callable[[], Host]) -> None:
+    """Another request has it ordered while the store takes its time."""
+    source = host()
+    GatedFileSystem.close_gate("put")
+    source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
+    source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 4),)))
+    assert source.engine.in_flight == 1
+    GatedFileSystem.open_gates()
+    source.settle()
+    assert source.counts() == {"blocks/saved": 1}
+
+
+def test_a_hook_does_nothing_for_what_the_store_did_not_take(
+    host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host's cache must not claim it; to take it out is the work of other threads."""
+    source = host()
+    discarded = []
+    discard = type(source.engine.host).discard
+
+    def noted(cache: HostCache, key: str) -> None:
+        discarded.append(threading.current_thread() is threading.main_thread())
+        discard(cache, key)
+
+    monkeypatch.setattr(HostCache, "discard", noted)
+    GatedFileSystem.broken.add("put")
+    source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
+    source.settle()
+    assert source.counts() == {"blocks/dropped": 1}
+    assert discarded == [False]
+    assert source.engine.host.open(object_key(Kind.KV, NAMESPACE, bytes(A), "t0of1")) is None
 
 
 @pytest.mark.parametrize("saves", [True, False])

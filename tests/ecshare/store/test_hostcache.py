@@ -104,6 +104,16 @@ def test_the_least_recently_used_leave_first(cache: HostCache) -> None:
     assert tally(cache) == 100 * KIB
 
 
+def test_parts_of_objects_leave_too(cache: HostCache) -> None:
+    """They have names below the object's: of the share of a rank, the rows that are read."""
+    for n in range(20):
+        entry = cache.publish(f"{KEYS[n]}.t0of1.rows-0-{n}", bytes(10 * KIB))
+        assert entry is not None
+        entry.close()
+    files = [path for path in cache.root.iterdir() if ".rows-" in path.name]
+    assert sum(path.stat().st_size for path in files) == tally(cache) <= 100 * KIB
+
+
 def test_a_full_cache_is_emptied_a_little_further_than_needed(root: Path) -> None:
     """So that the next publishes need no scan."""
     cache = HostCache(root, 100 * KIB)

@@ -2,6 +2,7 @@
 """How objects come to a host: once for all its processes, verified, and waited for if announced."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -252,6 +253,27 @@ def test_a_download_that_was_broken_off_is_taken_over_at_once(
     assert done.outcome is Outcome.OK
     done.value.release()
     assert [each.outcome for each in first.drain(20)] == [Outcome.CANCELLED]
+
+
+def test_a_job_that_is_cancelled_twice_ends_after_its_last_write(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    engine, begun, may_end = start(), threading.Event(), threading.Event()
+
+    def use(_: StoredObject) -> None:
+        begun.set()
+        may_end.wait(20)
+
+    job = Fetch(KEY, 30, is_announced=True, use=use)
+    engine.submit(job)
+    assert begun.wait(20)
+    for _ in range(3):
+        engine.cancel(job)
+        time.sleep(0.05)
+    assert engine.poll() == []
+    may_end.set()
+    assert [each.outcome for each in engine.drain(20)] == [Outcome.CANCELLED]
 
 
 def test_who_waits_for_a_process_that_hangs_goes_himself_at_half_time(
