@@ -291,8 +291,8 @@ class KVScheduler:
         emptied: others use it, and an engine that wakes up finds what it had.
         """
         logger.info(
-            "The cache was reset; what the store has is used on. If the weights were changed, restart "
-            "the engine with another `epoch`."
+            "The cache was reset; what the store has is used on. If the weights were changed, "
+            "restart the engine with another `epoch`."
         )
         self._saves.forget_leaving()
         for tracked in self._tracked.values():
