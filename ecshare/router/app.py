@@ -218,6 +218,8 @@ class Router:
             self._decode(http, streamed, trip, spare=True, beside=Stage.PREFILL)
         )
         try:
+            with self._stages[Stage.PREFILL].lease(worker):
+                await asyncio.sleep(0)  # until the call has begun: nobody else shall find it free
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and trip.answer is None:
                 hand_over = prefilling.result()

@@ -122,6 +122,8 @@ class FakeEngine:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_model_lists: int = 0
+    lists: asyncio.Event | None = None
+    """Its model lists come once this is set; None: at once."""
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = json.loads(await http.read())
@@ -131,6 +133,8 @@ class FakeEngine:
 
     async def _models(self, http: web.Request) -> web.Response:
         self.num_model_lists += 1
+        if self.lists is not None:
+            await self.lists.wait()
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _health(self, http: web.Request) -> web.Response:

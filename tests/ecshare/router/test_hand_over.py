@@ -223,6 +223,21 @@ async def test_behind_other_requests_p_is_waited_for() -> None:
         assert (await asked)[0].status == 200
 
 
+async def test_p_is_free_for_one_of_those_that_come_at_the_same_moment() -> None:
+    """They have waited together, for the models that D serves."""
+    async with known() as f:
+        f.clock.now_s += 60
+        f.d.lists = asyncio.Event()
+        asked = [asyncio.create_task(f.post(chat())) for _ in range(3)]
+        while not f.d.num_model_lists > 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        f.d.lists.set()
+        for each in asked:
+            assert (await each)[0].status == 200
+        assert sorted(handed_over(f), key=str) == [AFTER, AFTER, STREAMED]
+
+
 async def test_each_p_is_known_by_itself() -> None:
     async with fleet(num_p=2) as f:
         f.prefillers[1].answer = no_hand_over
