@@ -6,6 +6,7 @@ Such a model can take LoRA adapters, and is quick enough to guess ahead of.
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -209,7 +210,8 @@ def test_requests_that_run_through_a_reset_give_the_same_tokens(fleet: Fleet) ->
     while any(client.is_alive() for client in clients):
         with suppress(urllib.error.HTTPError):  # vLLM refuses while a request loads
             post(fleet.first, "reset_prefix_cache?reset_running_requests=true&reset_external=true")
-        for client in clients:
-            client.join(0.3)
+        time.sleep(0.1)  # they take a second
+    for client in clients:
+        client.join()
     assert [given[number] for number in range(4)] == expected
     assert counters(fleet.first.base_url)["vllm:num_preemptions_total", ""] > 0
