@@ -4,6 +4,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -12,14 +13,23 @@ from ecshare.store.objects import ObjectStore
 
 T = TypeVar("T")
 
+_CLOSED = "the buffer is closed"
+
 
 class Session:
-    """Runs coroutines over `store`, which it closes at the end. Any thread may call."""
+    """Runs coroutines over `store`, which it closes at the end. Any thread may call.
+
+    The lock is held while a coroutine is handed to the loop: what comes after the end is refused,
+    and what came before is known to the loop and ended by it.
+    """
 
     def __init__(self, store: ObjectStore, limit_s: float) -> None:
         """`limit_s`: what a call may take, of one or a few operations."""
         self._store = store
         self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._beside: list[Future[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvshare-session", daemon=True
@@ -28,15 +38,10 @@ class Session:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Block until `work` is done. Raises what it raises; TimeoutError; RuntimeError: closed."""
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("the buffer is closed")
-
-        async def bounded() -> T:
-            async with asyncio.timeout(self._limit_s):
-                return await work
-
-        return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
+        try:
+            return self._submit(work, self._limit_s).result()
+        except CancelledError as exc:
+            raise RuntimeError(_CLOSED) from exc
 
     def start(self, work: Coroutine[Any, Any, T], option: str) -> T:
         """As `run`, at start-up: ConfigError names `option` where the store fails."""
@@ -46,12 +51,40 @@ class Session:
             reason = str(exc) or f"no answer within {self._limit_s:g} s"
             raise ConfigError(f"{option}: the store cannot be used: {reason}") from exc
 
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work` and return; it may take as long as the session lives."""
+        self._beside.append(self._submit(work, None))  # a loop itself may lose what nobody holds
+
     def close(self) -> None:
-        """Close the store and end the thread; once."""
-        if self._loop.is_closed():
-            return
+        """End what is running, close the store and end the thread; once."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        try:
+            ending.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T], limit_s: float | None) -> Future[T]:
+        async def bounded() -> T:
+            async with asyncio.timeout(limit_s):
+                return await work
+
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise RuntimeError(_CLOSED)
+            return asyncio.run_coroutine_threadsafe(bounded(), self._loop)
+
+    async def _end(self) -> None:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
         with suppress(StoreError, TimeoutError):
-            self.run(self._store.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            async with asyncio.timeout(self._limit_s):
+                await asyncio.gather(*running, return_exceptions=True)
+                await self._store.close()
