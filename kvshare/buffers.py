@@ -190,18 +190,21 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     covers the beginning of the question only; the caller computes the rest.
 
     Exactly once: taking an entry means to make an object that says so; the store lets one process
-    only make it. It must refuse to overwrite (folders, S3 itself and most of its servers do):
-    ConfigError otherwise. A process that dies while it takes an entry may take that entry with it;
-    whoever dies before leaves it to others. What the dead left is removed an hour later.
+    only make it. It must refuse to overwrite (folders with hard links, S3 itself and most of its
+    servers do): ConfigError otherwise. That object stays for an hour, for an entry may come back
+    when a put of it was sent twice; then each buffer that is open removes it, and what is left of
+    the entry. A process that dies while it takes an entry, or whose store fails then, may take that
+    entry with it; whoever dies before leaves it to others.
     """
 
     _kind = "lookup"
 
     def _start(self, path: str) -> None:
         super()._start(path)
-        self._taker = Taker(self._store, namespace_digest({**self._facts, "what": "taken"}))
+        markers = namespace_digest({**self._facts, "what": "taken"})
+        self._taker = Taker(self._store, self._namespace, markers)
         self._session.start(self._taker.check(path), f"{path}.url")
-        self._session.start(self._taker.sweep(), f"{path}.url")
+        self._session.run_beside(self._taker.keep_swept())
 
     def insert(
         self, input_tokens: Tensor, roi: Tensor, key: Tensor, value: Tensor, hidden: Tensor

@@ -29,7 +29,7 @@ NAMES = ("input_tokens", "roi", "key", "value", "hidden")
 # Entries with fewer tokens lie under one name.
 _FIRST_TOKENS = 16
 _SHORT = "short"
-_NAME = re.compile(r".*/([0-9a-f]{64})\.([0-9a-f]{1,8})-([0-9a-f]{12})-[0-9a-f]{8}")
+_NAME = re.compile(r".*/([0-9a-f]{64})\.([0-9a-f]{1,8})-([0-9a-f]{12})-[0-9a-f]{10}")
 
 
 class Entry(NamedTuple):
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     def new(cls, namespace: str, tokens: Sequence[int]) -> "Entry":
         """Name a new entry of these tokens of interest."""
         digest = _digest(tokens)
-        part = f"{len(tokens):x}-{digest}-{secrets.token_hex(4)}"
+        part = f"{len(tokens):x}-{digest}-{secrets.token_hex(5)}"
         return cls(object_key(Kind.KV, namespace, _anchor(tokens), part), len(tokens), digest)
 
     def covers(self, tensors: Sequence[Tensor], wanted: Sequence[int] | None) -> bool:

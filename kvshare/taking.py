@@ -1,42 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taking an object out of a store, by exactly one of many processes.
 
-Who takes an object makes a marker under a name that follows from the object's. Stores let only one
-process make an object, so only one succeeds. Then the object goes, and then the marker: whoever
-comes late and makes the marker again looks whether the object is still there, and sees that it is
-not. A marker that stays tells of a process that died.
+Who takes an object makes a marker, whose key is the object's in another namespace. Stores let only
+one process make an object, so only one succeeds; then the object goes. The marker stays, for the
+object may come back: a store's client that lost the answer to a put sends it once more, and a disk
+of another host is seen late. An hour later nothing comes back, and whoever sweeps removes both.
+
+A name that was taken must not be given to another object.
 """
 
+import asyncio
+import logging
 import secrets
-import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
-from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreUnavailable
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreError,
+    StoreUnavailable,
+)
 from ecshare.store.keys import Kind, namespace_prefix, object_key
-from ecshare.store.objects import ObjectStore, read
+from ecshare.store.objects import ObjectInfo, ObjectStore, read
+
+logger = logging.getLogger(__name__)
 
 _MARKER_BYTES = 4096
-# Longer than any process that is alive takes from its marker to its last step.
-_DEAD_S = 3600.0
+# Longer than any process that is alive takes from its marker to its last step, and than any put
+# that was sent is on its way.
+_OLD_S = 3600.0
+_SWEEP_S = 1800.0
+_SWEPT = 256  # at once: the store bounds the time of one call
 
 
 class Taker:
-    """Takes objects of one store. Several processes and threads may; markers are in `namespace`."""
+    """Takes the objects of one namespace of a store. Several processes and threads may."""
 
-    def __init__(self, store: ObjectStore, namespace: str) -> None:
+    def __init__(self, store: ObjectStore, namespace: str, markers: str) -> None:
+        """`namespace`: of the objects; `markers`: another one, of their markers alone."""
         self._store = store
-        self._namespace = namespace
+        self._namespace = markers
+        self._objects = namespace_prefix(Kind.KV, namespace)
+        self._markers = namespace_prefix(Kind.KV, markers)
 
     async def check(self, path: str) -> None:
         """ConfigError, naming `path`.url: the store overwrites, so nothing is taken only once."""
         key = f"probe/taking-{secrets.token_hex(8)}"
         try:
             await self._store.put(key, b"1")
-            if await self._store.put(key, b"2"):
+            if not self._store.creates_once or await self._store.put(key, b"2"):
                 raise ConfigError(
                     f"{path}.url: this store overwrites objects that are there (S3 servers should "
-                    "answer If-None-Match), so that two processes could take the same entry; "
-                    "choose another store"
+                    "answer If-None-Match, and folders take hard links), so that two processes "
+                    "could take the same entry; choose another store"
                 )
         finally:
             await self._store.delete([key])
@@ -49,37 +66,61 @@ class Taker:
     async def take(self, key: str) -> bool:
         """Remove the object under `key`; whether this call, and no other anywhere, did.
 
-        Raises StoreError: nobody knows; the object may be lost.
+        An object that the store does not remove is taken all the same. Raises StoreError: nobody
+        knows; the object may be lost.
         """
         marker = self._marker(key)
-        if not await self._mark(marker, key):
+        if not await self._mark(marker):
             return False
-        (is_there,) = await self._store.exists([key])
+        try:
+            (is_there,) = await self._store.exists([key])
+        except StoreError:
+            with suppress(StoreError):
+                await self._store.delete([marker])  # so that others may take it
+            raise
         if is_there:
-            await self._store.delete([key])
-        await self._store.delete([marker])
+            with suppress(StoreError):  # the marker guards it until it is swept
+                await self._store.delete([key])
         return is_there
 
-    async def sweep(self) -> None:
-        """Remove what processes left that died while they took something."""
-        now_s = time.time()
-        async with aclosing(self._store.list(namespace_prefix(Kind.KV, self._namespace))) as found:  # type: ignore[type-var]
-            dead = [info.key async for info in found if now_s - info.modified_s > _DEAD_S]
-        for marker in dead:
+    async def keep_swept(self) -> None:
+        """Sweep now, and from time to time, for ever."""
+        while True:
             try:
-                _, _, key = bytes(await read(self._store, marker, _MARKER_BYTES)).partition(b" ")
-                taken = key.decode("ascii")
-                if self._marker(taken) == marker:
-                    await self._store.delete([taken])
-            except (ObjectMissing, ObjectCorrupt, ValueError):
-                pass  # somebody else swept it, or it is no marker
-            await self._store.delete([marker])
+                await self.sweep()
+            except StoreError as exc:
+                logger.warning("KV buffer: what was taken is not swept: %s", exc)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def sweep(self) -> None:
+        """Remove old markers, and before each what is left of the object it names."""
+        now, found = await self._marked()
+        old = [each.key for each in found if now and now.modified_s - each.modified_s > _OLD_S]
+        for start in range(0, len(old), _SWEPT):
+            some = old[start : start + _SWEPT]
+            names = (marker.removeprefix(self._markers) for marker in some)
+            await self._store.delete([self._objects + name for name in names])
+            await self._store.delete(some)
+
+    async def _marked(self) -> tuple[ObjectInfo | None, list[ObjectInfo]]:
+        """Return a marker made now, of nothing, and all others.
+
+        It tells the time by the store's clock: that of this host may be wrong.
+        """
+        now = object_key(Kind.KV, self._namespace, secrets.token_hex(16))
+        await self._store.put(now, b"now")
+        try:
+            async with aclosing(self._store.list(self._markers)) as listing:  # type: ignore[type-var]
+                found = {info.key: info async for info in listing}
+        finally:
+            await self._store.delete([now])
+        return found.pop(now, None), [*found.values()]
 
     def _marker(self, key: str) -> str:
-        return object_key(Kind.KV, self._namespace, key)
+        return self._markers + key.removeprefix(self._objects)
 
-    async def _mark(self, marker: str, key: str) -> bool:
-        body = f"{secrets.token_hex(16)} {key}".encode("ascii")
+    async def _mark(self, marker: str) -> bool:
+        body = secrets.token_hex(16).encode("ascii")
         try:
             if await self._store.put(marker, body):
                 return True

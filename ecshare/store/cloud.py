@@ -131,6 +131,12 @@ class CloudObjects:
         self._ranges = True
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
 
+    @property
+    def creates_once(self) -> bool:
+        """See ObjectStore. A server that ignores create-only is not noticed here."""
+        _, mode = self._puts[0]
+        return mode == "create"
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore."""
         check_key(key)

@@ -55,6 +55,11 @@ class Directory:
             ) from exc
         return cls(root, io_timeout_s)
 
+    @property
+    def creates_once(self) -> bool:
+        """See ObjectStore. A rename replaces what is there."""
+        return self._links
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore. A file is linked where the sink can, else copied."""
         target = Window(sink, spans) if spans else sink

@@ -154,6 +154,13 @@ class ObjectStore(Protocol):
     one event loop, and raise StoreUnavailable or StoreDenied when the store fails.
     """
 
+    @property
+    def creates_once(self) -> bool:
+        """Whether of several writers of a key at the same moment `put` tells only one True.
+
+        As far as is known: the first write may show that it does not.
+        """
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """Give all bytes under `key` to `sink`, after their number, which it may refuse.
 

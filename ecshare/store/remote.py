@@ -120,6 +120,11 @@ class RemoteObjects:
         parameters = inspect.signature(pipe).parameters
         self._create_only = {"mode": "create"} if "mode" in parameters else {}
 
+    @property
+    def creates_once(self) -> bool:
+        """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
+        return self._atomic_writes and bool(self._create_only)
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         """See ObjectStore."""
         path = self._path(key)

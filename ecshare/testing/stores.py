@@ -93,6 +93,8 @@ class StoreContract:
     """Whether who puts an object that is there is told so."""
     one_winner = True
     """Whether this holds for writers at the same moment too."""
+    creates_once = True
+    """What the store itself says of that, as far as it can know."""
     racing_writers_fail = False
     """Whether writers at the same moment may be refused, even of different objects: who tries again
     stores the object."""
@@ -233,6 +235,11 @@ class StoreContract:
         second = await store.put(KEY, b"the same bytes")
         assert second is (not self.create_only)
         assert bytes(await read(store, KEY, LIMIT)) == b"the same bytes"
+
+    async def test_it_says_whether_it_creates_once(self, store: ObjectStore) -> None:
+        """After its first write."""
+        await store.put(KEY, b"the same bytes")
+        assert store.creates_once is self.creates_once
 
     async def test_of_racing_writers_one_wins(self, store: ObjectStore) -> None:
         """Whoever wins, the object is whole."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers of the time before V1: on a folder, on S3, in one process and in many."""
 
+import errno
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecshare.store.errors import ConfigError
+from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.testing.s3 import Rclone, SeaweedFS
 from kvshare.buffers import KVLookupBuffer, KVStoreBuffer
 from tests.conftest import LOGS
+from tests.engines.chat import wait_until
 
 TOKENS = list(range(100, 140))
 
@@ -285,6 +287,17 @@ def test_a_server_that_overwrites_is_refused() -> None:
     assert torch.equal(found, torch.zeros(1))
 
 
+def test_a_folder_without_hard_links_is_refused(
+    folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ConfigError, match=r"options\.url: .*hard links"):
+        KVLookupBuffer(folder)
+
+
 # --- exactly once ---
 
 TAKER = """
@@ -372,9 +385,90 @@ def test_what_the_dead_left_is_swept_after_an_hour(
             take(buffer, TOKENS)
     assert take(buffer, TOKENS) == 2.0, "the dead one's is not touched"
     assert take(opened(KVLookupBuffer, folder), None) is None
-    left = [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
-    assert len(left) == 2, "the entry and its marker"
-    for path in left:
-        os.utime(path, (time.time() - 4000,) * 2)
+    wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
+    age(tmp_path)
     assert take(opened(KVLookupBuffer, folder), None) is None
-    assert not [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+    wait_until(lambda: not files(tmp_path), "it was not swept")
+
+
+def files(tmp_path: Path) -> list[Path]:
+    """All entries and markers."""
+    return [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+
+
+def age(tmp_path: Path) -> None:
+    """Let all of them be more than an hour old."""
+    for path in files(tmp_path):
+        os.utime(path, (time.time() - 4000,) * 2)
+
+
+def test_an_entry_that_comes_back_is_not_taken_again(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    """As when a client that lost the answer sends its put again, and that one is slow."""
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    body = path.read_bytes()
+    assert take(buffer, TOKENS) == 1.0
+    path.write_bytes(body)
+    assert take(buffer, TOKENS) is None
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    age(tmp_path)
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    wait_until(lambda: not files(tmp_path), "it was not swept")
+
+
+def test_what_is_old_is_told_by_the_stores_clock(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    assert take(buffer, TOKENS) == 0.0
+    wait_until(lambda: len(files(tmp_path)) == 1, "the marker")
+    now_s = time.time()
+    for wrong_s, num_left in ((86_400, 1), (-86_400, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda wrong_s=wrong_s: now_s + wrong_s)
+            buffer._session.run(buffer._taker.sweep())
+        assert len(files(tmp_path)) == num_left
+        age(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["exists", "delete"])
+def test_a_store_that_fails_while_an_entry_is_taken(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """It is taken now or later, and once."""
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    real, asked = getattr(type(buffer._store), verb), 0
+
+    async def fail(store: Any, keys: list[str]) -> Any:
+        nonlocal asked
+        asked += 1
+        if keys[0].startswith(buffer._taker._objects):
+            raise StoreUnavailable("for a moment")
+        return await real(store, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(buffer._store), verb, fail)
+        first = take(buffer, TOKENS)
+    assert asked
+    assert (first, take(buffer, TOKENS)) == ((None, 1.0) if verb == "exists" else (1.0, None))
+
+
+def test_a_sweep_that_fails_is_only_logged(
+    opened: Open,
+    folder: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(_: object) -> None:
+        raise StoreUnavailable("for a moment")
+
+    monkeypatch.setattr("kvshare.taking.Taker.sweep", fail)
+    buffer = opened(KVLookupBuffer, folder)
+    wait_until(lambda: "for a moment" in caplog.text, "it was not logged")
+    insert(buffer, TOKENS, 1.0)
+    assert take(buffer, TOKENS) == 1.0

@@ -156,6 +156,7 @@ async def test_a_server_gets_the_puts_it_understands(
     assert method == "PUT"
     assert kept <= set(headers)
     assert not refused & set(headers)
+    assert store.creates_once is ("if-none-match" in kept)
 
 
 async def test_a_put_that_no_server_would_take_fails_and_teaches_nothing(serve: Serve) -> None:

@@ -37,7 +37,7 @@ class TestDirectory(StoreContract):
 class TestDirectoryWithoutHardLinks(StoreContract):
     """As vfat and some network file systems are."""
 
-    one_winner = False
+    one_winner = creates_once = False
 
     @pytest.fixture
     async def store(
@@ -55,7 +55,7 @@ class TestDirectoryWithoutHardLinks(StoreContract):
 class TestFilesThroughFsspec(StoreContract):
     """A filesystem of files, as sftp and smb are: writes become atomic by a move."""
 
-    create_only = one_winner = False
+    create_only = one_winner = creates_once = False
 
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[ObjectStore]:

@@ -253,6 +253,10 @@ class Failing:
         if self.error is not None:
             raise self.error
 
+    @property
+    def creates_once(self) -> bool:
+        return True
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         await self._act()
         raise ObjectMissing(key)

@@ -58,6 +58,10 @@ class Scripted:
         self.damage: list[Callable[[bytes], bytes]] = []
         self.is_read_only = False
 
+    @property
+    def creates_once(self) -> bool:
+        return True
+
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         self.gets.append(time.monotonic())
         await asyncio.sleep(self.answer_s)
