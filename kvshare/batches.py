@@ -67,6 +67,13 @@ class Batch:
             starts.append(starts[-1] + int(length))
         return starts
 
+    def but_last(self, counts: list[int]) -> list[int]:
+        """Return `counts` of first tokens, less where one is a whole prompt: the model must run."""
+        return [
+            min(count, prompt.num_tokens - 1)
+            for count, prompt in zip(counts, self.prompts, strict=True)
+        ]
+
     def without(self, computed: list[int]) -> Any:
         """Return a model input that leaves out the first `computed` tokens of each prompt.
 

@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +75,7 @@ class _Buffer:
     """What both buffers share: a store, a thread for it, and counters."""
 
     _kind: ClassVar[str]
+    _format: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class _Buffer:
         self._facts = {
             "buffer": self._kind,
             "name": name,
-            "format": 1,
+            "format": self._format,
             "epoch": config.epoch,
             "integrity": self._integrity.fingerprint if self._integrity else "",
         }
@@ -124,11 +126,15 @@ class _Buffer:
         """Return the verified tensor under `key`, on the CPU, its own copy."""
         body = await read(self._store, key, MAX_OBJECT_BYTES)
         sealed = unseal(body, key, integrity=self._integrity)
-        return as_tensor(sealed.payload, sealed.facts).clone()
+        try:
+            return as_tensor(sealed.payload, sealed.facts).clone()
+        except (ValueError, RuntimeError) as exc:  # a dtype, or a shape
+            raise ObjectCorrupt(f"corrupt object: torch has no such tensor: {exc}") from exc
 
     def _body(self, key: str, tensor: Tensor) -> memoryview:
-        """Return `tensor` as an object."""
+        """Return `tensor` as an object. _TooLarge; ValueError: a dtype that no object can hold."""
         facts = TensorFacts(dtype_name(tensor.dtype), tuple(tensor.shape), {})
+        _check_size(PROLOGUE_BYTES + facts.num_bytes)
         body = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
         if facts.num_bytes:
             as_tensor(body[PROLOGUE_BYTES:], facts).copy_(tensor)
@@ -151,12 +157,12 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
         at the same moment one wins. Raises ValueError: a dtype that no object can hold.
         """
         object_name = object_key(Kind.KV, self._namespace, key)
-        body = None if value is None else self._body(object_name, value)
         try:
+            body = None if value is None else self._body(object_name, value)
             self._session.run(self._replace(object_name, body))
-            self.counters["deleted" if body is None else "stored"] += 1
+            self.counters["deleted" if value is None else "stored"] += 1
         except (StoreError, TimeoutError) as exc:
-            self._failed("not deleted" if body is None else "not stored", exc)
+            self._failed("not deleted" if value is None else "not stored", exc)
 
     def get(self, key: str) -> Tensor | None:
         """Return the tensor under `key`; None: there is none, or it cannot be had."""
@@ -198,6 +204,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     """
 
     _kind = "lookup"
+    _format = 2
 
     def _start(self, path: str) -> None:
         super()._start(path)
@@ -221,9 +228,11 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
             "value": value,
             "hidden": hidden,
         }
-        entry = Entry.new(self._namespace, tokens_of_interest(input_tokens, roi))
-        body = self._body(entry.key, pack(tensors))
+        tokens = tokens_of_interest(input_tokens, roi)
+        entry = Entry.new(self._namespace, tokens)
         try:
+            _check_size(sum(tensor.nbytes for tensor in tensors.values()))
+            body = self._body(entry.key, pack(tokens, tensors))
             self._session.run(self._store.put(entry.key, body))
             self.counters["inserted"] += 1
         except (StoreError, TimeoutError) as exc:
@@ -252,20 +261,42 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         return [tensor.to(self._device) for tensor in tensors]
 
     async def _take(self, wanted: tuple[int, ...] | None) -> list[Tensor] | None:
-        async for entry in matches(self._store, self._namespace, wanted):
-            if await self._taker.is_taken(entry.key):
-                continue
-            try:
-                tensors = unpack(await self._sealed(entry.key))
-            except ObjectMissing:
-                continue
-            except ObjectCorrupt as exc:
-                self._failed("corrupt", exc)
-                await self._store.delete([entry.key])
-                continue
-            if entry.covers(tensors, wanted) and await self._taker.take(entry.key):
-                return tensors
+        async with aclosing(matches(self._store, self._namespace, wanted)) as entries:  # type: ignore[type-var]
+            async for entry in entries:
+                tensors = await self._offered(entry.key)
+                if tensors and entry.covers(tensors, wanted) and await self._taker.take(entry.key):
+                    return tensors
         return None
+
+    async def _offered(self, key: str) -> list[Tensor] | None:
+        """Return an entry's tensors. None: it is taken, or was damaged and is removed."""
+        if await self._taker.is_taken(key):
+            return None
+        try:
+            return await self._read(key)
+        except ObjectMissing:
+            return None
+        except ObjectCorrupt as exc:
+            self._failed("corrupt", exc)
+            await self._taker.take(key)
+            return None
+
+    async def _read(self, key: str) -> list[Tensor]:
+        """As `_sealed`, of an entry. ObjectCorrupt: twice; once may be damage on the way."""
+        try:
+            return unpack(await self._sealed(key))
+        except ObjectCorrupt:
+            return unpack(await self._sealed(key))
+
+
+class _TooLarge(StoreError):
+    """No reader would take such an object."""
+
+
+def _check_size(num_bytes: int) -> None:
+    """_TooLarge: an object of so many bytes."""
+    if num_bytes > MAX_OBJECT_BYTES:
+        raise _TooLarge(f"it has {num_bytes} bytes, an object at most {MAX_OBJECT_BYTES}")
 
 
 def tokens_of_interest(input_tokens: Tensor, roi: Tensor) -> tuple[int, ...]:

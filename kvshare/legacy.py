@@ -15,15 +15,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 from vllm.sequence import IntermediateTensors
 
 from ecshare.plugin.identity import kv_namespace
+from ecshare.store.errors import ObjectCorrupt
 from kvshare.batches import Batch, Prompt
 from kvshare.buffers import KVLookupBuffer
 from kvshare.config import OPTIONS_PATH
+from kvshare.entries import as_file, from_file
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -141,15 +141,13 @@ class KVShareLegacyConnector(KVConnectorBase):
         if not self._receives or not batch.prompts:
             return None, False, model_input
         received = [self._receive(batch, prompt, kv_caches) for prompt in batch.prompts]
-        counts = _agreed([count for count, _ in received])
-        states = [state for _, state in received]
-        wanted = [prompt.num_tokens for prompt in batch.prompts]
-        if batch.is_prefill_only and counts == wanted:
+        counts, states = [count for count, _ in received], [state for _, state in received]
+        if not _are_alike(states):
+            counts = batch.but_last(counts)  # here and so on all ranks
+        counts = _agreed(counts)
+        if batch.is_prefill_only and counts == [prompt.num_tokens for prompt in batch.prompts]:
             return _joined(states), True, model_input
-        computed = [
-            min(count, prompt.num_tokens - 1)
-            for count, prompt in zip(counts, batch.prompts, strict=True)
-        ]
+        computed = batch.but_last(counts)
         return None, False, batch.without(computed) if any(computed) else model_input
 
     def _receive(
@@ -167,7 +165,7 @@ class KVShareLegacyConnector(KVConnectorBase):
         count = min(len(found_roi), prompt.num_tokens)
         states = _unpacked(packed, count, batch.tokens.device)
         slots = batch.slots[prompt.start : prompt.start + count]
-        is_fit = states is not None and bool(found_roi.all())
+        is_fit = states is not None and bool(found_roi.bool().all())
         if not is_fit or not _scatter(kv_caches, slots, keys, values):
             self.counters["prompts/unfit"] += 1
             return 0, None
@@ -203,8 +201,8 @@ def _packed(states: States, prompt: Prompt) -> Tensor:
     part = slice(prompt.start, prompt.end)
     if isinstance(states, Tensor):
         return states[part]
-    named = {name: each[part].detach().cpu().contiguous() for name, each in states.tensors.items()}
-    return torch.frombuffer(bytearray(save(named)), dtype=torch.uint8)
+    named = {name: each[part] for name, each in states.tensors.items()}
+    return torch.frombuffer(bytearray(as_file(named)), dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor, count: int, device: torch.device) -> States | None:
@@ -212,12 +210,25 @@ def _unpacked(packed: Tensor, count: int, device: torch.device) -> States | None
     if packed.dtype != torch.uint8:
         return packed[:count].to(device) if packed.ndim and len(packed) >= count else None
     try:
-        named = load(packed.numpy().tobytes())
-    except (SafetensorError, ValueError):
+        named = from_file(memoryview(packed.numpy()))  # type: ignore[arg-type]
+    except ObjectCorrupt:
         return None
-    if any(not each.ndim or len(each) < count for each in named.values()):
+    if not named or any(not each.ndim or len(each) < count for each in named.values()):
         return None
     return IntermediateTensors({name: each[:count].to(device) for name, each in named.items()})
+
+
+def _are_alike(states: list[States | None]) -> bool:
+    """Whether all are there and can be joined."""
+    forms = [_form(each) for each in states]
+    return forms[0] is not None and all(form == forms[0] for form in forms)
+
+
+def _form(states: States | None) -> object:
+    """What two prompts' states have in common if they are of the same model."""
+    if states is None or isinstance(states, Tensor):
+        return None if states is None else (states.dtype, states.shape[1:])
+    return {name: _form(each) for name, each in states.tensors.items()}
 
 
 def _joined(states: list[States | None]) -> States:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from ecshare.store.errors import ConfigError, StoreUnavailable
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.testing.s3 import Rclone, SeaweedFS
 from kvshare.buffers import KVLookupBuffer, KVStoreBuffer
+from kvshare.entries import NAMES, Entry
 from tests.conftest import LOGS
 from tests.engines.chat import wait_until
 
@@ -298,6 +301,251 @@ def test_a_folder_without_hard_links_is_refused(
         KVLookupBuffer(folder)
 
 
+def whole_reads(
+    buffer: KVLookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str]]:
+    """The keys of the entries that `buffer` reads whole, and of those it reads a part of."""
+    whole, parts, real = list[str](), list[str](), type(buffer._store).get
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        if key.startswith(buffer._taker._objects):
+            (parts if spans else whole).append(key)
+        await real(store, key, sink, spans)
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    return whole, parts
+
+
+def test_of_longer_entries_only_the_tokens_are_read_first(
+    opened: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(40):
+        insert(buffer, [*TOKENS[:20], number, *TOKENS], float(number))
+    whole, parts = whole_reads(buffer, monkeypatch)
+    assert take(buffer, [*TOKENS[:20], 17, *TOKENS[:5]]) == 17.0
+    assert len(whole) == 1
+    assert len(set(parts)) == len(parts) <= 40
+    assert take(buffer, [*TOKENS[:20], 17]) is None
+    assert take(buffer, TOKENS[1:4]) is None
+    assert len(whole) == 1
+    assert take(buffer, TOKENS[:4]) is not None
+    assert len(whole) == 2
+
+
+def test_entries_of_other_first_tokens_are_not_read(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that lie beside what is asked for: the name's first two digits are the same."""
+    buffer = opened(KVLookupBuffer, folder)
+    beside = Entry.new(buffer._namespace, TOKENS).key.rpartition("/")[0]
+    other = next(
+        [number, *TOKENS]
+        for number in range(10_000)
+        if Entry.new(buffer._namespace, [number, *TOKENS]).key.startswith(beside)
+    )
+    insert(buffer, other, 1.0)
+    whole, parts = whole_reads(buffer, monkeypatch)
+    assert take(buffer, TOKENS) is None
+    assert (whole, parts) == ([], [])
+    assert take(buffer, other) == 1.0
+
+
+def test_a_damaged_longer_entry_is_removed(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    path.unlink()
+    path.write_bytes(b"no entry")
+    assert take(buffer, TOKENS[:30]) is None
+    assert not path.exists()
+    assert buffer.counters["corrupt"] == 1
+
+
+def test_damage_on_the_way_costs_no_entry(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    damage, real = [b"\xff"], type(buffer._store).get
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        await real(store, key, sink, spans)
+        if key.startswith(buffer._taker._objects) and damage:
+            sink.write(5000, damage.pop())
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    assert take(buffer, TOKENS) == 1.0
+    assert not damage
+    assert buffer.counters == {"inserted": 1, "taken": 1}
+
+
+def test_a_damaged_entry_is_removed_by_whoever_may_take_it(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    """So that it cannot come back either."""
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    path.unlink()
+    path.write_bytes(b"no entry")
+    for _ in range(2):
+        assert take(buffer, TOKENS) is None
+        path.write_bytes(b"no entry")
+    assert buffer.counters["corrupt"] == 1
+
+
+def test_tensors_of_an_entry_may_share_memory(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    cache, tokens = torch.randn(2, 40, 4), torch.tensor(TOKENS)
+    roi = torch.ones(40, dtype=torch.bool)
+    buffer.insert(tokens, roi, cache, cache, cache[1])
+    found = buffer.drop_select(tokens, roi)
+    for tensor, expected in zip(found, [tokens, roi, cache, cache, cache[1]], strict=True):
+        assert tensor is not None
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("limit_bytes", [1000, 12_200])
+def test_what_no_reader_would_take_is_not_stored(
+    opened: Open,
+    folder: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit_bytes: int,
+) -> None:
+    """The tensors alone are too large, or only all of the object is."""
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    tensor, tokens = torch.zeros(2048), torch.tensor([1])
+    monkeypatch.setattr("kvshare.buffers.MAX_OBJECT_BYTES", limit_bytes)
+    dictionary.put("key", tensor)
+    lookup.insert(tokens, tokens, tensor, tokens, tokens)
+    assert (dictionary.counters, lookup.counters) == ({"not stored": 1}, {"not inserted": 1})
+    assert f"it has 12288 bytes, an object at most {limit_bytes}" in caplog.text
+    assert take(lookup, None) is None
+    monkeypatch.setattr("kvshare.buffers.MAX_OBJECT_BYTES", 20_000)
+    dictionary.put("key", tensor)
+    lookup.insert(tokens, tokens, tensor, tokens, tokens)
+    assert torch.equal(dictionary.get("key"), tensor)
+    assert lookup.drop_select(tokens, tokens)[0] is not None
+
+
+def test_what_is_too_large_is_never_copied(opened: Open, folder: dict[str, Any]) -> None:
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    huge, tokens = torch.zeros(1).expand(1 << 50), torch.tensor([1])
+    dictionary.put("key", huge)
+    lookup.insert(tokens, tokens, huge, huge, huge)
+    assert (dictionary.counters, lookup.counters) == ({"not stored": 1}, {"not inserted": 1})
+
+
+# --- what an enemy may have stored ---
+
+
+def sealed(key: str, facts: TensorFacts, payload: bytes) -> bytes:
+    body = bytearray(PROLOGUE_BYTES) + payload
+    seal(memoryview(body), facts, key)
+    return bytes(body)
+
+
+@pytest.mark.parametrize(
+    ("facts", "payload"),
+    [
+        (TensorFacts("U16", (1,)), b"ab"),
+        (TensorFacts("U64", (0,)), b""),
+        (TensorFacts("F32", (1 << 47, 1 << 47, 0)), b""),
+    ],
+)
+def test_a_tensor_that_torch_has_not_is_none(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, facts: TensorFacts, payload: bytes
+) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put("key", torch.ones(1))
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    path.unlink()
+    path.write_bytes(sealed(str(path.relative_to(tmp_path / "store")), facts, payload))
+    assert buffer.get("key") is None
+    assert buffer.counters["corrupt"] == 1
+
+
+def file(header: dict[str, Any] | bytes, payload: bytes = b"") -> bytes:
+    """A safetensors file, behind the front of an entry."""
+    said = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<QqQ", 1, 7, len(said)) + said + payload
+
+
+def tensors_of(dtype: str, num_bytes: int, shape: list[int]) -> dict[str, Any]:
+    """The header of an entry whose tensors are all of this form, and lie one behind the other."""
+    return {
+        name: {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [n * num_bytes, (n + 1) * num_bytes],
+        }
+        for n, name in enumerate(NAMES)
+    }
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 1 << 63),
+        file(b"{"),
+        file({}),
+        file(tensors_of("I64", 0, [1 << 62, 1 << 62, 0])),
+        file(tensors_of("I64", 0, [(1 << 64) - 1, 0])),
+        file(tensors_of("F4", 1, [2]), b"ababa"),
+        file(tensors_of("F8_E8M0", 1, [1]), b"ababa"),
+        file(tensors_of("F8_E4M3", 1, [1]), b"ababa"),
+        file(tensors_of("U16", 2, [1]), b"ab" * 5),
+        file(tensors_of("C64", 8, [1]), b"abcdefgh" * 5),
+        file(tensors_of("I64", 8, []), b"abcdefgh" * 5),
+    ],
+)
+@pytest.mark.parametrize("tokens", [[7], [7, 8], None])
+def test_an_entry_of_anything_is_no_match(
+    opened: Open,
+    folder: dict[str, Any],
+    tmp_path: Path,
+    payload: bytes,
+    tokens: list[int] | None,
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    key = Entry.new(buffer._namespace, [7]).key
+    path = tmp_path / "store" / key
+    path.parent.mkdir(parents=True)
+    path.write_bytes(sealed(key, TensorFacts("U8", (len(payload),)), payload))
+    found = None if tokens is None else torch.tensor(tokens)
+    roi = None if found is None else torch.ones_like(found)
+    assert len(buffer.drop_select(found, roi)) == 5
+    insert(buffer, [7], 1.0)
+    assert take(buffer, [7]) == 1.0
+
+
+def test_tokens_that_torch_cannot_index_are_no_match() -> None:
+    """Some releases of safetensors know such a dtype, others do not."""
+    tensor = torch.empty(1, dtype=torch.float4_e2m1fn_x2)
+    assert not Entry("key", 1, "digest").covers([tensor] * 5, None)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "BOOL"])
+def test_an_entry_that_is_not_bytes_is_removed(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, dtype: str
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    key = Entry.new(buffer._namespace, [7]).key
+    facts = TensorFacts(dtype, (20,))
+    path = tmp_path / "store" / key
+    path.parent.mkdir(parents=True)
+    path.write_bytes(sealed(key, facts, bytes(facts.num_bytes)))
+    assert take(buffer, [7]) is None
+    assert buffer.counters["corrupt"] == 1
+    assert not path.exists()
+
+
 # --- exactly once ---
 
 TAKER = """
@@ -374,10 +622,12 @@ def test_what_the_dead_left_is_swept_after_an_hour(
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
     insert(buffer, TOKENS[:20], 2.0)
-    died = RuntimeError("killed")
+    died, real = RuntimeError("killed"), type(buffer._store).delete
 
-    async def die(*_: object) -> None:
-        raise died
+    async def die(store: Any, keys: list[str]) -> None:
+        if keys[0].startswith(buffer._taker._objects):
+            raise died
+        await real(store, keys)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(buffer._store), "delete", die)
