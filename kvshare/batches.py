@@ -34,6 +34,10 @@ class Batch:
     -1 for padding. `attn_metadata.num_prefill_tokens`: prompts lie first, sequences that decode
     behind them. `attn_metadata.query_start_loc` [sequences + 1]: where each begins, if it is known;
     else they lie as `seq_lens` say.
+
+    Where they are, these are corrected as well: `query_lens`; `sampling_metadata`: which tokens'
+    states are sampled from, `selected_token_indices` [m], and its `seq_groups[].query_len`;
+    `attn_metadata.block_tables` [sequences, blocks], `context_lens_tensor` [sequences].
     """
 
     def __init__(self, model_input: Any) -> None:
@@ -74,38 +78,79 @@ class Batch:
             for count, prompt in zip(counts, self.prompts, strict=True)
         ]
 
-    def without(self, computed: list[int]) -> Any:
+    def without(self, computed: list[int], block_size: int) -> Any:
         """Return a model input that leaves out the first `computed` tokens of each prompt.
 
-        Fields that say how much of a sequence was computed before, where there are any, say so.
+        Fields that follow from which tokens there are, where there are any, say so; `block_size` is
+        that of the caches. The runner's own objects stay as they are. The input as it is, where the
+        states of a token that would be left out are asked for: log probabilities of the prompt.
         """
         kept = torch.ones(len(self.tokens), dtype=torch.bool)
         for prompt, count in zip(self.prompts, computed, strict=True):
             kept[prompt.start : prompt.start + count] = False
         index = kept.nonzero().flatten().to(self.tokens.device)
-        adjusted, attention = copy.copy(self.model_input), copy.copy(self.attention)
-        adjusted.input_tokens = self.tokens[index]
-        if getattr(adjusted, "input_positions", None) is not None:
-            adjusted.input_positions = adjusted.input_positions[index]
-        attention.slot_mapping = self.slots[index.to(self.slots.device)]
-        attention.num_prefill_tokens = int(self.attention.num_prefill_tokens) - sum(computed)
-        self._shift(attention, computed)
-        adjusted.attn_metadata = attention
-        return adjusted
+        before = [end - start for start, end in pairwise(self._starts())]
+        skipped = [*computed, *[0] * (len(before) - len(computed))]
+        lengths = [length - skip for length, skip in zip(before, skipped, strict=True)]
+        fields: dict[str, Any] = {"input_tokens": self.tokens[index]}
+        if (positions := getattr(self.model_input, "input_positions", None)) is not None:
+            fields["input_positions"] = positions[index]
+        if (sampling := getattr(self.model_input, "sampling_metadata", None)) is not None:
+            if not bool(kept[sampling.selected_token_indices.cpu()].all()):
+                return self.model_input
+            fields["sampling_metadata"] = self._sampling(sampling, kept, lengths)
+        if getattr(self.model_input, "query_lens", None) is not None:
+            fields["query_lens"] = lengths
+        fields["attn_metadata"] = self._attention(index, skipped, lengths, block_size)
+        return _changed(self.model_input, fields)
 
-    def _shift(self, attention: Any, computed: list[int]) -> None:
-        """Correct the fields of `attention` that count tokens by sequence."""
-        starts = self._starts()
-        skipped = [*computed, *[0] * (len(starts) - 1 - len(computed))]
-        lengths = [
-            end - start - skip
-            for start, end, skip in zip(starts, starts[1:], skipped, strict=False)
-        ]
-        if getattr(attention, "query_start_loc", None) is not None:
-            new_starts = torch.tensor([0, *lengths]).cumsum(0)
-            attention.query_start_loc = new_starts.to(attention.query_start_loc)
-        if getattr(attention, "context_lens_tensor", None) is not None:
-            before = attention.context_lens_tensor
-            attention.context_lens_tensor = before + torch.tensor(skipped).to(before)
-        if getattr(attention, "max_query_len", None) is not None:
-            attention.max_query_len = max(lengths)
+    def _sampling(self, sampling: Any, kept: Tensor, lengths: list[int]) -> Any:
+        """Return where the states lie that are sampled from."""
+        selected = sampling.selected_token_indices
+        fields: dict[str, Any] = {
+            "selected_token_indices": (kept.cumsum(0) - 1)[selected.cpu()].to(selected)
+        }
+        if groups := getattr(sampling, "seq_groups", None):  # prompts first; one sequence each
+            prompts = zip(groups, lengths[: len(self.prompts)], strict=False)
+            adjusted = [_changed(group, {"query_len": length}) for group, length in prompts]
+            fields["seq_groups"] = [*adjusted, *groups[len(adjusted) :]]
+        return _changed(sampling, fields)
+
+    def _attention(
+        self, index: Tensor, skipped: list[int], lengths: list[int], block_size: int
+    ) -> Any:
+        """Return `attn_metadata` of the tokens at `index`."""
+        before = self.attention
+        fields: dict[str, Any] = {
+            "slot_mapping": self.slots[index.to(self.slots.device)],
+            "num_prefill_tokens": int(before.num_prefill_tokens) - sum(skipped),
+        }
+        if (starts := getattr(before, "query_start_loc", None)) is not None:
+            fields["query_start_loc"] = torch.tensor([0, *lengths]).cumsum(0).to(starts)
+        if (context := getattr(before, "context_lens_tensor", None)) is not None:
+            fields["context_lens_tensor"] = context + torch.tensor(skipped).to(context)
+        if getattr(before, "max_query_len", None) is not None:
+            fields["max_query_len"] = max(lengths)
+        if (tables := getattr(before, "block_tables", None)) is not None:
+            fields["block_tables"] = self._tables(tables, block_size)
+        for name in ("_cached_prefill_metadata", "_cached_decode_metadata"):
+            if hasattr(before, name):
+                fields[name] = None  # vLLM's own, made of the fields above
+        return _changed(before, fields)
+
+    def _tables(self, tables: Tensor, block_size: int) -> Tensor:
+        """Return the blocks of each sequence; vLLM gives none of a prompt that begins."""
+        rows = [*tables.unbind()]
+        for number, prompt in enumerate(self.prompts):
+            if prompt.is_whole:
+                slots = self.slots[prompt.start : prompt.end : block_size]
+                rows[number] = (slots // block_size).to(tables)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _changed(thing: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy of `thing` with other `fields`; some of vLLM's classes are frozen."""
+    changed = copy.copy(thing)
+    for name, value in fields.items():
+        object.__setattr__(changed, name, value)
+    return changed

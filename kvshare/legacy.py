@@ -134,7 +134,8 @@ class KVShareLegacyConnector(KVConnectorBase):
 
         Returns (states, True, model_input) where all of the batch was received: states as they were
         sent, of all its tokens. Else (None, False, adjusted): run the model on `adjusted`, which
-        leaves out the tokens whose KV is in the caches now; at least one a sequence is left.
+        leaves out the tokens whose KV is in the caches now; at least one a sequence is left. Where
+        states of such tokens are asked for it leaves out nothing.
         """
         del model_executable
         batch = Batch(model_input)
@@ -148,7 +149,9 @@ class KVShareLegacyConnector(KVConnectorBase):
         if batch.is_prefill_only and counts == [prompt.num_tokens for prompt in batch.prompts]:
             return _joined(states), True, model_input
         computed = batch.but_last(counts)
-        return None, False, batch.without(computed) if any(computed) else model_input
+        if not any(computed):
+            return None, False, model_input
+        return None, False, batch.without(computed, kv_caches[0].shape[2])
 
     def _receive(
         self, batch: Batch, prompt: Prompt, kv_caches: list[Tensor]

@@ -7,7 +7,8 @@
 import json
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +45,15 @@ class Decoder(nn.Module):
             slots = attention.slot_mapping
             cache[:, slots // BLOCK, slots % BLOCK] = torch.stack((key, value))
             parts = []
-            spans = pairwise(attention.query_start_loc.tolist())
-            for (start, end), table in zip(spans, attention.slot_tables, strict=True):
-                seen, own = cache[:, table // BLOCK, table % BLOCK], query[start:end]
+            spans = pairwise(accumulate(model_input.query_lens, initial=0))
+            for number, (start, end) in enumerate(spans):
+                seen, own = torch.stack((key, value))[:, start:end], query[start:end]
+                if attention.block_tables.numel():
+                    table = attention.block_tables[number]
+                    seen = cache[:, table].flatten(1, 2)[:, : attention.seq_lens[number]]
                 scores = torch.einsum("qhd,khd->hqk", own, seen[0]) / HEAD_SIZE**0.5
                 places = model_input.input_positions[start:end]
-                hides = torch.arange(len(table))[None] > places[:, None]
+                hides = torch.arange(seen.shape[1])[None] > places[:, None]
                 weights = scores.masked_fill(hides[None], -torch.inf).softmax(-1)
                 parts.append(torch.einsum("hqk,khd->qhd", weights, seen[1]).reshape(-1, WIDTH))
             hidden = hidden + out(torch.cat(parts)).tanh()
@@ -65,20 +69,36 @@ def fresh_caches() -> list[Tensor]:
     return [torch.full(shape, -9.0) for _ in range(LAYERS)]
 
 
+@dataclass(frozen=True)
+class ModelInput:
+    """Frozen, as vLLM's is."""
+
+    input_tokens: Tensor
+    input_positions: Tensor
+    query_lens: list[int]
+    attn_metadata: Any
+    sampling_metadata: Any
+
+
 def batch(
-    *sequences: Sequence[int], computed: Sequence[int] = (), num_decodes: int = 0, first: int = 0
-) -> Any:
+    *sequences: Sequence[int],
+    computed: Sequence[int] = (),
+    num_decodes: int = 0,
+    first: int = 0,
+    every: bool = False,
+) -> ModelInput:
     """Return the input that computes the tokens of `sequences` behind the first `computed` ones.
 
     Each sequence has 32 slots of its own, in an order of its own, from sequence number `first` on.
-    The last `num_decodes` are decodes.
+    The last `num_decodes` are decodes. `every`: the states of all tokens are asked for.
     """
     computed = list(computed) or [0] * len(sequences)
-    tables = []
+    tables, rows = [], []
     for number, sequence in enumerate(sequences, first):
         blocks = torch.randperm(8, generator=torch.Generator().manual_seed(number)) + 8 * number
         slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
         tables.append(slots[: len(sequence)])
+        rows.append(blocks.to(torch.int32))
     parts = list(zip(sequences, computed, tables, strict=True))
     lengths = [len(sequence) - before for sequence, before, _ in parts]
     attention = SimpleNamespace(
@@ -88,9 +108,23 @@ def batch(
         query_start_loc=torch.tensor([0, *lengths]).cumsum(0),
         context_lens_tensor=torch.tensor(computed),
         max_query_len=max(lengths),
-        slot_tables=tables,
+        # As vLLM: none for prompts that begin, unless there are others in the batch.
+        block_tables=torch.stack(rows) if any(computed) else torch.empty(len(rows), 0).int(),
+        _cached_prefill_metadata="of the prompts",
+        _cached_decode_metadata="of the decodes",
     )
-    return SimpleNamespace(
+    ends = torch.tensor(lengths).cumsum(0)
+    groups = [
+        SimpleNamespace(query_len=None if number >= len(lengths) - num_decodes else length)
+        for number, length in enumerate(lengths)
+    ]
+    sampling = SimpleNamespace(
+        selected_token_indices=torch.arange(int(ends[-1])) if every else ends - 1,
+        seq_groups=groups,
+    )
+    return ModelInput(
+        query_lens=lengths,
+        sampling_metadata=sampling,
         input_tokens=torch.tensor([t for sequence, c, _ in parts for t in sequence[c:]]),
         input_positions=torch.cat([torch.arange(c, len(sequence)) for sequence, c, _ in parts]),
         attn_metadata=attention,
@@ -98,8 +132,8 @@ def batch(
 
 
 def last_hidden(hidden: Tensor, model_input: Any) -> list[Tensor]:
-    """Return the hidden state of each sequence's last token."""
-    return [hidden[end - 1] for end in model_input.attn_metadata.query_start_loc[1:].tolist()]
+    """Return the hidden state of each sequence's last token, or of what else is sampled from."""
+    return [*hidden[model_input.sampling_metadata.selected_token_indices]]
 
 
 def decode(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decoder split in two processes by the connector of the time before V1."""
 
+import copy
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -125,6 +127,8 @@ def test_of_partial_hits_the_rest_is_computed(
     lengths = attention.query_start_loc.diff()
     assert (attention.context_lens_tensor + lengths).tolist() == [17, 9, 5]
     assert attention.max_query_len == int(lengths.max())
+    assert adjusted.query_lens == lengths.tolist()
+    assert [group.query_len for group in adjusted.sampling_metadata.seq_groups] == lengths.tolist()
     assert answers(prompts, caches, received) == computed_here(prompts)[1]
 
 
@@ -133,8 +137,12 @@ def test_the_runners_own_input_is_not_changed(connect: Connect, tmp_path: Path) 
     given = batch(TWO)
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
     asked = batch(ONE, TWO)
+    before = copy.deepcopy(asked)
     adjusted = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())[2]
     assert len(adjusted.input_tokens) == 18
+    assert repr(asked) == repr(before)
+    assert adjusted.attn_metadata._cached_prefill_metadata is None
+    assert adjusted.attn_metadata._cached_decode_metadata is None
     assert asked.input_tokens.tolist() == [*ONE, *TWO]
     assert asked.attn_metadata.num_prefill_tokens == 26
     assert asked.attn_metadata.query_start_loc.tolist() == [0, 17, 26]
@@ -167,6 +175,96 @@ def test_decodes_are_not_sent_and_keep_the_model_running(connect: Connect) -> No
     connector.send_kv_caches_and_hidden_states(model, adjusted, caches, torch.stack(states))
     assert connector.counters["prompts/sent"] == 1, "a step that holds no whole prompt sends none"
     assert connector.counters["prompts/partial"] == 1
+
+
+def test_nothing_is_left_out_of_what_is_sampled_from(connect: Connect) -> None:
+    """As where the log probabilities of prompts are asked for."""
+    connector, model = connect(), Decoder()
+    given, caches = batch(TWO), fresh_caches()
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = batch(ONE, TWO, every=True)
+    received = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())
+    assert received == (None, False, asked)
+    assert connector.counters["prompts/received"] == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda hidden: hidden.double(),
+        lambda hidden: hidden[:, :-1],
+        lambda hidden: IntermediateTensors({"hidden_states": hidden}),
+    ],
+)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_states_that_cannot_be_joined_are_computed(
+    connect: Connect,
+    other: Callable[[Tensor], Any],
+    is_set: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector, model = connect(), Decoder()
+    for prompt, change in ((ONE, None), (TWO, other)):
+        given, caches = batch(prompt), fresh_caches()
+        hidden: Any = model(given, caches)
+        hidden = change(hidden) if change else hidden
+        if is_set:
+            sound = isinstance(hidden, IntermediateTensors)
+            hidden = IntermediateTensors(
+                {"other": model(given, caches)} if sound else {"a": hidden}
+            )
+        connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
+    told = list[list[int]]()
+    monkeypatch.setattr("kvshare.legacy._agreed", lambda counts: told.append(counts) or counts)
+    caches = fresh_caches()
+    received = receive(connector, [ONE, TWO], caches)
+    assert (received[1], len(received[2].input_tokens)) == (False, 2)
+    assert told == [[16, 8]], "other ranks must hear of it"
+    assert answers([ONE, TWO], caches, received) == computed_here([ONE, TWO])[1]
+
+
+def test_states_that_share_memory_are_sent(connect: Connect) -> None:
+    connector, model, caches = connect(), Decoder(), fresh_caches()
+    given = batch(TWO)
+    hidden = model(given, caches)
+    states = IntermediateTensors({"hidden_states": hidden, "residual": hidden})
+    connector.send_kv_caches_and_hidden_states(model, given, caches, states)
+    found, is_bypassed, _ = receive(connector, [TWO], fresh_caches())
+    assert is_bypassed
+    assert torch.equal(found.tensors["residual"], hidden)
+
+
+def file(**tensors: Any) -> Tensor:
+    """A safetensors file with these headers, and nine bytes."""
+    header = json.dumps(tensors).encode()
+    raw = struct.pack("<Q", len(header)) + header + bytes(9 if tensors else 0)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        file(),
+        file(a={"dtype": "F8_E8M0", "shape": [9], "data_offsets": [0, 9]}),
+        file(
+            a={"dtype": "U8", "shape": [9], "data_offsets": [0, 9]},
+            b={"dtype": "F32", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [9, 9]},
+        ),
+        file(a={"dtype": "U8", "shape": [3, 3], "data_offsets": [0, 9]}),
+        torch.tensor(1, dtype=torch.uint8),
+        torch.tensor(1.0),
+        torch.ones(8, 4),
+    ],
+)
+def test_states_of_anything_are_computed(connect: Connect, states: Tensor) -> None:
+    connector, caches = connect(), fresh_caches()
+    tokens = torch.tensor(TWO)
+    pages = torch.zeros(2, len(TWO), 2, 8)
+    connector._buffer.insert(tokens, tokens.bool(), pages, pages, states)
+    asked = batch(TWO)
+    received = connector.recv_kv_caches_and_hidden_states(Decoder(), asked, caches)
+    assert received == (None, False, asked)
+    assert connector.counters["prompts/unfit"] == 1
 
 
 def test_padding_is_never_sent(connect: Connect) -> None:
