@@ -215,7 +215,12 @@ def test_states_that_cannot_be_joined_are_computed(
             )
         connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
     told = list[list[int]]()
-    monkeypatch.setattr("kvshare.legacy._agreed", lambda counts: told.append(counts) or counts)
+
+    def agreed(counts: list[int]) -> list[int]:
+        told.append(counts)
+        return counts
+
+    monkeypatch.setattr("kvshare.legacy._agreed", agreed)
     caches = fresh_caches()
     received = receive(connector, [ONE, TWO], caches)
     assert (received[1], len(received[2].input_tokens)) == (False, 2)
