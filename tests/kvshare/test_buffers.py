@@ -638,12 +638,17 @@ def test_what_the_dead_left_is_swept_after_an_hour(
     wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
     age(tmp_path)
     assert take(opened(KVLookupBuffer, folder), None) is None
-    wait_until(lambda: not files(tmp_path), "it was not swept")
+    wait_until(lambda: is_empty(tmp_path), "it was not swept")
 
 
 def files(tmp_path: Path) -> list[Path]:
-    """All entries and markers."""
-    return [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+    """All entries and their markers."""
+    return [*(tmp_path / "store").rglob("kv/1/*/*/*-*")]
+
+
+def is_empty(tmp_path: Path) -> bool:
+    """Whether nothing at all is left, of sweeps neither."""
+    return not [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
 
 
 def age(tmp_path: Path) -> None:
@@ -666,7 +671,7 @@ def test_an_entry_that_comes_back_is_not_taken_again(
     assert take(opened(KVLookupBuffer, folder), None) is None
     age(tmp_path)
     assert take(opened(KVLookupBuffer, folder), None) is None
-    wait_until(lambda: not files(tmp_path), "it was not swept")
+    wait_until(lambda: is_empty(tmp_path), "it was not swept")
 
 
 def test_what_is_old_is_told_by_the_stores_clock(
