@@ -17,12 +17,22 @@ class Prompt:
     start: int
     end: int
     is_whole: bool
-    """Whether the batch holds it from its first token, and knows the slot of each."""
+    """Whether the batch holds it from its first token, knows the slot of each, and nothing but the
+    tokens tells what their KV is."""
 
     @property
     def num_tokens(self) -> int:
         """Of this batch."""
         return self.end - self.start
+
+
+# Fields that change the KV of the same tokens: pictures, adapters.
+_BESIDE_TOKENS = (
+    "multi_modal_kwargs",
+    "inputs_embeds",
+    "lora_requests",
+    "prompt_adapter_requests",
+)
 
 
 class Batch:
@@ -38,6 +48,9 @@ class Batch:
     Where they are, these are corrected as well: `query_lens`; `sampling_metadata`: which tokens'
     states are sampled from, `selected_token_indices` [m], and its `seq_groups[].query_len`;
     `attn_metadata.block_tables` [sequences, blocks], `context_lens_tensor` [sequences].
+
+    Of a batch with pictures or adapters (`multi_modal_kwargs`, `inputs_embeds`, `lora_requests`,
+    `prompt_adapter_requests`) no prompt counts as whole.
     """
 
     def __init__(self, model_input: Any) -> None:
@@ -52,14 +65,17 @@ class Batch:
     def _prompts(self) -> list[Prompt]:
         starts = self._starts()
         positions = getattr(self.model_input, "input_positions", None)
+        beside = (getattr(self.model_input, name, None) for name in _BESIDE_TOKENS)
+        is_told = all(
+            each is None or (not isinstance(each, Tensor) and not each) for each in beside
+        )
         prompts = []
         for start, end in pairwise(starts):
             if start >= self.attention.num_prefill_tokens:
                 break
-            is_first = positions is None or int(positions[start]) == 0
-            prompts.append(
-                Prompt(start, end, is_first and bool((self.slots[start:end] >= 0).all()))
-            )
+            is_first = positions is None or not positions[..., start].any()
+            has_slots = bool((self.slots[start:end] >= 0).all())
+            prompts.append(Prompt(start, end, is_told and is_first and has_slots))
         return prompts
 
     def _starts(self) -> list[int]:
@@ -83,8 +99,11 @@ class Batch:
 
         Fields that follow from which tokens there are, where there are any, say so; `block_size` is
         that of the caches. The runner's own objects stay as they are. The input as it is, where the
-        states of a token that would be left out are asked for: log probabilities of the prompt.
+        states of a token that would be left out are asked for (log probabilities of the prompt) and
+        where a mapping tells adapters by token.
         """
+        if getattr(self.model_input, "lora_mapping", None) is not None:
+            return self.model_input
         kept = torch.ones(len(self.tokens), dtype=torch.bool)
         for prompt, count in zip(self.prompts, computed, strict=True):
             kept[prompt.start : prompt.start + count] = False
@@ -94,7 +113,7 @@ class Batch:
         lengths = [length - skip for length, skip in zip(before, skipped, strict=True)]
         fields: dict[str, Any] = {"input_tokens": self.tokens[index]}
         if (positions := getattr(self.model_input, "input_positions", None)) is not None:
-            fields["input_positions"] = positions[index]
+            fields["input_positions"] = positions[..., index]
         if (sampling := getattr(self.model_input, "sampling_metadata", None)) is not None:
             if not bool(kept[sampling.selected_token_indices.cpu()].all()):
                 return self.model_input

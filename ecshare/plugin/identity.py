@@ -127,15 +127,14 @@ def tier_namespace(
 def _media_facts(vllm_config: Any) -> dict[str, Any]:
     """Return the options that are no part of vLLM's media hash, though they change what the encoder
     sees or drops."""
-    options = (
-        "mm_processor_kwargs",
-        "media_io_kwargs",
-        "mm_encoder_attn_dtype",
-        "video_pruning_rate",
-        "video_pruning_method",
-    )
     multimodal = vllm_config.model_config.multimodal_config
-    return {name: _plain(getattr(multimodal, name, None)) for name in options}
+    return {
+        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
+        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
+        "mm_encoder_attn_dtype": _plain(getattr(multimodal, "mm_encoder_attn_dtype", None)),
+        "video_pruning_rate": _plain(getattr(multimodal, "video_pruning_rate", None)),
+        "video_pruning_method": _plain(getattr(multimodal, "video_pruning_method", None)),
+    }
 
 
 def _context_facts(model: Any) -> list[Any]:

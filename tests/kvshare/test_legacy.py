@@ -7,7 +7,9 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +281,53 @@ def test_padding_is_never_sent(connect: Connect) -> None:
     given.attn_metadata.slot_mapping[-1] = -1
     connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
     assert connector.counters == {"prompts/partial": 1}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"multi_modal_kwargs": {"pixel_values": torch.ones(1)}},
+        {"inputs_embeds": torch.zeros(9, 4)},
+        {"lora_requests": {"an adapter"}},
+    ],
+)
+def test_what_tokens_do_not_tell_is_neither_sent_nor_received(
+    connect: Connect, more: dict[str, Any]
+) -> None:
+    """The same tokens have other KV under other pictures or adapters."""
+    connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO)
+    other, hidden = SimpleNamespace(**vars(given), **more), model(given, caches)
+    connector.send_kv_caches_and_hidden_states(model, other, caches, hidden)
+    assert connector.counters == {"prompts/partial": 1}
+    connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
+    received = connector.recv_kv_caches_and_hidden_states(model, other, fresh_caches())
+    assert received == (None, False, other)
+    nothing: dict[str, Any] = {
+        "multi_modal_kwargs": {},
+        "inputs_embeds": None,
+        "lora_requests": set(),
+    }
+    same = SimpleNamespace(**vars(given), **nothing)
+    assert connector.recv_kv_caches_and_hidden_states(model, same, fresh_caches())[1]
+
+
+def test_positions_of_several_kinds_are_cut_alike(connect: Connect) -> None:
+    """Models that see pictures have three a token."""
+    connector, model, caches = connect(), Decoder(), fresh_caches()
+    given = batch(TWO[:5])
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = batch(TWO)
+    three = replace(asked, input_positions=asked.input_positions.expand(3, -1))
+    adjusted = connector.recv_kv_caches_and_hidden_states(model, three, fresh_caches())[2]
+    assert torch.equal(adjusted.input_positions, three.input_positions[:, 5:])
+
+
+def test_where_adapters_are_told_by_token_all_is_computed(connect: Connect) -> None:
+    connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO[:5])
+    connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
+    asked = SimpleNamespace(**vars(batch(TWO)), lora_mapping=object())
+    received = connector.recv_kv_caches_and_hidden_states(model, asked, fresh_caches())
+    assert received == (None, False, asked)
 
 
 def test_sets_of_intermediate_states_come_back(connect: Connect) -> None:
