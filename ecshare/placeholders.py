@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _REMEMBERED_ITEMS = 10_000
 # What models of the Qwen2.5-VL and Omni families compute token positions from, though vLLM
 # publishes neither, and the value that they take where it is absent: with any other one, a consumer
-# without the video would answer from wrong positions.
+# without the video would answer from wrong positions. Processors may add them to items without one.
 _ASSUMED = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
 
 
@@ -39,7 +39,7 @@ class Placeholders:
         # Twice for every item of every request: past UserDict's own iteration, which is ten times
         # slower than its dict's.
         for name, element in feature.data.data.items():
-            if element.data is not None and name not in fields:
+            if element.data is not None and name not in fields and name not in _ASSUMED:
                 return True
         return False
 

@@ -9,6 +9,7 @@ is known to `ecshare.items`; here is who waits for it, and what the workers are 
 """
 
 import heapq
+import json
 import logging
 import time
 from collections import OrderedDict
@@ -31,7 +32,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Run, StoredObject
 from ecshare.transfer.staging import dtype_name
-from ecshare.transfer.stats import Stats, merged
+from ecshare.transfer.stats import Stats, is_gauge, merged
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,8 @@ _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
+# An object's header has little room; a long video's times would fill it.
+_MAX_NOTED_CHARS = 2048
 
 
 class EncoderScheduler:
@@ -68,6 +71,10 @@ class EncoderScheduler:
         ec_config = vllm_config.ec_transfer_config
         assert ec_config is not None  # or vLLM would not have made the connector
         self._role = Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
+        # vLLM asks for their items too, and then loads none.
+        self._is_idle = bool(vllm_config.model_config.is_encoder_decoder)
+        if self._is_idle:
+            logger.warning("ecshare saves and loads nothing for encoder-decoder models")
         self._has_tower_adapters = has_tower_adapters(vllm_config)
         self._placeholders = Placeholders(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
@@ -104,7 +111,7 @@ class EncoderScheduler:
         Items that end before `num_computed_tokens` are covered by KV and need nothing. An item that
         is lost and cannot be encoded marks the request for `take_unavailable`.
         """
-        features = request.mm_features
+        features = () if self._is_idle else request.mm_features
         needed = [feature for feature in features if _end(feature) > num_computed_tokens]
         if len(needed) < len(features) and request.request_id in self._wanted:
             self._release(request.request_id, {feature.identifier for feature in needed})
@@ -151,7 +158,7 @@ class EncoderScheduler:
         """
         self._lost.discard(request.request_id)
         self._release(request.request_id, set())
-        if not self._role.is_producer or not request.mm_features:
+        if not self._role.is_producer or not request.mm_features or self._is_idle:
             return None
         return self._placeholders.announcement(request.mm_features)
 
@@ -198,7 +205,8 @@ class EncoderScheduler:
 
     def _take_totals(self, totals: Totals) -> None:
         for name, count in grown(self._known_totals, totals).items():
-            self._stats.add(name, count)
+            tell = self._stats.set if is_gauge(name) else self._stats.add
+            tell(name, count)
 
     # --- items ---
 
@@ -292,13 +300,21 @@ class EncoderScheduler:
         Also those that vLLM's own encoder cache holds and will not encode again: the store may have
         lost them since.
         """
-        saves = []
-        for item in list(self._items.unsaved.values()):
-            if not item.waiters.isdisjoint(scheduled):
-                del self._items.unsaved[item.identifier]
-                attributes = {"num_embeds": item.num_embeds, "metadata": item.metadata}
-                saves.append(SaveOrder(item.identifier, item.key, attributes))
+        unsaved, saves = self._items.unsaved, []
+        if not unsaved:
+            return ()
+        # Each request and each item is looked at once: a long queue may wait with many.
+        wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
+        for identifier in [each for each in unsaved if each in wanted]:
+            item = unsaved.pop(identifier)
+            attributes = {"num_embeds": item.num_embeds, "metadata": _noted(item.metadata)}
+            saves.append(SaveOrder(item.identifier, item.key, attributes))
         return tuple(saves)
+
+
+def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what is noted in the object of an item's metadata: for people, and in little room."""
+    return metadata if len(json.dumps(metadata, default=str)) <= _MAX_NOTED_CHARS else {}
 
 
 def _end(feature: "MultiModalFeatureSpec") -> int:

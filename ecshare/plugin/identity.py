@@ -6,6 +6,7 @@ attention kernel, parallelism) is left out on purpose: it changes the last bits 
 is seldom of one kind. KV blocks are the exception: kernels differ in how they lay out a block.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,12 +130,40 @@ def _media_facts(vllm_config: Any) -> dict[str, Any]:
     sees or drops."""
     multimodal = vllm_config.model_config.multimodal_config
     return {
-        "mm_processor_kwargs": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
-        "media_io_kwargs": _plain(getattr(multimodal, "media_io_kwargs", None)),
+        "mm_processor_kwargs": _anywhere(getattr(multimodal, "mm_processor_kwargs", None)),
+        "media_io_kwargs": _anywhere(getattr(multimodal, "media_io_kwargs", None)),
         "mm_encoder_attn_dtype": _plain(getattr(multimodal, "mm_encoder_attn_dtype", None)),
+        "mm_encoder_fp8_scales": _file_digest(
+            getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+        ),
         "video_pruning_rate": _plain(getattr(multimodal, "video_pruning_rate", None)),
         "video_pruning_method": _plain(getattr(multimodal, "video_pruning_method", None)),
     }
+
+
+def _anywhere(options: Any) -> Any:
+    """Return options for media without what says where an engine prepares them.
+
+    vLLM itself has encode engines alone do so on their GPU, and decode videos there by torchcodec.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        return _plain(options)
+    here = options.get("device") is not None and options.get("backend") == "torchcodec"
+    where = {"device", "backend"} if here else {"device"}
+    kept = {str(name): _anywhere(value) for name, value in options.items() if name not in where}
+    return {name: value for name, value in kept.items() if value != {}}
+
+
+def _file_digest(path: str | None) -> str:
+    """Return what identifies a file by its content; its name if it cannot be read, "" if none."""
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return path
 
 
 def _context_facts(model: Any) -> list[Any]:
@@ -262,14 +291,19 @@ def _model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]
 
 
 def _weights_of(model: Any, vllm_config: Any) -> str:
-    """Fingerprint the weights of `model`, the engine's own or the one that guesses."""
+    """Fingerprint the weights of `model`, the engine's own or the one that guesses.
+
+    Where they cannot be read: the options that say where they are, if any do.
+    """
     load = vllm_config.load_config
-    return _weights_fingerprint(
+    found = _weights_fingerprint(
         str(model.model),
         str(model.revision or ""),
         str(load.download_dir or ""),
         f"{load.load_format}:{model.seed}",
     )
+    elsewhere = getattr(model, "model_weights", None), load.model_loader_extra_config
+    return found or (repr(_plain(elsewhere)) if any(elsewhere) else "")
 
 
 @lru_cache(maxsize=4)

@@ -73,7 +73,8 @@ class Ledger:
 def open_ledger(vllm_config: Any, host: HostCache) -> Ledger:
     """Return the ledger of the engine that `vllm_config` describes; its processes get the same."""
     engine_id = vllm_config.ec_transfer_config.engine_id
-    return Ledger(host.root, f"{engine_id}.{vllm_config.parallel_config.data_parallel_rank}")
+    # Not the rank: vLLM makes engines that share no layers independent, each of rank 0.
+    return Ledger(host.root, f"{engine_id}.{vllm_config.parallel_config.data_parallel_index}")
 
 
 def grown(before: Totals, now: Totals) -> dict[str, float]:

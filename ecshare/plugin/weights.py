@@ -35,15 +35,18 @@ def fingerprint(folder: Path) -> str:
     of every tensor enter; paths and times do not.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: a file cannot be read, or none holds weights: they are somewhere else.
     """
-    digest = hashlib.sha256()
+    digest, num_weight_files = hashlib.sha256(), 0
     for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if path.name in _CONFIG_FILES:
             _feed(digest, path.name, path.read_bytes())
         elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            num_weight_files += 1
             for piece in _samples(path):
                 _feed(digest, path.name, piece)
+    if not num_weight_files:
+        raise FileNotFoundError(f"{folder} holds no weights")
     return digest.hexdigest()[:32]
 
 

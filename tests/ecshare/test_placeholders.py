@@ -73,4 +73,5 @@ def test_what_is_remembered_is_the_latest_and_its_own(placeholders: Placeholders
 def test_items_come_with_pixels_or_without(placeholders: Placeholders) -> None:
     assert placeholders.can_encode(video(**GRID, pixel_values_videos=torch.zeros(1, 8)))
     assert not placeholders.can_encode(video(**GRID))
+    assert not placeholders.can_encode(video(**GRID, use_audio_in_video=torch.tensor(False)))
     assert not placeholders.can_encode(video())

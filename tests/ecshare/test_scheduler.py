@@ -20,7 +20,7 @@ from vllm.multimodal.inputs import (
 )
 
 from ecshare.config import EncoderConfig
-from ecshare.messages import Report
+from ecshare.messages import Orders, Report
 from ecshare.plugin.identity import adapter_fingerprint
 from ecshare.plugin.ledger import open_ledger
 from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
@@ -297,6 +297,43 @@ def test_a_producer_orders_each_absent_item_to_be_stored_once(start: Start) -> N
     assert announced["picture"]["metadata"] == {"image_grid_thw": [1, 8, 8]}
 
 
+def test_metadata_without_an_end_is_not_noted_with_the_object(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long video's times; the header of an object has little room."""
+    monkeypatch.setattr("ecshare.scheduler._MAX_NOTED_CHARS", 20)
+    scheduler = start("ec_producer")
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    (save,) = scheduler.orders({"request": 20}).saves
+    assert save.attributes == {"num_embeds": NUM_EMBEDS, "metadata": {}}
+    announced = scheduler.finished(asked)
+    assert announced is not None
+    assert announced["picture"]["metadata"] == {"image_grid_thw": [1, 8, 8]}
+
+
+def test_how_things_are_is_not_added_up(start: Start) -> None:
+    """A worker's report and the ledger may tell the same in one step."""
+    scheduler = start("ec_producer")
+    for _ in range(2):
+        scheduler.reported(Report({0: {"now/breaker_open": 1.0, "items/saved": 3}}, frozenset()))
+    counts = counted(scheduler)
+    assert (counts["now/breaker_open"], counts["items/saved"]) == (1.0, 3)
+
+
+def test_encoder_decoder_models_are_left_alone(
+    vllm_config: VllmConfig, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for their items too; its runners would load none of them."""
+    monkeypatch.setitem(vars(vllm_config.model_config), "is_encoder_decoder", True)
+    scheduler = start("ec_both")
+    asked = request(feature())
+    assert scheduler.ready(asked, 0)
+    assert not scheduler.has("picture")
+    assert scheduler.orders({"request": 20}) == Orders((), ())
+    assert scheduler.finished(asked) is None
+
+
 def test_a_producer_does_not_encode_what_is_stored(
     start: Start, tmp_path: Path, shape: tuple[int, int]
 ) -> None:
@@ -492,6 +529,7 @@ def adapter(tmp_path: Path, rank: int) -> Path:
     folder = tmp_path / "adapter"
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    (folder / "adapter_model.bin").write_bytes(bytes(rank))
     return folder
 
 

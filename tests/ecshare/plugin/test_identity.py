@@ -77,6 +77,51 @@ def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> 
 
 
 @both
+def test_where_weights_lie_counts_where_they_cannot_be_read(
+    vlm: Path, tmp_path: Path, namespace: Digest
+) -> None:
+    shutil.copytree(vlm, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = configure(tmp_path / "model")
+    nowhere = namespace(config)
+    config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://bucket/one"}
+    one = namespace(config)
+    config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://bucket/two"}
+    assert len({nowhere, one, namespace(config)}) == 3
+    config.model_config.model_weights = "s3://bucket/three"
+    assert namespace(config) not in (nowhere, one)
+
+
+@both
+def test_the_device_on_which_media_are_prepared_does_not_count(
+    vlm: Path, base: VllmConfig, namespace: Digest
+) -> None:
+    """vLLM sets these itself, of encode engines alone."""
+    config = configure(vlm)
+    multimodal = config.model_config.multimodal_config
+    assert multimodal is not None
+    multimodal.mm_processor_kwargs = {"device": "cuda"}
+    multimodal.media_io_kwargs = {"video": {"device": "cuda", "backend": "torchcodec"}}
+    assert namespace(config) == namespace(base)
+    multimodal.media_io_kwargs = {"video": {"backend": "another"}}
+    assert namespace(config) != namespace(base)
+
+
+@both
+def test_scales_of_an_encoder_of_8_bits_count_by_content(
+    vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
+) -> None:
+    config = configure(vlm)
+    found = [namespace(base)]
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(content)
+        path = str(tmp_path / name)
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = path  # type: ignore
+        found.append(namespace(config))
+    assert found[1] == found[2]
+    assert len({*found}) == 3
+
+
+@both
 def test_another_configuration_file_separates(
     vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
 ) -> None:

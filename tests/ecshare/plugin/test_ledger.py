@@ -2,8 +2,9 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from ecshare.plugin.ledger import Ledger, Totals, grown
+from ecshare.plugin.ledger import Ledger, Totals, grown, open_ledger
 
 
 def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> None:
@@ -14,6 +15,19 @@ def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> Non
     worker.write(0, {"items/saved": 3.5})
     assert scheduler.read() == {0: {"items/saved": 3.5}, 1: {"items/failed": 2}}
     assert Ledger(tmp_path, "another").read() == {}
+
+
+def test_engines_side_by_side_have_a_ledger_each(tmp_path: Path) -> None:
+    """vLLM calls each of them rank 0 where they share no layers."""
+
+    def name(index: int) -> str:
+        config = SimpleNamespace(
+            ec_transfer_config=SimpleNamespace(engine_id="engine"),
+            parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_index=index),
+        )
+        return open_ledger(config, SimpleNamespace(root=tmp_path))._name  # type: ignore[arg-type]
+
+    assert name(0) != name(1)
 
 
 def test_an_engine_id_is_no_path(tmp_path: Path) -> None:

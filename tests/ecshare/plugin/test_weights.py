@@ -24,6 +24,13 @@ def test_it_is_the_same_for_the_same_files_anywhere(tmp_path: Path) -> None:
     int(first, 16)
 
 
+def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    """They lie elsewhere: two of them would look alike."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        fingerprint(tmp_path)
+
+
 def test_other_weights_of_the_same_shape_differ(tmp_path: Path) -> None:
     assert fingerprint(write_model(tmp_path / "a")) != fingerprint(write_model(tmp_path / "b", 1))
 
