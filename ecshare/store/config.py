@@ -18,8 +18,11 @@ GIB = 1 << 30
 
 T = TypeVar("T", bound=Struct)
 
-_SECRET = re.compile(r"key|secret|token|password|passphrase|credential|sas|auth", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/@]+(?=@)")
+_SECRET = re.compile(
+    r"key|secret|token|password|passphrase|credential|sas|auth|connection_string", re.IGNORECASE
+)
+# To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.
+_URL_LOGIN = re.compile(r"(?<=://)(?:[^/]*:.*|[^/]+)(?=@)", re.DOTALL)
 _MSGSPEC_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 
 
@@ -101,7 +104,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with "***" for every value whose name sounds like a secret's, at any depth."""
+    """`options` with "***" for every value whose name sounds like a secret's, at any depth, and
+    for the login in every url."""
 
     def shown(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -110,7 +114,9 @@ def masked(options: Mapping[str, Any]) -> dict[str, Any]:
             return [shown(name, inner) for inner in value]
         if value is None or value == "" or isinstance(value, bool):
             return value
-        return "***" if _SECRET.search(name) else value
+        if _SECRET.search(name):
+            return "***"
+        return masked_url(value) if isinstance(value, str) else value
 
     return {str(name): shown(str(name), value) for name, value in options.items()}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ecshare.store.config import StoreConfig, suggestion
+from ecshare.store.config import StoreConfig, masked_url, suggestion
 from ecshare.store.errors import ConfigError
 
 Credentials = Callable[[], dict[str, Any]]
@@ -181,7 +181,9 @@ def _bucket(url: str, option: str) -> tuple[str, str]:
     bucket, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket):
-        raise ConfigError(f"{option}: {url!r} names no bucket; write s3://bucket/prefix")
+        raise ConfigError(
+            f"{option}: {masked_url(url)!r} names no bucket; write s3://bucket/prefix"
+        )
     if prefix and any(level in ("", ".", "..") for level in prefix.split("/")):
         raise ConfigError(f"{option}: the prefix {prefix!r} has an empty or dotted level")
     return bucket, prefix
@@ -248,7 +250,7 @@ def _env(*names: str) -> str:
 def _endpoint(url: str, option: str) -> str:
     if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
         raise ConfigError(
-            f"{option}: {url!r} is no endpoint; write https://host or http://host:port"
+            f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
         )
     return url.rstrip("/")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.config import StoreConfig, masked, parse
+from ecshare.store.config import StoreConfig, masked, masked_url, parse
 from ecshare.store.errors import ConfigError
 
 PATH = "ec_connector_extra_config"
@@ -82,6 +82,8 @@ def test_secrets_do_not_reach_a_log() -> None:
             "endpoint_url": "http://shown:9000",
             "client_kwargs": {"region_name": "shown", "aws_session_token": "hidden5"},
             "account": [{"password": "hidden6"}],
+            "connection_string": "AccountName=a;hidden7",
+            "proxy": "http://user:hidden8@shown",
         },
     )
     for text in (repr(config), str(config), f"{config}", str(config.for_log())):
@@ -90,6 +92,22 @@ def test_secrets_do_not_reach_a_log() -> None:
         assert "'region_name': 'shown'" in text
         assert "'anon': False" in text
         assert "save" in text
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sftp://user@host/x", "sftp://***@host/x"),
+        ("sftp://user:p@ss@host/x", "sftp://***@host/x"),
+        ("sftp://us@er:p@ss@host/x@y", "sftp://***@y"),
+        ("s3://key:sec/ret@bucket/x", "s3://***@bucket/x"),
+        ("s3://bucket/a@b:c", "s3://bucket/a@b:c"),
+        ("http://host:9000/x", "http://host:9000/x"),
+        ("/folder/a@b", "/folder/a@b"),
+    ],
+)
+def test_a_login_is_masked_to_its_last_at(url: str, shown: str) -> None:
+    assert masked_url(url) == shown
 
 
 def test_masking_copies() -> None:

@@ -235,6 +235,12 @@ def test_a_url_without_a_bucket_is_refused(url: str) -> None:
     assert refusal(url, **KEYS).startswith(f"{PATH}.url: ")
 
 
+@pytest.mark.parametrize("url", ["s3://key:hidden@bucket/x", "s3://key:hid/hidden@bucket/x"])
+def test_a_refusal_names_no_secret_of_a_url(url: str) -> None:
+    assert "hidden" not in refusal(url, **KEYS)
+    assert "hidden" not in refusal(**KEYS, endpoint_url="ftp://key:hidden@minio")
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/../x", "s3://bucket/./x"])
 def test_an_odd_prefix_is_refused(url: str) -> None:
     assert "empty or dotted level" in refusal(url, **KEYS)
