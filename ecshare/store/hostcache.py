@@ -30,7 +30,7 @@ from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.hostfolder import default_root, fitting, make_private
-from ecshare.store.hostroom import Room
+from ecshare.store.hostroom import Room, unlock_and_close
 from ecshare.store.keys import check_key
 from ecshare.store.links import link_open_file, open_linkable
 from ecshare.store.objects import Buffer, Memory, check_size
@@ -82,7 +82,7 @@ class Entry:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        _unlock_and_close(fd)
+        unlock_and_close(fd)
         with contextlib.suppress(BufferError):
             self._body.release()
             if self._map is not None:
@@ -218,14 +218,7 @@ class _Draft:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            _unlock_and_close(self.fd)
-
-
-def _unlock_and_close(fd: int) -> None:
-    """Unpin. Not by closing alone: a map holds a duplicate of the descriptor, and so may a fork."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+            unlock_and_close(self.fd)
 
 
 class HostCache:
@@ -267,7 +260,7 @@ class HostCache:
         except OSError as exc:
             if exc.errno != errno.EWOULDBLOCK:
                 self._say_once("open", "the host cache cannot be read: %s", exc)
-        os.close(fd)
+        unlock_and_close(fd)
         return None
 
     def publish(self, key: str, body: Buffer) -> Entry | None:

@@ -132,7 +132,7 @@ class Room:
         except OSError:
             return False
         finally:
-            os.close(fd)
+            unlock_and_close(fd)
         return True
 
     def _scan(self) -> "list[_Found]":
@@ -172,7 +172,15 @@ class Room:
                     time.sleep(0.0005)
             yield _Tally(fd)
         finally:
-            os.close(fd)
+            unlock_and_close(fd)
+
+
+def unlock_and_close(fd: int) -> None:
+    """Let go of the lock. Not by closing alone: a map holds a duplicate of the descriptor, and so
+    may a fork."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 class _Found(NamedTuple):

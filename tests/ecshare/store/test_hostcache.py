@@ -312,6 +312,52 @@ def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     put(cache, 1)
 
 
+@pytest.fixture
+def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Let a process that lives on be forked as soon as a file is locked exclusively."""
+    flock = fcntl.flock
+    reading, writing = os.pipe()
+    waiting: list[Path] = []
+    children: list[int] = []
+
+    def patched(fd: int, asked: int) -> None:
+        flock(fd, asked)
+        is_next = waiting and os.path.samestat(os.fstat(fd), waiting[0].stat())
+        if asked == fcntl.LOCK_EX | fcntl.LOCK_NB and is_next:
+            waiting.clear()
+            children.append(os.fork())
+            if children[-1] == 0:
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+
+    monkeypatch.setattr(fcntl, "flock", patched)
+    yield waiting.append
+    os.close(reading)
+    os.close(writing)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0]
+
+
+def test_a_tally_is_free_though_a_fork_lives(
+    cache: HostCache, inherited: Callable[[Path], None]
+) -> None:
+    inherited(cache.root / ".used")
+    put(cache, 0)
+    put(cache, 1)
+
+
+def test_an_entry_that_was_not_evicted_is_free_though_a_fork_lives(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch, inherited: Callable[[Path], None]
+) -> None:
+    for n in range(10):
+        put(cache, n)
+    inherited(path_of(cache, 0))
+    before_lock(monkeypatch, fcntl.LOCK_EX, lambda: used_at(cache, 0, 100))
+    put(cache, 10)
+    assert held(cache) == {0, *range(2, 11)}
+    open_entry(cache, 0).close()
+
+
 def before_lock(
     monkeypatch: pytest.MonkeyPatch, operation: int, happens: Callable[[], object]
 ) -> None:
