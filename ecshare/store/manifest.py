@@ -19,10 +19,12 @@ from ecshare.store.keys import (
 )
 from ecshare.store.objects import ObjectInfo, ObjectStore, read
 
-MAX_BYTES = 1 << 20
-# Whoever may write to the store decides how many there are.
+MAX_BYTES = 1 << 16
+# Whoever may write to the store decides how many there are, and what they hold.
 _MOST_LISTED = 10_000
 _MOST_READ = 64
+_MOST_NAMES = 500
+_MOST_LEVELS = 16
 _LONGEST_VALUE = 200
 
 
@@ -59,7 +61,8 @@ async def write_manifest(
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:
     """Return the facts behind `namespace`, or None where nobody has written them.
 
-    Raises ObjectCorrupt: what lies there is too large, is not JSON, or has another digest.
+    Raises ObjectCorrupt: what lies there is too large, is not JSON, has too many names or levels,
+    or has another digest.
     """
     try:
         body = await read(store, manifest_key(kind, namespace), MAX_BYTES)
@@ -67,11 +70,11 @@ async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[
         return None
     try:
         facts = json.loads(bytes(body))
-        if isinstance(facts, dict) and namespace_digest(facts) == namespace:
+        if isinstance(facts, dict) and _is_modest(facts) and namespace_digest(facts) == namespace:
             return facts
     except (ValueError, RecursionError) as exc:
         raise ObjectCorrupt(f"the manifest of {namespace} is not JSON: {exc}") from exc
-    raise ObjectCorrupt(f"the manifest of {namespace} holds the facts of another namespace")
+    raise ObjectCorrupt(f"the manifest of {namespace} holds other facts, or more than are compared")
 
 
 async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
@@ -124,6 +127,18 @@ def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
         elif _text(a[name]) != _text(b[name]):
             lines.append(f"{_plain(name)}: {_shown(a[name])} != {_shown(b[name])}")
     return lines
+
+
+def _is_modest(facts: JSON) -> bool:
+    """Whether they have few names and levels: to compare them takes little time and stack."""
+    level, num_names = [facts], 0
+    for _ in range(_MOST_LEVELS):
+        objects = [each for each in level if isinstance(each, dict)]
+        num_names += sum(map(len, objects))
+        level = [inner for each in objects for inner in each.values()] + [
+            inner for each in level if isinstance(each, list) for inner in each
+        ]
+    return not level and num_names <= _MOST_NAMES
 
 
 def _text(value: JSON) -> str:

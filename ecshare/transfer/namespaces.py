@@ -7,7 +7,7 @@ from typing import Any
 
 from ecshare.store.errors import StoreError
 from ecshare.store.keys import Kind
-from ecshare.store.manifest import differences, list_manifests, nearest, read_manifest
+from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
 from ecshare.store.objects import ObjectStore
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.lanes import Urgency
@@ -55,23 +55,13 @@ class NamespaceWatch:
         """
         try:
             known, others = await self._access.ask(self._ask, Urgency.SAVE)
-        except (StoreError, TimeoutError) as exc:
+            self._tell(others, is_known=known)
+        except (StoreError, TimeoutError, RecursionError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)
             return False
-        other = nearest(self._facts, others)
-        if other is None:
-            return known
-        lines = differences(self._facts, other.facts)
-        fields = {line.partition(":")[0] for line in lines}
-        # Two models in one bucket are no mistake.
-        is_mistake = not known and not {"model", "weights"} <= fields
-        said = self._sentence(is_known=known, lines=lines)
-        if said != self._last_said:
-            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", said)
-        self._last_said = said
         return known
 
-    async def _ask(self, store: ObjectStore) -> tuple[bool, list[Any]]:
+    async def _ask(self, store: ObjectStore) -> tuple[bool, list[Manifest]]:
         others = await list_manifests(store, self._kind)
         if any(manifest.namespace == self._namespace for manifest in others):
             return True, others
@@ -80,6 +70,19 @@ class NamespaceWatch:
             return await read_manifest(store, self._kind, self._namespace) is not None, others
         except ValueError:  # damaged
             return False, others
+
+    def _tell(self, others: list[Manifest], *, is_known: bool) -> None:
+        other = nearest(self._facts, others)
+        if other is None:
+            return
+        lines = differences(self._facts, other.facts)
+        fields = {line.partition(":")[0] for line in lines}
+        # Two models in one bucket are no mistake.
+        is_mistake = not is_known and not {"model", "weights"} <= fields
+        said = self._sentence(is_known=is_known, lines=lines)
+        if said != self._last_said:
+            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", said)
+        self._last_said = said
 
     def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
         what = _WHAT[self._kind]

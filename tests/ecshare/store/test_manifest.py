@@ -73,6 +73,36 @@ async def test_odd_manifests_are_refused(store: ObjectStore, body: bytes) -> Non
         await read_manifest(store, Kind.EC, NAMESPACE)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        facts = {"a": facts}
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_read"),
+    [
+        (nested(16), True),
+        (nested(17), False),
+        ({"a": [[[0] * 1000]] * 9}, True),
+        ({"a": json.loads("[" * 900 + "]" * 900)}, False),
+        ({str(number): 0 for number in range(500)}, True),
+        ({str(number): 0 for number in range(501)}, False),
+        ({"a": [{"b": 0, "c": 0}] * 300}, False),
+    ],
+)
+async def test_facts_that_take_long_to_compare_are_refused(
+    store: ObjectStore, facts: dict[str, Any], is_read: bool
+) -> None:
+    namespace = namespace_digest(facts)
+    await store.put(manifest_key(Kind.EC, namespace), json.dumps(facts).encode())
+    assert len(await list_manifests(store, Kind.EC)) == is_read
+    if not is_read:
+        with pytest.raises(ObjectCorrupt, match=namespace):
+            await read_manifest(store, Kind.EC, namespace)
+
+
 async def test_a_damaged_manifest_is_replaced(store: ObjectStore) -> None:
     await store.put(manifest_key(Kind.EC, NAMESPACE), b"{}")
     await write_manifest(store, Kind.EC, NAMESPACE, FACTS)

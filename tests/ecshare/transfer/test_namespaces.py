@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine says of the namespaces beside its own."""
 
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.manifest import write_manifest
+from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
+from ecshare.store.manifest import Manifest, write_manifest
 from ecshare.store.objects import ObjectStore, open_store
+from ecshare.transfer import namespaces
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Job, Lookup, StoredObject
@@ -132,6 +134,11 @@ async def store(tmp_path: Path) -> AsyncIterator[ObjectStore]:
     await store.close()
 
 
+def digest_of(text: str) -> str:
+    """The namespace of facts too deep to be written as JSON here."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 def watch_of(store: ObjectStore) -> NamespaceWatch:
     return NamespaceWatch(StoreAccess(store, 10), Kind.EC, namespace_digest(FACTS), FACTS)
 
@@ -165,6 +172,37 @@ async def test_a_store_that_fails_costs_the_comparison_only(
     manifests.parent.mkdir(parents=True)
     manifests.touch()
     await watch_of(store).compare()
+    assert said() == []
+
+
+def deep(levels: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for _ in range(levels):
+        facts = {"a": facts}
+    return facts
+
+
+@pytest.mark.parametrize("levels", range(900, 1000, 20))
+def test_a_manifest_nested_deep_keeps_no_engine_from_starting(
+    start: Start, tmp_path: Path, levels: int
+) -> None:
+    text = '{"a":' * levels + "{}" + "}" * levels
+    path = tmp_path / "store" / manifest_key(Kind.EC, digest_of(text))
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    start(FACTS, write=True)
+
+
+async def test_facts_that_cannot_be_compared_cost_the_comparison_only(
+    store: ObjectStore, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = Manifest("0" * 32, deep(5000), 0.0)
+
+    async def listed(*_: object) -> list[Manifest]:
+        return [odd]
+
+    monkeypatch.setattr(namespaces, "list_manifests", listed)
+    assert not await watch_of(store).compare()
     assert said() == []
 
 
