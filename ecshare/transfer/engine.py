@@ -355,12 +355,15 @@ class TransferEngine:
 
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
-        entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
+        entry, is_new, published = await self._loop.run_in_executor(
+            self._copies, self._prepare, job
+        )
         claim = self._claim_storing(job.key)
         try:
             stored = await self._write(job.key, job.slab.body, entry)
         except Exception:
-            if entry is not None and not job.keeps_unstored:
+            # What was there before may well be in the store.
+            if is_new and not job.keeps_unstored:
                 await self._loop.run_in_executor(self._copies, self.host.discard, job.key)
             raise
         finally:
@@ -400,15 +403,17 @@ class TransferEngine:
             return False, ()
         return True, (await self._write(key, entry.body, entry),)
 
-    def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
-        """Seal the slab and publish it to this host. Copy thread."""
+    def _prepare(self, job: Put) -> tuple[Entry | None, bool, Moved]:
+        """Seal the slab and publish it to this host; whether that made the entry. Copy thread."""
         job.slab.wait()
         started_s = time.monotonic()
         seal(job.slab.body, job.slab.facts, job.key, self._integrity)
-        entry = self.host.publish(job.key, job.slab.body)
+        there = self.host.open(job.key)
+        entry = there or self.host.publish(job.key, job.slab.body)
         seconds = time.monotonic() - started_s
         num_bytes = len(job.slab.body) if entry else 0
-        return entry, Moved("write", Tier.HOST, num_bytes, seconds)
+        is_new = entry is not None and there is None
+        return entry, is_new, Moved("write", Tier.HOST, num_bytes, seconds)
 
     async def _inquire(self, job: Inquiry, deadline_s: float) -> Any:
         questions = job.questions()

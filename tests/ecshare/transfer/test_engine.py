@@ -314,6 +314,18 @@ def test_store_errors_and_bugs_become_outcomes(
         assert finish(unlucky, Put(key("b"), filled(staging))).outcome is Outcome.UNAVAILABLE
 
 
+def test_a_failed_put_takes_out_of_the_host_cache_only_what_it_put_there(
+    unlucky: TransferEngine, failing: Failing, staging: Staging
+) -> None:
+    assert finish(unlucky, Put(key("a"), filled(staging))).outcome is Outcome.OK
+    failing.error = StoreUnavailable("gone")
+    for name in ("a", "b"):
+        job = Put(key(name), filled(staging), keeps_unstored=False)
+        assert finish(unlucky, job).outcome is Outcome.UNAVAILABLE
+    value(finish(unlucky, Fetch(key("a"), 5))).release()
+    assert finish(unlucky, Fetch(key("b"), 5)).outcome is Outcome.UNAVAILABLE
+
+
 def test_a_stalled_store_costs_the_timeout_then_nothing(
     unlucky: TransferEngine, failing: Failing
 ) -> None:
