@@ -58,15 +58,22 @@ class StoreAccess:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
             async with _until(deadline_s):
                 await held.enter_async_context(self._lanes.admitted(urgency, cost_bytes))
-            if not self._health.allows():  # it may have gone while this waited for its turn
+            operation = self._health.admit()
+            if operation is None:  # it may have gone while this waited for its turn
                 raise StoreUnavailable(_LEFT_ALONE)
+            held.callback(self._health.ended, operation)
             begun_s = time.monotonic()
             # A job that spent most of its time in the queue says nothing about the store.
             is_fair = begun_s - asked_s <= deadline_s - begun_s
-            return await self._timed(call, min(deadline_s, begun_s + self._timeout_s), is_fair)
+            ends_s = min(deadline_s, begun_s + self._timeout_s)
+            return await self._timed(call, ends_s, operation, is_fair)
 
     async def _timed(
-        self, call: Callable[[ObjectStore], Awaitable[T]], deadline_s: float, is_fair: bool
+        self,
+        call: Callable[[ObjectStore], Awaitable[T]],
+        deadline_s: float,
+        operation: int,
+        is_fair: bool,
     ) -> T:
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -75,11 +82,11 @@ class StoreAccess:
             self._health.succeeded()
             raise
         except StoreError:
-            self._health.failed()
+            self._health.failed(operation)
             raise
         except TimeoutError:
             if is_fair:
-                self._health.failed()
+                self._health.failed(operation)
             raise
         self._health.succeeded()
         return answer

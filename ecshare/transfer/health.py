@@ -13,8 +13,10 @@ _LONGEST_PAUSE_S = 30.0
 class StoreHealth:
     """Opens after consecutive failures; then one probe at a time asks the store again.
 
-    While it is open, `allows` is False except for one job per pause; a success closes it, a failed
-    probe doubles the pause. So a dead store costs hits, and next to no time.
+    While it is open, `admit` refuses all but one operation per pause, and that one only when the
+    last has ended; a success closes it, a failed probe doubles the pause. So a dead store costs
+    hits, and next to no time. Other failures while it is open, and those of operations that began
+    before the last success, change nothing: they are old news.
 
     Ownership: the I/O thread.
     """
@@ -25,6 +27,10 @@ class StoreHealth:
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._next_probe_s = 0.0
+        # Operations are numbered as they begin.
+        self._last_begun = 0
+        self._last_before_success = 0
+        self._probe: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -33,28 +39,44 @@ class StoreHealth:
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether `allows` would say yes; claims nothing."""
-        return not self.is_open or self._clock_s() >= self._next_probe_s
-
-    def allows(self) -> bool:
-        """Whether a job may go to the store now; True for a probe claims this pause's turn."""
+        """Whether `admit` would say yes; claims nothing."""
         if not self.is_open:
             return True
-        now_s = self._clock_s()
-        if now_s < self._next_probe_s:
-            return False
-        self._next_probe_s = now_s + self._pause_s
-        return True
+        return self._probe is None and self._clock_s() >= self._next_probe_s
+
+    def admit(self) -> int | None:
+        """Let an operation begin: its number, for `failed` and `ended`; None if it may not.
+
+        While the store counts as gone, it is the probe, and claims this pause's turn.
+        """
+        if not self.is_worth_asking:
+            return None
+        self._last_begun += 1
+        if self.is_open:
+            self._probe = self._last_begun
+            self._next_probe_s = self._clock_s() + self._pause_s
+        return self._last_begun
 
     def succeeded(self) -> None:
         """Record that the store answered, be it with a miss."""
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
+        self._last_before_success = self._last_begun
 
-    def failed(self) -> None:
+    def failed(self, operation: int) -> None:
         """Record a failure or a time-out."""
-        if self.is_open:
+        if operation <= self._last_before_success:
+            return
+        if not self.is_open:
+            self._failures += 1
+        elif operation == self._probe:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._failures += 1
+        else:
+            return  # of the same blip as those that opened it
         if self.is_open:
             self._next_probe_s = self._clock_s() + self._pause_s
+
+    def ended(self, operation: int) -> None:
+        """Let another probe follow if this was one. Due to all that was admitted, come what may."""
+        if operation == self._probe:
+            self._probe = None

@@ -16,57 +16,117 @@ def clock() -> Clock:
     return Clock()
 
 
+def begun(health: StoreHealth) -> int:
+    operation = health.admit()
+    assert operation is not None
+    return operation
+
+
+def fail(health: StoreHealth, operation: int) -> None:
+    health.failed(operation)
+    health.ended(operation)
+
+
 def opened(clock: Clock) -> StoreHealth:
     health = StoreHealth(clock)
     for _ in range(4):
-        assert health.allows()
-        health.failed()
+        fail(health, begun(health))
     return health
 
 
 def test_it_opens_after_consecutive_failures_only(clock: Clock) -> None:
     health = StoreHealth(clock)
     for _ in range(3):
-        health.failed()
+        fail(health, begun(health))
     health.succeeded()
     for _ in range(3):
-        health.failed()
+        fail(health, begun(health))
     assert not health.is_open
-    health.failed()
+    fail(health, begun(health))
     assert health.is_open
-    assert not health.allows()
+    assert health.admit() is None
 
 
 def test_one_probe_a_pause(clock: Clock) -> None:
     health = opened(clock)
     clock.now_s += 0.51
-    assert health.allows()
-    assert not health.allows()
+    assert health.is_worth_asking
+    health.ended(begun(health))
+    assert not health.is_worth_asking
+    assert health.admit() is None
+    clock.now_s += 0.51
+    assert health.admit()
+
+
+def test_no_probe_while_one_is_out(clock: Clock) -> None:
+    health = opened(clock)
+    clock.now_s += 0.51
+    probe = begun(health)
+    clock.now_s += 60
+    assert not health.is_worth_asking
+    assert health.admit() is None
+    fail(health, probe)
+    clock.now_s += 0.99
+    assert health.admit() is None
+    clock.now_s += 0.02
+    assert health.admit()
 
 
 def test_a_failed_probe_doubles_the_pause_up_to_a_limit(clock: Clock) -> None:
     health = opened(clock)
     clock.now_s += 0.51
-    assert health.allows()
-    health.failed()
+    fail(health, begun(health))
     clock.now_s += 0.99
-    assert not health.allows()
+    assert health.admit() is None
     clock.now_s += 0.02
-    assert health.allows()
+    fail(health, begun(health))
     for _ in range(20):
-        health.failed()
-    clock.now_s += 30.01
-    assert health.allows()
+        clock.now_s += 30.01
+        fail(health, begun(health))
+    clock.now_s += 29.99
+    assert health.admit() is None
+    clock.now_s += 0.02
+    assert health.admit()
+
+
+def test_many_failures_of_one_blip_make_no_longer_pause(clock: Clock) -> None:
+    health = StoreHealth(clock)
+    operations = [begun(health) for _ in range(20)]
+    for operation in operations[:10]:
+        fail(health, operation)
+    clock.now_s += 0.51
+    probe = begun(health)
+    for operation in operations[10:]:
+        fail(health, operation)
+    assert health.admit() is None
+    fail(health, probe)
+    clock.now_s += 1.01
+    assert health.admit()
 
 
 def test_a_success_closes_it_and_forgets_the_pause(clock: Clock) -> None:
     health = opened(clock)
     clock.now_s += 0.51
-    assert health.allows()
+    fail(health, begun(health))
+    clock.now_s += 1.01
+    probe = begun(health)
     health.succeeded()
-    assert health.allows()
-    assert health.allows()
+    health.ended(probe)
+    assert health.admit()
+    assert health.admit()
     for _ in range(4):
-        health.failed()
+        fail(health, begun(health))
     clock.now_s += 0.51
-    assert health.allows()
+    assert health.admit()
+
+
+def test_failures_of_what_began_before_a_success_are_old_news(clock: Clock) -> None:
+    health = StoreHealth(clock)
+    before = [begun(health) for _ in range(4)]
+    health.succeeded()
+    for operation in before:
+        fail(health, operation)
+    assert not health.is_open
+    for operation in [begun(health) for _ in range(4)]:
+        fail(health, operation)
+    assert health.is_open

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the store's health hears of an operation, however it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import StoreUnavailable
+from ecshare.store.objects import ObjectStore, open_store
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.lanes import Urgency
+
+PAUSE_S = 0.55
+
+
+async def answers(_: ObjectStore) -> None:
+    pass
+
+
+async def fails(_: ObjectStore) -> None:
+    raise StoreUnavailable("gone")
+
+
+async def breaks(_: ObjectStore) -> None:
+    raise RuntimeError("a bug")
+
+
+async def stalls(_: ObjectStore) -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.fixture
+async def access(tmp_path: Path) -> AsyncIterator[StoreAccess]:
+    """With an open breaker, and a probe due."""
+    store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
+    access = StoreAccess(store, 10)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable, match="gone"):
+            await access.ask(fails, Urgency.LOAD)
+    assert access.is_open
+    await asyncio.sleep(PAUSE_S)
+    yield access
+    await store.close()
+
+
+async def test_a_stalled_probe_is_the_only_one(access: StoreAccess) -> None:
+    probe = asyncio.create_task(access.ask(stalls, Urgency.LOAD))
+    await asyncio.sleep(PAUSE_S)
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        await access.ask(answers, Urgency.LOAD)
+    probe.cancel()
+    await asyncio.wait([probe])
+
+
+async def test_a_probe_that_was_cancelled_makes_way_for_another(access: StoreAccess) -> None:
+    probe = asyncio.create_task(access.ask(stalls, Urgency.LOAD))
+    await asyncio.sleep(PAUSE_S)
+    probe.cancel()
+    await asyncio.wait([probe])
+    await access.ask(answers, Urgency.LOAD)
+    assert not access.is_open
+
+
+async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(access: StoreAccess) -> None:
+    with pytest.raises(RuntimeError):
+        await access.ask(breaks, Urgency.LOAD)
+    await asyncio.sleep(PAUSE_S)
+    await access.ask(answers, Urgency.LOAD)
+    assert not access.is_open
