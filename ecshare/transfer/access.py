@@ -42,11 +42,14 @@ class StoreAccess:
         urgency: Urgency,
         cost_bytes: int = 0,
         deadline_s: float = math.inf,
+        *,
+        is_answered: bool = False,
     ) -> T:
         """Return what one operation returns; `cost_bytes` is what it may move at most.
 
         It must be over by `deadline_s` (monotonic seconds), the wait for its turn included, and
-        itself take no longer than the time-out of this store.
+        itself take no longer than the time-out of this store. `is_answered`: whoever asks has had
+        an answer before, so that only the latter counts as a failure of the store.
 
         Raises:
             StoreError, TimeoutError: as the store does; its health has heard of it.
@@ -65,8 +68,10 @@ class StoreAccess:
             begun_s = time.monotonic()
             # A job that spent most of its time in the queue says nothing about the store.
             is_fair = begun_s - asked_s <= deadline_s - begun_s
-            ends_s = min(deadline_s, begun_s + self._timeout_s)
-            return await self._timed(call, ends_s, operation, is_fair)
+            ends_s = begun_s + self._timeout_s
+            # Nor does one that asks again, with whatever is left of its own time.
+            is_fair = is_fair and not (is_answered and deadline_s < ends_s)
+            return await self._timed(call, min(deadline_s, ends_s), operation, is_fair)
 
     async def _timed(
         self,

@@ -184,7 +184,7 @@ class Fetcher:
         missing: ObjectMissing | None = None
         while True:
             try:
-                return await self._fetch(job, deadline_s)
+                return await self._fetch(job, deadline_s, missing is not None)
             except ObjectCorrupt:
                 raise  # it was stored, and is gone now
             except (StoreError, TimeoutError) as exc:
@@ -196,7 +196,10 @@ class Fetcher:
             await self._appearance(job, min(pause_s, left_s))
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
-    async def _fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
+    async def _fetch(
+        self, job: Fetch, deadline_s: float, is_answered: bool
+    ) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """As `fetch`, in one round. `is_answered`: an earlier one had an answer from the store."""
         started_s = time.monotonic()
         # Whoever holds the claim may have been stopped; after half the time, go without.
         patience_s = started_s + (deadline_s - started_s) / 2
@@ -213,7 +216,8 @@ class Fetcher:
             tier = Tier.HOST
             here = self._open(job)  # published just before the claim was free
             if here is None:
-                here, tier = await self._from_store(job, deadline_s), Tier.STORE
+                here = await self._from_store(job, deadline_s, is_answered)
+                tier = Tier.STORE
             seconds = time.monotonic() - started_s
             return here, (Moved("read", tier, len(here.payload), seconds),)
         finally:
@@ -253,22 +257,22 @@ class Fetcher:
                 claim.release()
                 return
 
-    async def _from_store(self, job: Fetch, deadline_s: float) -> StoredObject:
+    async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
         shunned_until_s = self._shunned.get(job.key, 0.0)
         if time.monotonic() < shunned_until_s:
             raise ObjectCorrupt(f"{job.key} was damaged a moment ago and could not be removed")
         try:
-            return await self._download(job, deadline_s)
+            return await self._download(job, deadline_s, is_answered)
         except ObjectCorrupt:
             pass
         # Once more, before anything is thrown away: it may have been damaged on the way.
         try:
-            return await self._download(job, deadline_s)
+            return await self._download(job, deadline_s, is_answered)
         except ObjectCorrupt:
             await self._remove(job.key, deadline_s)
             raise
 
-    async def _download(self, job: Fetch, deadline_s: float) -> StoredObject:
+    async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
         incoming = self._host.receive(job.local_key, job.limit_bytes)
         inspected = _Inspected(incoming)
         # Rows have checksums of their own.
@@ -280,6 +284,7 @@ class Fetcher:
                 Urgency.LOAD,
                 job.limit_bytes,
                 deadline_s,
+                is_answered=is_answered,
             )
             return await self._verified(job, inspected)
         finally:

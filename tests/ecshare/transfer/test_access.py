@@ -2,6 +2,7 @@
 """What the store's health hears of an operation, however it ends."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -67,6 +68,17 @@ async def test_a_probe_that_was_cancelled_makes_way_for_another(access: StoreAcc
 async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(access: StoreAccess) -> None:
     with pytest.raises(RuntimeError):
         await access.ask(breaks, Urgency.LOAD)
+    await asyncio.sleep(PAUSE_S)
+    await access.ask(answers, Urgency.LOAD)
+    assert not access.is_open
+
+
+async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
+    access: StoreAccess,
+) -> None:
+    deadline_s = time.monotonic() + 0.1
+    with pytest.raises(TimeoutError):
+        await access.ask(stalls, Urgency.LOAD, deadline_s=deadline_s, is_answered=True)
     await asyncio.sleep(PAUSE_S)
     await access.ask(answers, Urgency.LOAD)
     assert not access.is_open

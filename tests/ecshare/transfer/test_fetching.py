@@ -339,6 +339,39 @@ def test_the_store_is_asked_ever_less_often(store: Scripted, start: Start) -> No
     assert pauses[0] < pauses[-2]
 
 
+def announced(engine: TransferEngine, timeout_s: float) -> list[Outcome]:
+    """What becomes of eight objects of one request."""
+    keys = [object_key(Kind.EC, "0" * 32, str(number)) for number in range(8)]
+    for key in keys:
+        engine.submit(Fetch(key, timeout_s, 1 << 20, is_announced=True))
+    return [done.outcome for done in engine.drain(20)]
+
+
+def test_who_runs_out_of_time_after_an_answer_does_not_blame_the_store(
+    store: Scripted, start: Start
+) -> None:
+    engine = start()
+    store.answer_s = 0.6  # the second answer would come after the time is over
+    assert announced(engine, 1) == [Outcome.MISSING] * 8
+    assert len(store.gets) == 16
+    assert not engine.is_breaker_open
+
+
+def test_a_store_that_never_answered_is_to_blame(store: Scripted, start: Start) -> None:
+    engine = start()
+    store.answer_s = 60
+    assert announced(engine, 0.2) == [Outcome.UNAVAILABLE] * 8
+    assert engine.is_breaker_open
+
+
+def test_a_store_that_stalls_for_all_its_time_is_to_blame(store: Scripted, start: Start) -> None:
+    engine = start(io_timeout_s=0.3)
+    stalls = threading.Timer(0.1, lambda: setattr(store, "answer_s", 60))
+    stalls.start()
+    assert announced(engine, 1.5) == [Outcome.MISSING] * 8
+    assert engine.is_breaker_open
+
+
 def test_a_job_may_want_it_asked_more_often(store: Scripted, start: Start) -> None:
     job = Fetch(KEY, 1.5, is_announced=True, longest_pause_s=0.01)
     assert finish(start(), job).outcome is Outcome.MISSING
