@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 engine_id="engine",
             ),
             device_config=SimpleNamespace(device="cpu"),
-            parallel_config=SimpleNamespace(data_parallel_rank=0),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
         )
         config = EncoderConfig(
             url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
