@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from ecshare.plugin.adapters import AdapterContents
 from ecshare.plugin.identity import Namespace, adapter_fingerprint
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
@@ -96,6 +97,8 @@ class Item:
     deadline_s: float
     is_announced: bool
     """Somebody is storing it now: worth waiting for."""
+    adapter: str = ""
+    """The name of the LoRA adapter that its encoder runs with, if it counts."""
     key: str = ""
     """Its object's; empty for an item that cannot be shared, or not yet."""
     phase: Phase = Phase.ASKED
@@ -128,6 +131,7 @@ class Items:
         self._look_up: list[Item] = []
         self._submit: list[Job] = []
         self._cancel: list[Job] = []
+        self._adapters = AdapterContents()
         self.unsaved: dict[str, Item] = {}
         """The absent ones that nobody was told to store yet, by identifier."""
 
@@ -139,11 +143,17 @@ class Items:
         return self._items.get(identifier)
 
     def ask(
-        self, identifier: str, num_embeds: int, *, adapter: str | None, is_announced: bool
+        self,
+        identifier: str,
+        num_embeds: int,
+        *,
+        adapter: tuple[str, str] | None,
+        is_announced: bool,
     ) -> Item:
         """Begin to find out about an item that nobody asked for yet.
 
-        `adapter`: the path of the LoRA adapter that its encoder runs with.
+        `adapter`: name and path of the LoRA adapter that its encoder runs with. vLLM tells
+        embeddings in its own cache by the name alone.
         """
         now_s = time.monotonic()
         item = Item(identifier, num_embeds, now_s, now_s + self._wait_s, is_announced)
@@ -152,7 +162,8 @@ class Items:
             item.key = self._embeddings.key(identifier, num_embeds, "")
             self._seek(item)
         else:
-            self._start(item, Run("adapter", partial(adapter_fingerprint, Path(adapter))))
+            item.adapter, path = adapter
+            self._start(item, Run("adapter", partial(adapter_fingerprint, Path(path))))
         return item
 
     def drop(self, item: Item) -> StoredObject | None:
@@ -224,7 +235,7 @@ class Items:
             case _ if not is_wanted:
                 pass  # nobody waits any more
             case Run():
-                if done.value:
+                if done.value and self._adapters.learn(item.adapter, done.value):
                     item.key = self._embeddings.key(item.identifier, item.num_embeds, done.value)
                     self._seek(item)
                 else:

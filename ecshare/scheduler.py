@@ -240,7 +240,7 @@ class EncoderScheduler:
             item = self._items.ask(
                 feature.identifier,
                 feature.mm_position.get_num_embeds(),
-                adapter=adapter.lora_path if adapter else None,
+                adapter=(adapter.lora_name, adapter.lora_path) if adapter else None,
                 is_announced=is_announced,
             )
         item.is_announced = item.is_announced or is_announced

@@ -5,23 +5,20 @@ vLLM's block hashes say what an adapter is called (and since 0.31, where it lies
 trained further and loaded again would find KV of the one before, and others would find its.
 """
 
-import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vllm.v1.request import Request
 
+from ecshare.plugin.adapters import AdapterContents
 from ecshare.plugin.compat import hashed_adapter
 from ecshare.plugin.identity import adapter_fingerprint
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Run
 from ecshare.transfer.stats import Stats
 from kvshare.prefix import Grid
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +38,8 @@ class Adapter:
 class Adapters:
     """Has adapters read on the I/O thread; each request waits for that, for `wait_s` at most.
 
-    What is not known, or is no longer what it was, is neither saved nor loaded. An adapter whose
-    files have changed is not shared by this engine any more: nobody can say whether its memory
-    holds the former weights, and its local cache may hold their KV.
+    What is not known, or is no longer what it was, is neither saved nor loaded: see
+    `AdapterContents`.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -65,8 +61,7 @@ class Adapters:
         self._clock_s = clock_s
         self._none = Adapter(grid, is_settled=True)
         self._reading: dict[int, Adapter] = {}  # by the identity of the job
-        # One entry for each that was ever loaded; None: it has changed.
-        self._contents: dict[Hashable, bytes | None] = {}
+        self._contents = AdapterContents()
 
     def of(self, request: Request) -> Adapter:
         """Begin to find out about the adapter of `request`."""
@@ -77,7 +72,7 @@ class Adapters:
         deadline_s = self._clock_s() + self._wait_s
         adapter = Adapter(None, False, hashed_adapter(request), deadline_s, num_blocks)
         if getattr(lora, "tensorizer_config_dict", None):
-            self._settle(adapter, None)  # its weights lie elsewhere
+            self._settle(adapter, "")  # its weights lie elsewhere
             return adapter
         job = Run("adapter", partial(adapter_fingerprint, Path(lora.lora_path)))
         self._reading[id(job)] = adapter
@@ -88,40 +83,28 @@ class Adapters:
         """Learn what an adapter contains."""
         adapter = self._reading.pop(id(done.job), None)
         if adapter is not None:
-            self._settle(adapter, bytes.fromhex(done.value) if done.value else None)
+            self._settle(adapter, done.value or "")
 
     def is_settled(self, adapter: Adapter) -> bool:
         """Whether its request need not wait any more; gives up where the time is over."""
         if not adapter.is_settled and self._clock_s() >= adapter.deadline_s:
-            self._settle(adapter, None)
+            self._settle(adapter, "")
         return adapter.is_settled
 
     def grid_of(self, adapter: Adapter) -> Grid | None:
         """Return how chunks made with `adapter` are named now; None: they are not shared."""
         if adapter is self._none or adapter.grid is None:
             return adapter.grid
-        is_as_before = self._contents[adapter.hashed_as] == adapter.grid.adapter
+        is_as_before = self._contents.are_still(adapter.hashed_as, adapter.grid.adapter.hex())
         return adapter.grid if is_as_before else None
 
-    def _settle(self, adapter: Adapter, content: bytes | None) -> None:
+    def _settle(self, adapter: Adapter, content: str) -> None:
+        """`content`: its fingerprint; "": it is not known."""
         if adapter.is_settled:
             return
         adapter.is_settled = True
-        if content is not None and self._is_as_before(adapter.hashed_as, content):
-            adapter.grid = replace(self._grid, adapter=content)
+        if content and self._contents.learn(adapter.hashed_as, content):
+            adapter.grid = replace(self._grid, adapter=bytes.fromhex(content))
         else:
             self._stats.add("blocks/missed", adapter.num_blocks)
             self._stats.add("misses/unidentified", adapter.num_blocks)
-
-    def _is_as_before(self, hashed_as: Any, content: bytes) -> bool:
-        known = self._contents.setdefault(hashed_as, content)
-        if known is not None and known != content:
-            self._contents[hashed_as] = None
-            logger.warning(
-                "The files of LoRA adapter %s have changed since this engine first read them: KV "
-                "computed with it is not shared until the engine starts again. Load changed "
-                "weights %s.",
-                hashed_as,
-                "from a new path" if isinstance(hashed_as, tuple) else "under a new name",
-            )
-        return known == content

@@ -537,8 +537,8 @@ def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: P
     scheduler = start("ec_producer")
     scheduler._has_tower_adapters = True
     keys = []
-    for rank in (8, 16, 8):
-        lora = SimpleNamespace(lora_path=str(adapter(tmp_path, rank)))
+    for name, rank in (("a", 8), ("b", 16), ("c", 8)):
+        lora = SimpleNamespace(lora_name=name, lora_path=str(adapter(tmp_path, rank)))
         asked = request(feature(), lora_request=lora)
         assert until_ready(scheduler, asked)
         (save,) = scheduler.orders({"request": 20}).saves
@@ -553,10 +553,25 @@ def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: P
     assert scheduler._items._embeddings.key(pretender, NUM_EMBEDS, "") not in keys
 
 
+def test_what_a_changed_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
+    """vLLM's own cache tells embeddings by its name: they may be those of the former one."""
+    scheduler = start("ec_producer")
+    scheduler._has_tower_adapters = True
+    num_saved = []
+    for rank in (8, 16, 8):
+        lora = SimpleNamespace(lora_name="a", lora_path=str(adapter(tmp_path, rank)))
+        asked = request(feature(), lora_request=lora)
+        assert until_ready(scheduler, asked)
+        num_saved.append(len(scheduler.orders({"request": 20}).saves))
+        scheduler.finished(asked)
+    assert num_saved == [1, 0, 0]
+    assert counted(scheduler)["misses/unidentified"] == 2
+
+
 def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
     scheduler = start("ec_both")
     scheduler._has_tower_adapters = True
-    lora = SimpleNamespace(lora_path=str(tmp_path / "none"))
+    lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "none"))
     assert until_ready(scheduler, request(feature(), lora_request=lora))
     assert counted(scheduler)["misses/unidentified"] == 1
     assert scheduler.orders({"request": 20}).saves == ()
