@@ -6,7 +6,8 @@ One item per identifier, from the first request that needs it to the last one th
     ASKED    the store was asked; requests that need it wait, until `wait_s` is over
     READY    consumer: on this host, verified, pinned; it will be loaded, not encoded
     STORED   producer only: in the store already; it will not be encoded
-    ABSENT   encode it (and store it, on a producer); without pixels, fail the request
+    ABSENT   encode it (and store it, on a producer); a request without pixels fails, unless it came
+             later than the question and has time left: it is sought once more for that one
 
 Everything here runs on vLLM's scheduler thread and touches memory only. Jobs are collected during a
 step and submitted together at its end, because waking the I/O thread is what costs time.
@@ -105,7 +106,10 @@ class Item:
     stored: StoredObject | None = None
     job: Job | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    waiters: set[str] = field(default_factory=set)
+    waiters: dict[str, float] = field(default_factory=dict)
+    """The requests that need it, and since when: monotonic seconds."""
+    sought_for: set[str] = field(default_factory=set)
+    """Those of them for which it was sought once more."""
 
 
 class Items:
@@ -174,10 +178,25 @@ class Items:
         if self._items.get(item.identifier) is item:
             del self._items[item.identifier]
         self.unsaved.pop(item.identifier, None)
-        if item.job is not None and item.phase is Phase.ASKED:
+        if item.job is not None:
             self._cancel.append(item.job)
         stored, item.stored = item.stored, None
         return stored
+
+    def seek_for(self, item: Item, request_id: str) -> bool:
+        """Whether a request that cannot do without an absent item shall wait for it still.
+
+        Others, which can encode it, have not waited for whoever stores it.
+        """
+        joined_s = item.waiters[request_id]
+        left_s = joined_s + self._wait_s - time.monotonic()
+        if joined_s <= item.asked_s or left_s <= 0 or not item.key or not self._role.is_consumer:
+            return False
+        if item.job is None and request_id not in item.sought_for:
+            item.sought_for.add(request_id)
+            item.is_announced = True
+            self._fetch(item, left_s)
+        return item.job is not None
 
     def check_time(self, item: Item) -> None:
         """Give up on an item whose time is over."""
@@ -218,7 +237,9 @@ class Items:
         if not self._role.is_consumer:
             self._look_up.append(item)
             return
-        left_s = max(0.0, item.deadline_s - time.monotonic())
+        self._fetch(item, max(0.0, item.deadline_s - time.monotonic()))
+
+    def _fetch(self, item: Item, left_s: float) -> None:
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
         self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts=accepts))
@@ -231,6 +252,8 @@ class Items:
     def _settle(self, item: Item, done: Done) -> None:
         """Move an item to the phase that the outcome of its job calls for."""
         is_wanted = self._items.get(item.identifier) is item
+        if item.job is done.job:
+            item.job = None
         match done.job:
             case _ if not is_wanted:
                 pass  # nobody waits any more

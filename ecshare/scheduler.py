@@ -224,6 +224,9 @@ class EncoderScheduler:
         if item.phase is Phase.ASKED:
             return False
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
+        if is_lost and self._items.seek_for(item, request.request_id):
+            self._items.flush()
+            return False
         # One identifier for two different contents: loading would hand this request rows that do
         # not fit its placeholders. vLLM fails such a request too.
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
@@ -235,6 +238,7 @@ class EncoderScheduler:
     ) -> Item:
         """Note that `request` needs `item`, and ask the store for one that nobody asked for yet."""
         is_announced = self._role.is_consumer and self._is_announced(request, feature)
+        joined_s = time.monotonic()
         if item is None:
             adapter = request.lora_request if self._has_tower_adapters else None
             item = self._items.ask(
@@ -244,7 +248,7 @@ class EncoderScheduler:
                 is_announced=is_announced,
             )
         item.is_announced = item.is_announced or is_announced
-        item.waiters.add(request.request_id)
+        item.waiters[request.request_id] = joined_s
         self._wanted.setdefault(request.request_id, set()).add(item.identifier)
         if self._role.is_producer and not item.metadata:
             item.metadata = self._placeholders.metadata(feature)
@@ -276,7 +280,8 @@ class EncoderScheduler:
         for identifier in wanted - needed:
             item = self._items.get(identifier)
             assert item is not None  # it lives as long as a request wants it
-            item.waiters.discard(request_id)
+            item.waiters.pop(request_id, None)
+            item.sought_for.discard(request_id)
             if item.waiters:
                 continue
             stored = self._items.drop(item)

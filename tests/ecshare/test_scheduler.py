@@ -178,6 +178,61 @@ def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> N
     assert scheduler.ready(request(name="other"), 0)
 
 
+def test_who_comes_without_pixels_is_not_failed_for_others_who_have_them(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """They had asked before it was stored, and hold it as absent while they wait to be encoded."""
+    scheduler = start("ec_consumer")
+    first = request(feature(), name="first")
+    assert until_ready(scheduler, first)
+    assert not scheduler.has("picture")
+    second = request(feature(pixels=False), name="second")
+    assert not scheduler.ready(second, 0)
+    assert scheduler.take_unavailable() == set()
+    store(scheduler, tmp_path, shape)
+    assert until_ready(scheduler, second)
+    assert scheduler.has("picture")
+    for each in (first, second):
+        scheduler.finished(each)
+
+
+def test_it_fails_after_its_own_time_and_asks_but_once(start: Start) -> None:
+    scheduler = start("ec_consumer", wait_s=0.3)
+    first = request(feature(), name="first")
+    assert until_ready(scheduler, first)
+    second = request(feature(pixels=False), name="second")
+    began_s = time.monotonic()
+    assert not until_ready(scheduler, second)
+    assert time.monotonic() - began_s > 0.25
+    assert scheduler.take_unavailable() == {"second"}
+    item = scheduler._items.get("picture")
+    assert item is not None
+    while item.job is not None:
+        assert not scheduler.ready(second, 0)
+    assert not scheduler.ready(second, 0)
+    assert item.job is None, "not once more"
+    scheduler.finished(second)
+    assert (len(item.waiters), len(item.sought_for)) == (1, 0)
+
+
+def test_who_joins_late_has_time_of_its_own(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer", wait_s=2.0)
+    first = request(feature(pixels=False), name="first")
+    assert not scheduler.ready(first, 0)
+    time.sleep(1.0)
+    second = request(feature(pixels=False), name="second")
+    while not scheduler.ready(first, 0) and not scheduler._lost:
+        scheduler.ready(second, 0)
+        scheduler.orders({})
+        time.sleep(0.001)
+    assert scheduler.take_unavailable() == {"first"}
+    scheduler.finished(first)
+    store(scheduler, tmp_path, shape)
+    assert until_ready(scheduler, second)
+
+
 def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Start) -> None:
     scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature())
