@@ -89,6 +89,9 @@ class Result:
     answer: Answer
     streamed: Answer
     moved: dict[str, dict[tuple[str, str], float]]
+    num_loaded: int
+    """Pictures that P has loaded for both answers. Where D was first to answer, P tells of what it
+    did with its next step, which is for the second."""
 
     def count(self, what: tuple[str, str], *engines: str) -> int:
         """How much `what` grew on `engines` while the question was answered, not streamed."""
@@ -103,7 +106,7 @@ class Result:
             yield f"it went through {', '.join(self.answer.path)} only"
         if self.round != "cold" and (encoded := self.count(ENCODED, *ENGINES)):
             yield f"{encoded} pictures were encoded again"
-        if self.round == "new" and not self.count(LOADED, "prefill"):
+        if self.round == "new" and not self.num_loaded:
             yield "its picture was not loaded from the store"
         for engine in ("prefill", "decode") if self.round == "warm" else ():
             if (computed := self.count(COMPUTED, engine)) > 1:
@@ -152,7 +155,9 @@ def ask_all(
             after = asking.counters(cluster[engine].base_url)
             moved[engine] = {key: n - before[engine].get(key, 0) for key, n in after.items()}
         streamed = asking.ask(cluster["router"].base_url, body, stream=True)
-        results.append(Result(name, name_of_round, answer, streamed, moved))
+        loaded = asking.counters(cluster["prefill"].base_url).get(LOADED, 0)
+        num_loaded = int(loaded - before["prefill"].get(LOADED, 0))
+        results.append(Result(name, name_of_round, answer, streamed, moved, num_loaded))
         print(f"  {name_of_round}: {name}", flush=True)
     return results
 
@@ -191,7 +196,7 @@ def row(result: Result, reference: Answer) -> tuple[str, ...]:
         ),
         *("-" if ms is None else f"{ms:.0f} ms" for ms in times),
         str(result.count(ENCODED, "encode")),
-        str(result.count(LOADED, "prefill")),
+        str(result.num_loaded),
         str(result.count(COMPUTED, "prefill")),
         str(result.count(RECEIVED, "decode")),
         str(result.count(COMPUTED, "decode")),
