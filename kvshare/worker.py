@@ -284,8 +284,7 @@ class KVWorker:
             facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
             slab = staging.reserve(facts)
         if staging is None or slab is None:
-            self._stats.add("blocks/dropped", piece.num_blocks)
-            self._lost.add(piece.key)
+            self._dropped(piece)
             return None
         staging.fill(slab, partial(blocks.read, piece.block_ids, piece.num_tokens))
         self._saving[key] = piece
@@ -300,6 +299,10 @@ class KVWorker:
             self._stats.add("blocks/saved", piece.num_blocks)
             if self._duties.tells_saved:
                 self._num_saved[piece.key] += 1
-            return
+        else:
+            self._dropped(piece)
+
+    def _dropped(self, piece: Piece) -> None:
+        """Take note that `piece` is not in the store."""
         self._stats.add("blocks/dropped", piece.num_blocks)
         self._lost.add(piece.key)

@@ -351,14 +351,20 @@ def test_entries_of_other_first_tokens_are_not_read(
     assert take(buffer, other) == 1.0
 
 
+def spoil_entry(tmp_path: Path) -> Path:
+    """Put something else in the place of the only entry; return where it is."""
+    (path,) = files(tmp_path)
+    path.unlink()
+    path.write_bytes(b"no entry")
+    return path
+
+
 def test_a_damaged_longer_entry_is_removed(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
-    path.unlink()
-    path.write_bytes(b"no entry")
+    path = spoil_entry(tmp_path)
     assert take(buffer, TOKENS[:30]) is None
     assert not path.exists()
     assert buffer.counters["corrupt"] == 1
@@ -388,9 +394,7 @@ def test_a_damaged_entry_is_removed_by_whoever_may_take_it(
     """So that it cannot come back either."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
-    path.unlink()
-    path.write_bytes(b"no entry")
+    path = spoil_entry(tmp_path)
     for _ in range(2):
         assert take(buffer, TOKENS) is None
         path.write_bytes(b"no entry")
