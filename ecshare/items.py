@@ -55,10 +55,11 @@ class Phase(Enum):
 
 
 class Embeddings(Struct, frozen=True):
-    """What the engines of `namespace` share: tensors of `width` columns, of one of `dtypes`."""
+    """What the engines of `namespace` share: tensors with one of `widths` and `dtypes`."""
 
     namespace: Namespace
-    width: int
+    widths: frozenset[int]
+    """In columns; more than one where modalities or models of one kind of options differ."""
     dtypes: frozenset[str]
     """Safetensors names."""
 
@@ -73,12 +74,13 @@ class Embeddings(Struct, frozen=True):
 
     def fits(self, facts: TensorFacts, num_embeds: int) -> bool:
         """Whether a stored tensor can stand in for one with `num_embeds` rows."""
-        return facts.shape == (num_embeds, self.width) and facts.dtype in self.dtypes
+        is_of_shape = facts.shape in {(num_embeds, width) for width in self.widths}
+        return is_of_shape and facts.dtype in self.dtypes
 
     def max_bytes(self, num_embeds: int) -> int:
         """Size of the largest object that could hold such a tensor."""
         item_bytes = max(ITEM_BYTES[dtype] for dtype in self.dtypes)
-        return PROLOGUE_BYTES + num_embeds * self.width * item_bytes
+        return PROLOGUE_BYTES + num_embeds * max(self.widths) * item_bytes
 
 
 class Role(NamedTuple):

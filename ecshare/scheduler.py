@@ -24,7 +24,7 @@ from ecshare.placeholders import Placeholders
 from ecshare.plugin.identity import (
     Namespace,
     encoder_namespace,
-    encoder_width,
+    encoder_widths,
     has_tower_adapters,
 )
 from ecshare.plugin.ledger import Totals, grown, open_ledger
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 _UNPIN_UNREPORTED_S = 60.0
 _UNPIN_LOADED_S = 5.0
 _MAX_UNREPORTED_LOADS = 10_000
+# vLLM's encoder cache has room for no more items than this, by far.
+_MAX_HOLLOW = 10_000
 _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
@@ -98,6 +100,11 @@ class EncoderScheduler:
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         self._loads: dict[str, LoadOrder] = {}
         self._loading: OrderedDict[str, None] = OrderedDict()  # keys ordered, not reported yet
+        # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
+        # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
+        # them, only by allocating them anew.
+        self._hollow: OrderedDict[str, None] = OrderedDict()
+        self._unkept: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         self._lost: set[str] = set()
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
         self._unpinning: list[tuple[float, int, StoredObject]] = []
@@ -128,7 +135,9 @@ class EncoderScheduler:
 
     def allocated(self, request: "Request", index: int) -> None:
         """Item `index` has a place in the encoder cache: load it, or count the encode."""
-        item = self._items.get(request.mm_features[index].identifier)
+        identifier = request.mm_features[index].identifier
+        item = self._items.get(identifier)
+        self._hollow.pop(identifier, None)
         if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
             self._loading[item.key] = None
@@ -137,6 +146,9 @@ class EncoderScheduler:
             self._stats.add("items/loaded")
             self._stats.add("encodes_avoided")
         elif item is not None and item.phase is Phase.STORED:
+            self._hollow[identifier] = None
+            if len(self._hollow) > _MAX_HOLLOW:
+                self._hollow.popitem(last=False)
             self._stats.add("items/stored")
             self._stats.add("encodes_avoided")
         else:
@@ -154,13 +166,16 @@ class EncoderScheduler:
         """Let go of what `request` still holds; return the announcement of a producer, else None.
 
         The announcement is vLLM's `ec_transfer_params`: per identifier the placeholder metadata
-        with which a consumer can do without the pixels.
+        with which a consumer can do without the pixels. It lacks what is neither in the store nor
+        will be: the store has lost it, and vLLM will not encode it, believing that it has.
         """
         self._lost.discard(request.request_id)
         self._release(request.request_id, set())
+        unkept = self._unkept.pop(request.request_id, ())
         if not self._role.is_producer or not request.mm_features or self._is_idle:
             return None
-        return self._placeholders.announcement(request.mm_features)
+        announced = self._placeholders.announcement(request.mm_features)
+        return {name: entry for name, entry in announced.items() if name not in unkept}
 
     def take_unavailable(self) -> set[str]:
         """Return the requests to fail, once each; re-sending one runs its encode again."""
@@ -280,6 +295,8 @@ class EncoderScheduler:
         for identifier in wanted - needed:
             item = self._items.get(identifier)
             assert item is not None  # it lives as long as a request wants it
+            if item.phase is Phase.ABSENT and identifier in self._hollow:
+                self._unkept.setdefault(request_id, set()).add(identifier)
             item.waiters.pop(request_id, None)
             item.sought_for.discard(request_id)
             if item.waiters:
@@ -332,4 +349,4 @@ def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:
     assert isinstance(dtype, torch.dtype)  # a word only until vLLM has read the model
     # Some encoders run in float32 whatever the model's dtype is.
     dtypes = frozenset((dtype_name(dtype), "F32"))
-    return Embeddings(namespace, encoder_width(vllm_config), dtypes)
+    return Embeddings(namespace, encoder_widths(vllm_config), dtypes)

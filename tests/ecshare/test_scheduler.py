@@ -251,6 +251,23 @@ def test_a_stored_tensor_of_another_shape_is_a_miss(
     assert not scheduler.has("picture")
 
 
+@pytest.mark.parametrize(("more", "is_taken"), [(0, True), (4, True), (5, True), (1, False)])
+def test_pruned_videos_may_have_positions_beside_the_embedding(
+    start: Start,
+    vllm_config: VllmConfig,
+    tmp_path: Path,
+    shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    more: int,
+    is_taken: bool,
+) -> None:
+    monkeypatch.setattr(vllm_config.model_config.multimodal_config, "video_pruning_rate", 0.5)
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, (shape[0], shape[1] + more))
+    assert until_ready(scheduler, request(feature()))
+    assert scheduler.has("picture") is is_taken
+
+
 def test_a_late_store_is_a_miss(start: Start, tmp_path: Path, shape: tuple[int, int]) -> None:
     scheduler = start("ec_consumer", wait_s=1e-9)
     store(scheduler, tmp_path, shape)
@@ -400,6 +417,32 @@ def test_a_producer_does_not_encode_what_is_stored(
     scheduler.allocated(asked, 0)
     orders = scheduler.orders({"request": 20})
     assert (orders.loads, orders.saves) == ((), ())
+
+
+def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """vLLM counts what was in the store as cached here, and does not encode it once it is lost."""
+    scheduler = start("ec_producer")
+
+    def announced(name: str, *, allocates: bool) -> bool:
+        asked = request(feature(), name=name)
+        assert until_ready(scheduler, asked)
+        if allocates:  # vLLM asks no more for what it counts as cached
+            scheduler.allocated(asked, 0)
+        scheduler.orders({name: 20})
+        assert scheduler.ready(asked, 2 + NUM_EMBEDS)  # lets go of the item before the end
+        return "picture" in (scheduler.finished(asked) or {})
+
+    store(scheduler, tmp_path, shape)
+    assert announced("stored", allocates=True)
+    assert announced("still stored", allocates=False)
+    (stored,) = (path for path in (tmp_path / "store").rglob("ec/1/*/*/*") if path.is_file())
+    stored.unlink()
+    assert not announced("lost", allocates=False)
+    # vLLM has forgotten the entry, so the item is encoded and stored.
+    assert announced("encoded", allocates=True)
+    assert announced("cached", allocates=False)
 
 
 def test_a_producer_encodes_again_what_only_its_own_host_still_has(

@@ -12,7 +12,7 @@ import pytest
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from ecshare.plugin.identity import encoder_namespace, encoder_width, kv_namespace
+from ecshare.plugin.identity import encoder_namespace, encoder_widths, kv_namespace
 
 
 def configure(model: Path, **changes: Any) -> VllmConfig:
@@ -209,9 +209,66 @@ def test_files_that_cannot_be_found_leave_the_name_and_say_so(
     assert encoder(config, "other") != digest
 
 
-def test_a_deepstack_encoder_is_wider(vlm: Path) -> None:
-    config = configure(vlm)
-    width = config.model_config.get_hidden_size()
-    assert encoder_width(config) == width
-    config.model_config.hf_config.vision_config.deepstack_visual_indexes = [8, 16, 24]
-    assert encoder_width(config) == 4 * width
+def widths(hf_config: SimpleNamespace, **multimodal: Any) -> frozenset[int]:
+    """Return the widths for a model whose text has width 32; `multimodal`: the engine's options."""
+    model = SimpleNamespace(
+        get_inputs_embeds_size=lambda: 32,
+        hf_config=hf_config,
+        multimodal_config=SimpleNamespace(**multimodal),
+    )
+    return encoder_widths(SimpleNamespace(model_config=model))
+
+
+DEEPSTACK = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+PLAIN = SimpleNamespace()
+
+
+def test_a_plain_encoder_gives_the_text_width_alone(base: VllmConfig) -> None:
+    assert encoder_widths(base) == {base.model_config.get_hidden_size()}
+    assert widths(SimpleNamespace(vision_config=PLAIN)) == {32}
+
+
+def test_a_deepstack_encoder_is_wider() -> None:
+    assert widths(SimpleNamespace(vision_config=DEEPSTACK)) == {4 * 32}
+    assert widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.0) == {4 * 32}
+
+
+def test_sound_beside_a_deepstack_encoder_has_the_text_width() -> None:
+    """Qwen3-Omni, whose towers belong to its thinker."""
+    thinker = SimpleNamespace(vision_config=DEEPSTACK, audio_config=PLAIN)
+    assert widths(SimpleNamespace(thinker_config=thinker)) == {32, 4 * 32}
+
+
+def test_video_pruning_appends_positions() -> None:
+    """Qwen2.5-VL four columns, Qwen3-VL five, both to images too; other models none."""
+    pruned = widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.5)
+    assert pruned == {128, 128 + 4, 128 + 5}
+    assert widths(SimpleNamespace(vision_config=PLAIN), video_pruning_rate=0.5) == {32, 36, 37}
+
+
+def test_granite_4_vision_packs_every_level() -> None:
+    """The language model's embedding is none of them."""
+    granite = SimpleNamespace(
+        vision_config=PLAIN,
+        deepstack_layer_map=[[-19, 9], [-13, 6]],
+        spatial_target_layers=[12, 15, 18],
+    )
+    assert widths(granite) == {5 * 32}
+
+
+@pytest.mark.parametrize(
+    ("audio", "injected", "levels"),
+    [
+        (SimpleNamespace(deepstack_encoder_layer_indexes=[8, 16, 24, 30]), None, 4),
+        ({"deepstack_encoder_layer_indexes": [8, 16, 24, 30]}, 2, 2),
+        ({"deepstack_encoder_layer_indexes": []}, None, 0),
+        ({}, 9, 3),
+    ],
+)
+def test_moss_audio_packs_the_levels_that_it_injects(
+    audio: Any, injected: int | None, levels: int
+) -> None:
+    moss = SimpleNamespace(
+        model_type="moss_audio", audio_config=audio, deepstack_num_inject_layers=injected
+    )
+    assert widths(moss) == {32, (1 + levels) * 32}
