@@ -23,7 +23,7 @@ from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, Stor
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, check_stop, cut
 from ecshare.store.s3options import S3Plan
-from ecshare.store.threads import Threads
+from ecshare.store.threads import Threads, together
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig
@@ -164,11 +164,9 @@ class CloudObjects:
             opened = [each for each in answers if isinstance(each, _Answer)]
             first = opened[0]
             await self._threads.run(sink.begin, first.size)
-            await asyncio.gather(
-                *(
-                    self._threads.run(answer.pour_piece, sink, piece, first)
-                    for answer, piece in zip(opened, pieces, strict=False)
-                )
+            await together(
+                self._threads.run(answer.pour_piece, sink, piece, first)
+                for answer, piece in zip(opened, pieces, strict=False)
             )
         finally:
             for each in answers:
@@ -183,7 +181,7 @@ class CloudObjects:
             async with lanes:
                 await self._threads.run(self._piece, key, piece, first, sink)
 
-        await asyncio.gather(*map(fetch, pieces))
+        await together(map(fetch, pieces))
 
     async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
@@ -366,6 +364,8 @@ def _meant(exc: Exception, key: str) -> Exception:
         words = f"S3 answered {status} {code}: {answer[2] or 'no more'}"
     else:
         words = str(exc).partition("\n")[0]
+    if code == "InvalidObjectState":  # S3 has moved it to an archive: of no use to anybody
+        return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
         return StoreDenied(words)
     if code in _BROKEN_ON_THE_WAY:

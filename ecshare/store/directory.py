@@ -13,7 +13,13 @@ import os
 import stat
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreDenied,
+    StoreUnavailable,
+)
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.leftovers import temporary_name
 from ecshare.store.links import link_open_file
@@ -104,10 +110,14 @@ class Directory:
     def _open(self, key: str, sink: Sink) -> "_File | None":
         """Tell the sink what comes. None: it has linked the file."""
         path = self._path(key)
-        with mapped_errors(key):
-            file = _File(path)
-            if not stat.S_ISREG(file.status.st_mode):
-                raise StoreUnavailable(f"{key} is not a file in {self._root}")
+        with self._own_errors(key):
+            try:
+                file = _File(path)
+            except PermissionError as exc:
+                if _may_read(os.path.dirname(path)):
+                    raise ObjectUnreadable(f"{key} cannot be read: {exc.strerror}") from exc
+                raise
+            _check_kind(file.status, key)
         if file.size and sink.link(path):
             return None
         sink.begin(file.size)
@@ -115,20 +125,48 @@ class Directory:
 
     def _exists(self, key: str) -> bool:
         try:
-            with mapped_errors(key):
-                return stat.S_ISREG(os.stat(self._path(key)).st_mode)
+            with self._own_errors(key):
+                _check_kind(os.stat(self._path(key)), key)
+        except (ObjectMissing, ObjectUnreadable):
+            return False
+        return True
+
+    def _is_stored(self, key: str) -> bool:
+        """As `_exists`, for a put: ObjectUnreadable where it finds what nobody can use."""
+        path = self._path(key)
+        try:
+            with self._own_errors(key):
+                _check_kind(os.stat(path), key)
         except ObjectMissing:
             return False
+        if not os.access(path, os.R_OK) and _may_read(os.path.dirname(path)):
+            raise ObjectUnreadable(f"{key} is there already and cannot be read")
+        return True
+
+    @contextlib.contextmanager
+    def _own_errors(self, key: str) -> Iterator[None]:
+        """As `mapped_errors`, but ObjectUnreadable where a folder lies in the place of the object,
+        or a file in that of its folder. Higher up a file concerns too many objects."""
+        folder = os.path.dirname(self._path(key))
+        with mapped_errors(key):
+            try:
+                yield
+            except IsADirectoryError as exc:
+                raise ObjectUnreadable(f"{key} is not a file") from exc
+            except NotADirectoryError as exc:
+                if folder != self._root and os.path.isfile(folder):
+                    raise ObjectUnreadable(f"{key} cannot be there: {folder} is a file") from exc
+                raise
 
     def _delete(self, key: str) -> None:
-        with contextlib.suppress(ObjectMissing), mapped_errors(key):
+        with contextlib.suppress(ObjectMissing), self._own_errors(key):
             os.unlink(self._path(key))
 
     def _put(self, key: str, body: Buffer, file: str | None) -> bool:
         path = self._path(key)
-        if self._exists(key):  # saves writing the body; `link` decides races
+        if self._is_stored(key):  # saves writing the body; `link` decides races
             return False
-        with mapped_errors(key):
+        with self._own_errors(key):
             if not os.path.isdir(os.path.dirname(path)):
                 self._make_folders(key)
             linked = self._put_link(file, path, memoryview(body).nbytes) if file else None
@@ -247,6 +285,21 @@ def mapped_errors(key: str) -> Iterator[None]:
         if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise StoreDenied(f"{exc.strerror}: {exc.filename or key}") from exc
         raise StoreUnavailable(f"{exc.strerror or exc}: {exc.filename or key}") from exc
+
+
+def _check_kind(status: os.stat_result, key: str) -> None:
+    """ObjectUnreadable: it is a folder, a pipe or the like."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ObjectUnreadable(f"{key} is not a file")
+
+
+def _may_read(folder: str) -> bool:
+    """Whether we are let into `folder`: if not, a refusal is no single object's."""
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return False
+    return True
 
 
 class _File:

@@ -7,6 +7,7 @@
      └── StoreError
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
           ├── ObjectCorrupt     (ValueError)         bytes that are not what was sealed
+          │    └── ObjectUnreadable              it is there, and is kept from us; others are not
           └── StoreUnavailable  (OSError)            the store did not answer, or not as it should
                └── StoreDenied  (PermissionError)    it answered, and refused us
 
@@ -32,6 +33,13 @@ class ObjectMissing(StoreError, FileNotFoundError):
 
 class ObjectCorrupt(StoreError, ValueError):
     """The bytes under this key are not an object, or not the one that was sealed."""
+
+
+class ObjectUnreadable(ObjectCorrupt):
+    """What lies under this key is kept from us alone, or is no object: not ours to remove.
+
+    It says nothing about the rest of the store.
+    """
 
 
 class StoreUnavailable(StoreError, OSError):

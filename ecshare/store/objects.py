@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ecshare.store.buffers import fresh_buffer
 from ecshare.store.config import StoreConfig, masked_url
-from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing
+from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, ObjectUnreadable
 from ecshare.store.keys import PROBE_KEY
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,8 @@ async def read(store: ObjectStore, key: str, limit_bytes: int) -> memoryview:
     sink = Memory(limit_bytes)
     try:
         await store.get(key, sink)
+    except ObjectUnreadable:
+        raise
     except ObjectCorrupt as exc:
         raise ObjectCorrupt(f"{key}: {exc}") from exc
     return sink.body
@@ -233,7 +235,8 @@ async def probe(store: ObjectStore, *, write: bool) -> None:
         async for _ in found:
             break
     if write:
-        await store.put(PROBE_KEY, b"ecshare")
+        with suppress(ObjectUnreadable):
+            await store.put(PROBE_KEY, b"ecshare")
     with suppress(ObjectMissing, ObjectCorrupt):
         await read(store, PROBE_KEY, _PROBE_LIMIT_BYTES)
 

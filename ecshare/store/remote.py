@@ -23,12 +23,13 @@ from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
     ObjectMissing,
+    ObjectUnreadable,
     StoreDenied,
     StoreUnavailable,
 )
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
-from ecshare.store.threads import Threads, bounded
+from ecshare.store.threads import Threads, bounded, together
 
 # What to install for the protocols people use most. Others get the words of fsspec.
 _PIP = {
@@ -47,6 +48,8 @@ _PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+# Of one object: S3 has moved it to an archive; it is shorter than expected.
+_UNUSABLE = {"InvalidObjectState", "InvalidRange"}
 _DENIED = {
     "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
     "PartialCredentialsError", "SignatureDoesNotMatch", "403",
@@ -133,7 +136,10 @@ class RemoteObjects:
             await self._stream(key, path, target, spans)
             return
         with mapped_errors(key):
-            size = (await self._call("info", path)).get("size")
+            info = await self._call("info", path)
+        if info.get("type") == "directory":
+            raise ObjectUnreadable(f"{key} is not a file")
+        size = info.get("size")
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
         target.begin(size)
@@ -156,7 +162,7 @@ class RemoteObjects:
             sink.begin(opened[0].size)
             if opened[0].is_whole:
                 del opened[1:]  # a server that ignores ranges has sent it as often as it was asked
-            await asyncio.gather(*(self._pour(key, each, sink) for each in opened))
+            await together(self._pour(key, each, sink) for each in opened)
         finally:
             for each in answers:
                 if isinstance(each, _Answer):
@@ -229,7 +235,7 @@ class RemoteObjects:
                 return False
             return bool(found.get("type", "file") == "file")
 
-        return list(await asyncio.gather(*(one(key) for key in keys)))
+        return await together(map(one, keys))
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
@@ -328,15 +334,15 @@ def mapped_errors(key: str) -> Iterator[None]:
         raise ObjectMissing(f"no object {key}") from exc
     except FileExistsError:
         raise
-    except PermissionError as exc:
-        raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
     except Exception as exc:
         # Any class may come: filesystems are third-party code over third-party clients.
+        if isinstance(exc, IsADirectoryError):
+            raise ObjectUnreadable(f"{key} cannot be read: {_words(exc)}") from exc
+        if _code(exc) in _UNUSABLE:
+            raise ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}") from exc
         if _code(exc) in _CREATE_REFUSED:
             raise FileExistsError(key) from exc
-        if _code(exc) == "InvalidRange":
-            raise ObjectCorrupt(f"corrupt object: {key} is shorter than expected") from exc
-        if _code(exc) in _DENIED:
+        if isinstance(exc, PermissionError) or _code(exc) in _DENIED:
             raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
         words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
         raise StoreUnavailable(words) from exc

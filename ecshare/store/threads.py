@@ -2,10 +2,10 @@
 """Blocking calls off the event loop: a few threads that belong to one store."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ecshare.store.errors import StoreUnavailable
 
@@ -42,7 +42,7 @@ class Threads:
 
         results: list[R | None] = [None] * len(items)
         for first, part in enumerate(
-            await asyncio.gather(*(self.run(lane, first) for first in range(lanes)))
+            await together(self.run(lane, first) for first in range(lanes))
         ):
             results[first::lanes] = part
         return results  # type: ignore[return-value]  # every slot was filled
@@ -50,6 +50,20 @@ class Threads:
     def close(self) -> None:
         """Accept no more work. Does not wait for what hangs."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Return what each returns, in their order; when one fails, the others are cancelled.
+
+    They have all ended by then: nobody works for a caller that has gone.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, ObjectUnreadable, StoreError
 from ecshare.store.format import (
     PROLOGUE_BYTES,
     RunningChecksum,
@@ -260,9 +260,12 @@ class Fetcher:
     async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
         shunned_until_s = self._shunned.get(job.key, 0.0)
         if time.monotonic() < shunned_until_s:
-            raise ObjectCorrupt(f"{job.key} was damaged a moment ago and could not be removed")
+            raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
         try:
             return await self._download(job, deadline_s, is_answered)
+        except ObjectUnreadable:
+            self._shun(job.key)
+            raise
         except ObjectCorrupt:
             pass
         # Once more, before anything is thrown away: it may have been damaged on the way.
@@ -322,9 +325,13 @@ class Fetcher:
             )
         except (StoreError, TimeoutError) as exc:
             logger.warning("store: the damaged object %s cannot be removed: %s", key, exc)
-            self._shunned[key] = time.monotonic() + _SHUNNED_S
-            if len(self._shunned) > _MAX_SHUNNED:
-                self._shunned.popitem(last=False)
+            self._shun(key)
+
+    def _shun(self, key: str) -> None:
+        """Ask for `key` no more for a while."""
+        self._shunned[key] = time.monotonic() + _SHUNNED_S
+        if len(self._shunned) > _MAX_SHUNNED:
+            self._shunned.popitem(last=False)
 
 
 def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:

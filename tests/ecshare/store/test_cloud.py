@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is obstore's own; what every store must do is in the contract."""
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -15,7 +16,7 @@ from obstore import exceptions as foreign
 from ecshare.store import cloud
 from ecshare.store.cloud import MEANING, PIECE_BYTES
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, open_store, probe, read
 from tests.ecshare.store.conftest import Bucket
@@ -103,6 +104,25 @@ async def test_the_rest_of_a_slow_object_comes_in_pieces(serve: Serve, slow: Slo
     assert len(server.asked) == 1 + len(ranges)
     assert ranges[0] >= cloud._TRIAL_BYTES
     assert len(ranges) == -(-(len(slow.body) - ranges[0]) // PIECE_BYTES)
+
+
+async def test_when_a_piece_fails_the_others_are_not_fetched(serve: Serve, slow: Slow) -> None:
+    slow.body = bytes(40 * PIECE_BYTES)
+    slow.total = len(slow.body)
+
+    def answer(asked: Asked) -> None:
+        if "range" in asked.headers:
+            asked.say_error(403, "AccessDenied")
+        else:
+            slow(asked)
+
+    server, store = serve(answer)
+    with pytest.raises(StoreDenied):
+        await read(store, KEY, LIMIT)
+    before = len(asyncio.all_tasks())
+    await asyncio.sleep(0.3)
+    assert before == 1  # this one
+    assert len(server.asked) <= 1 + 2 * cloud._PIECES
 
 
 @pytest.mark.parametrize("changed", ["size", "version"])
@@ -231,6 +251,13 @@ async def test_what_the_server_answers_is_mapped(
         assert "hidden" not in str(caught.value)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 400
+
+
+async def test_an_object_in_an_archive_concerns_no_other(serve: Serve) -> None:
+    """S3 has moved it to a class from which it cannot be read at once."""
+    _, store = serve(lambda asked: asked.say_error(403, "InvalidObjectState"))
+    with pytest.raises(ObjectCorrupt, match=KEY):
+        await read(store, KEY, LIMIT)
 
 
 async def test_only_a_missing_object_is_a_miss(serve: Serve) -> None:

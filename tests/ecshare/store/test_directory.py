@@ -10,9 +10,18 @@ import pytest
 
 from ecshare.store import directory
 from ecshare.store.directory import Directory
-from ecshare.store.errors import ConfigError, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import probe, read
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.lanes import Urgency
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 30
@@ -192,13 +201,91 @@ async def test_a_failure_is_no_miss(
         await store.exists([KEY])
 
 
-async def test_a_folder_in_place_of_an_object_is_no_object(
+async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
     store: Directory, tmp_path: Path
 ) -> None:
     (tmp_path / "store" / KEY).mkdir(parents=True)
+    access = StoreAccess(store, 30.0)
+    for call in (
+        lambda store: read(store, KEY, LIMIT),
+        lambda store: store.delete([KEY]),
+        lambda store: store.put(KEY, b"x"),
+    ):
+        for _ in range(5):
+            with pytest.raises(StoreError):
+                await access.ask(call, Urgency.LOAD)
+        assert not access.is_open
+
+
+@pytest.mark.parametrize("links", [True, False])
+async def test_a_folder_in_place_of_an_object_concerns_no_other(
+    store: Directory, tmp_path: Path, links: bool
+) -> None:
+    """It is no object, blocks its own key alone, and stays: it is not ours."""
+    store._links = links
+    folder = tmp_path / "store" / KEY
+    folder.mkdir(parents=True)
     assert await store.exists([KEY]) == [False]
-    with pytest.raises(StoreUnavailable, match="not a file"):
+    with pytest.raises(ObjectUnreadable, match="not a file"):
         await read(store, KEY, LIMIT)
+    with pytest.raises(ObjectUnreadable, match="not a file"):
+        await store.put(KEY, b"x")
+    with pytest.raises(ObjectUnreadable):
+        await store.delete([KEY])
+    assert files(folder.parent) == []
+    assert folder.is_dir()
+
+
+async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
+    store: Directory, tmp_path: Path
+) -> None:
+    folder = (tmp_path / "store" / KEY).parent
+    folder.parent.mkdir(parents=True)
+    folder.write_bytes(b"")
+    assert await store.exists([KEY]) == [False]
+    for call in (read(store, KEY, LIMIT), store.put(KEY, b"x"), store.delete([KEY])):
+        with pytest.raises(ObjectUnreadable):
+            await call
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
+    store: Directory, tmp_path: Path, level: int
+) -> None:
+    place = tmp_path / "store" / "/".join(KEY.split("/")[:level])
+    if place.is_dir():
+        place.rmdir()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(b"")
+    with pytest.raises(StoreUnavailable):
+        await store.exists([KEY])
+    for call in (read(store, KEY, LIMIT), store.put(KEY, b"x")):
+        with pytest.raises(StoreUnavailable):
+            await call
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+async def test_one_file_that_may_not_be_read_concerns_no_other(
+    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As a file of mode 000, or of another owner; this user may be root."""
+    await store.put(KEY, b"body")
+    path, opened = f"{tmp_path}/store/{KEY}", os.open
+
+    def refuse_one(name: str, *args: Any) -> int:
+        if name == path:
+            raise OSError(number, os.strerror(number), name)
+        return opened(name, *args)
+
+    monkeypatch.setattr(os, "open", refuse_one)
+    monkeypatch.setattr(os, "access", lambda name, _: name != path)
+    with pytest.raises(ObjectUnreadable, match=os.strerror(number)):
+        await read(store, KEY, LIMIT)
+    with pytest.raises(ObjectUnreadable):
+        await store.put(KEY, b"body")
+    assert await store.put(KEY + ".p", b"x")
+    await store.delete([KEY])
+    assert await store.put(KEY, b"body")
 
 
 async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path: Path) -> None:

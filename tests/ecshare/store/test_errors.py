@@ -14,7 +14,7 @@ CLASSES = [
 
 
 def test_every_error_is_in_the_drawing() -> None:
-    assert len(CLASSES) == 7
+    assert len(CLASSES) == 8
     for each in CLASSES:
         assert each.__name__ in (errors.__doc__ or "")
 
@@ -25,6 +25,7 @@ def test_every_error_is_in_the_drawing() -> None:
         (errors.ConfigError, ValueError),
         (errors.ObjectMissing, FileNotFoundError),
         (errors.ObjectCorrupt, ValueError),
+        (errors.ObjectUnreadable, errors.ObjectCorrupt),
         (errors.StoreUnavailable, OSError),
         (errors.StoreDenied, PermissionError),
         (errors.StoreDenied, errors.StoreUnavailable),

@@ -10,7 +10,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import (
+    ObjectCorrupt,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreDenied,
+    StoreUnavailable,
+)
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, open_store, probe, read
 from ecshare.store.remote import RemoteObjects, _modified_s, mapped_errors, open_remote
@@ -29,8 +35,8 @@ class BotoError(Exception):
         self.response = {"Error": {"Code": code}}
 
 
-def through_s3fs(code: str) -> OSError:
-    error = OSError(22, "words")
+def through_s3fs(code: str, kind: type[OSError] = OSError) -> OSError:
+    error = kind(22, "words")
     error.__cause__ = BotoError(code)
     return error
 
@@ -46,6 +52,9 @@ def through_s3fs(code: str) -> OSError:
         (through_s3fs("ExpiredToken"), StoreDenied),
         (BotoError("AccessDenied"), StoreDenied),
         (through_s3fs("SlowDown"), StoreUnavailable),
+        (through_s3fs("InvalidObjectState", PermissionError), ObjectCorrupt),
+        (through_s3fs("AccessDenied", PermissionError), StoreDenied),
+        (IsADirectoryError("x"), ObjectUnreadable),
         (OSError("x"), StoreUnavailable),
         (TimeoutError("x"), StoreUnavailable),
         (RuntimeError("x"), StoreUnavailable),
@@ -101,6 +110,16 @@ async def test_a_store_that_is_down_is_no_miss() -> None:
     store = RemoteObjects(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True, io_timeout_s=30)
     with pytest.raises(StoreUnavailable, match="ConnectionError: down"):
         await store.exists([KEY])
+    await store.close()
+
+
+async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
+    filesystem, root = MemoryFileSystem(), f"/{uuid.uuid4().hex}"
+    store = RemoteObjects(filesystem, root, atomic_writes=True, io_timeout_s=30)
+    filesystem.makedirs(f"{root}/{KEY}")
+    assert await store.exists([KEY]) == [False]
+    with pytest.raises(ObjectUnreadable, match="not a file"):
+        await read(store, KEY, LIMIT)
     await store.close()
 
 

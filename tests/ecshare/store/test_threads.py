@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ecshare.store.errors import StoreUnavailable
-from ecshare.store.threads import Threads
+from ecshare.store.threads import Threads, together
 
 
 @pytest.fixture
@@ -64,3 +64,32 @@ async def test_a_caller_that_is_cancelled_is_not_told_of_a_time_limit(threads: T
     with pytest.raises(asyncio.CancelledError):
         await waiting
     released.set()
+
+
+async def test_together_keeps_the_order_and_takes_none() -> None:
+    assert await together(asyncio.sleep(0.01 / n, n) for n in (1, 2, 3)) == [1, 2, 3]
+    assert await together([]) == []
+
+
+@pytest.mark.parametrize("by", ["failure", "cancellation"])
+async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
+    ended = []
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        if by == "cancellation":
+            caller.cancel()
+        else:
+            raise StoreUnavailable("gone")
+
+    caller = asyncio.ensure_future(together([goes_on(), fails(), goes_on()]))
+    with pytest.raises(StoreUnavailable if by == "failure" else asyncio.CancelledError):
+        await caller
+    assert ended == [True, True]

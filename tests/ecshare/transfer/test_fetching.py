@@ -7,12 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectMissing, StoreDenied
+from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window
@@ -432,6 +433,20 @@ def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
     for _ in range(5):
         assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
     assert len(store.gets) == 2
+
+
+def test_an_object_that_is_kept_from_us_stays_for_others(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for once, then left alone for a while."""
+    store.objects[KEY] = sealed()
+    refused = Mock(side_effect=ObjectUnreadable("cannot be read: it is another user's"))
+    monkeypatch.setattr(store, "get", refused)
+    engine = start()
+    for _ in range(5):
+        assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert refused.call_count == 1
+    assert KEY in store.objects
 
 
 def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start: Start) -> None:
