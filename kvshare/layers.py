@@ -216,9 +216,7 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
 def layer_sets_of(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> tuple[LayerSet, ...]:
-    """Return the layer sets of an engine; none, if `refusal` has something against it."""
-    if refusal(vllm_config, kv_cache_config) is not None:
-        return ()
+    """Return the layer sets of an engine; `refusal` has nothing against it."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     return layer_sets(kv_cache_config, tp_size, most_kv_heads(vllm_config.model_config))
 

@@ -115,7 +115,7 @@ class KVScheduler:
         block_tokens = vllm_config.cache_config.block_size
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
         tp_size = vllm_config.parallel_config.tensor_parallel_size
-        sets = layer_sets_of(vllm_config, kv_cache_config)
+        sets = layer_sets_of(vllm_config, kv_cache_config) if why_not is None else ()
         engine = TransferEngine(config, OPTIONS_PATH)
         namespace = kv_namespace(
             vllm_config,

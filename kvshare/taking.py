@@ -88,7 +88,7 @@ class Taker:
         while True:
             try:
                 await self.sweep()
-            except StoreError as exc:
+            except Exception as exc:  # noqa: BLE001 — nobody would see it end, and sweeping with it
                 logger.warning("KV buffer: what was taken is not swept: %s", exc)
             await asyncio.sleep(_SWEEP_S)
 

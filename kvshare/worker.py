@@ -112,15 +112,14 @@ class KVWorker:
         """
         role = vllm_config.kv_transfer_config
         assert role is not None
-        sets, shape = layer_sets_of(vllm_config, kv_cache_config), None
-        if not sets:
-            why_not = refusal(vllm_config, kv_cache_config)
+        shape, why_not = None, refusal(vllm_config, kv_cache_config)
+        if why_not is not None:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
         else:
             shape = CacheShape(
                 kv_cache_config.num_blocks,
                 vllm_config.cache_config.block_size,
-                sets,
+                layer_sets_of(vllm_config, kv_cache_config),
                 len(kv_cache_config.kv_cache_groups),
                 repacks_blocks(),
             )

@@ -40,6 +40,17 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _GRANULE_BYTES = 256 * 1024
 
 
+def _slab_bytes(num_bytes: int, *, is_pinned: bool) -> int:
+    """Return the size of a slab for an object of `num_bytes`.
+
+    torch's allocator of pinned memory rounds each request up to a power of two (PyTorch 2.13,
+    CachingHostAllocator): what it takes anyway is asked for, so that the budget counts it.
+    """
+    if is_pinned:
+        return max(_GRANULE_BYTES, 1 << (num_bytes - 1).bit_length())
+    return -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of `dtype`.
 
@@ -158,18 +169,24 @@ class Staging:
         return self._used_bytes
 
     def reserve(self, facts: TensorFacts) -> Slab | None:
-        """Return a slab for an object of `facts`. None: the budget is spent, drop this save.
+        """Return a slab for an object of `facts`. None: there is no memory for it, drop this save.
 
-        One object larger than the whole budget may go alone, else it could never be stored.
+        The budget is spent, or the host has no more. One object larger than the whole budget may go
+        alone, else it could never be stored.
         """
-        size = -(-(PROLOGUE_BYTES + facts.num_bytes) // _GRANULE_BYTES) * _GRANULE_BYTES
+        size = _slab_bytes(PROLOGUE_BYTES + facts.num_bytes, is_pinned=self._stream is not None)
         with self._lock:
             if self._used_bytes and self._used_bytes + size > self._limit_bytes:
                 return None
             self._used_bytes += size
             buffer = self._reuse(size)
-        if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        try:
+            if buffer is None:
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        except (RuntimeError, MemoryError):  # torch says either when there is no more
+            with self._lock:
+                self._used_bytes -= size
+            return None
         return Slab(self, buffer, facts)
 
     def copy_out(self, slab: Slab, tensor: Tensor) -> None:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.transfer import staging as module
 from ecshare.transfer.staging import Staging, as_tensor, dtype_name, torch_dtype
 
 MIB = 1 << 20
@@ -72,6 +75,28 @@ def test_one_object_larger_than_the_budget_goes_alone(staging: Staging) -> None:
     large = staging.reserve(facts(2 * MIB))
     assert large is not None
     assert staging.reserve(facts(1)) is None
+
+
+def test_without_host_memory_an_object_is_dropped_and_the_budget_whole(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", Mock(side_effect=RuntimeError("can't allocate memory")))
+        assert staging.reserve(facts(4)) is None
+    assert staging.used_bytes == 0
+    assert staging.reserve(facts(4)) is not None
+
+
+def test_a_pinned_slab_counts_what_torch_takes_for_it() -> None:
+    """It rounds up to a power of two: 1.1 MiB would be counted for 2."""
+    sizes = [1, 256 * 1024, MIB, MIB + 1]
+    assert [module._slab_bytes(each, is_pinned=True) for each in sizes] == [
+        256 * 1024,
+        256 * 1024,
+        MIB,
+        2 * MIB,
+    ]
+    assert module._slab_bytes(MIB + 1, is_pinned=False) == MIB + 256 * 1024
 
 
 def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: Staging) -> None:
