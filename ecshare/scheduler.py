@@ -35,7 +35,7 @@ from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import Stats, is_gauge, merged
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
@@ -77,6 +77,12 @@ class EncoderScheduler:
         self._is_idle = bool(vllm_config.model_config.is_encoder_decoder)
         if self._is_idle:
             logger.warning("ecshare saves and loads nothing for encoder-decoder models")
+        elif not self._role.is_producer and _may_confuse_inputs(vllm_config.model_config):
+            logger.warning(
+                "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
+                "came last under a picture's hash, be it without the picture: when an embedding "
+                "is lost, requests that have the picture would fail"
+            )
         self._has_tower_adapters = has_tower_adapters(vllm_config)
         self._placeholders = Placeholders(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
@@ -342,6 +348,16 @@ def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
 def _end(feature: "MultiModalFeatureSpec") -> int:
     """Return the position after the item's last placeholder token."""
     return feature.mm_position.offset + feature.mm_position.length
+
+
+def _may_confuse_inputs(model_config: "ModelConfig") -> bool:
+    """Whether vLLM may give a request that has a picture what came without it before.
+
+    The API server's half of the cache does not see inputs without pixels, and the engine's half
+    lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
+    """
+    media = getattr(model_config, "multimodal_config", None)
+    return bool(getattr(media, "mm_processor_cache_gb", 0))
 
 
 def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:

@@ -24,6 +24,3 @@ needs_adapter_hashes = pytest.mark.skipif(
 loads_may_hang = pytest.mark.skipif(
     VLLM < (0, 31), reason="until 0.31 vLLM may wait for ever where loads fill its cache"
 )
-# Until 0.31, a request with a picture is given what an earlier one, without the picture, left in
-# the engine's cache of inputs under the same uuid.
-RESENDING = () if VLLM >= (0, 31) else ("--mm-processor-cache-gb=0",)

@@ -17,6 +17,8 @@ ENCODE_PORT=${ENCODE_PORT:-8001}
 PREFILL_PORT=${PREFILL_PORT:-8002}
 DECODE_PORT=${DECODE_PORT:-8003}
 PLAIN_PORT=${PLAIN_PORT:-8004}
+# Requests come here with and without their picture; vLLM's cache of inputs would confuse the two.
+SEES_ANEW=--mm-processor-cache-gb=0
 
 ec() { # encoder cache: ec_producer stores embeddings, ec_consumer loads them, ec_both does both
     echo "--ec-transfer-config={\"ec_connector\": \"ECShareConnector\", \"ec_role\": \"$1\"," \
@@ -42,8 +44,8 @@ serve() { # serve GPU PORT ARGUMENT...
 
 case $stage in
     encode) serve 0 "$ENCODE_PORT" "$(ec ec_producer)" ;;
-    prefill) serve 1 "$PREFILL_PORT" "$(ec ec_consumer)" "$(kv kv_both)" ;;
-    decode) serve 2 "$DECODE_PORT" "$(ec ec_consumer)" "$(kv kv_both)" ;;
+    prefill) serve 1 "$PREFILL_PORT" "$(ec ec_consumer)" "$(kv kv_both)" "$SEES_ANEW" ;;
+    decode) serve 2 "$DECODE_PORT" "$(ec ec_consumer)" "$(kv kv_both)" "$SEES_ANEW" ;;
     plain) serve 3 "$PLAIN_PORT" ;; # all stages in one engine, nothing shared: to compare with
     router) exec python -m ecshare.router --host="$HOST" --port="$ROUTER_PORT" \
         --encoder="http://$HOST:$ENCODE_PORT" --prefiller="http://$HOST:$PREFILL_PORT" \

@@ -268,6 +268,25 @@ def test_pruned_videos_may_have_positions_beside_the_embedding(
     assert scheduler.has("picture") is is_taken
 
 
+@pytest.mark.parametrize(
+    ("role", "cache_gb", "warns"),
+    [("ec_consumer", 4, True), ("ec_consumer", 0, False), ("ec_both", 4, False)],
+)
+def test_a_cache_of_inputs_that_may_confuse_them_is_warned_of(
+    start: Start,
+    vllm_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    role: str,
+    cache_gb: float,
+    warns: bool,
+) -> None:
+    media = vllm_config.model_config.multimodal_config
+    monkeypatch.setattr(media, "mm_processor_cache_gb", cache_gb)
+    start(role)
+    assert ("--mm-processor-cache-gb" in caplog.text) is warns
+
+
 def test_a_late_store_is_a_miss(start: Start, tmp_path: Path, shape: tuple[int, int]) -> None:
     scheduler = start("ec_consumer", wait_s=1e-9)
     store(scheduler, tmp_path, shape)

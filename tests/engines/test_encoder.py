@@ -10,10 +10,13 @@ import pytest
 from ecshare.testing.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text, wait_until
-from tests.releases import RESENDING, needs_encoder_metrics
+from tests.releases import needs_encoder_metrics
 
 pytestmark = pytest.mark.engine
 
+TAKES_EITHER = ("--enable-mm-embeds", "--mm-processor-cache-gb=0")
+# Small as they are, more than the engine's own encoder cache holds.
+_MANY_PICTURES = 150
 QUESTION = text("what is to be seen here, and where?")
 
 
@@ -48,7 +51,7 @@ def fleet(
     first = (
         engine("plain", model=model),
         engine("encoder", producer, model=model),
-        engine("consumer", consumer, "--enable-mm-embeds", *RESENDING, model=model),
+        engine("consumer", consumer, *TAKES_EITHER, model=model),
     )
     for started in first:
         started.wait_ready()
@@ -88,6 +91,25 @@ def test_a_lost_embedding_fails_that_request_and_the_engine_serves_on(fleet: Fle
     assert "error" in failed.body
     plain = ask(fleet.plain, fleet.model, [picture(5), QUESTION])
     assert ask(fleet.consumer, fleet.model, [picture(5), QUESTION]).tokens == plain.tokens
+
+
+def test_a_request_sent_again_with_its_picture_is_answered_when_the_embedding_is_lost(
+    fleet: Fleet,
+) -> None:
+    known = objects(fleet)
+    encoded = ask(fleet.encoder, fleet.model, [picture(7, "seven")])
+    path = stored_since(fleet, known)
+    in_full = [picture(7, "seven"), QUESTION]
+    first = ask(fleet.consumer, fleet.model, in_full)
+    content = [announced(encoded, "seven"), QUESTION]
+    assert ask(fleet.consumer, fleet.model, content, **passed_on(encoded)).tokens == first.tokens
+    path.unlink()
+    for entry in (fleet.root / "host").rglob("[!.]*"):
+        if entry.is_file():
+            entry.unlink()
+    for number in range(100, 100 + _MANY_PICTURES):
+        ask(fleet.consumer, fleet.model, [picture(number, f"many-{number}")], max_tokens=1)
+    assert ask(fleet.consumer, fleet.model, in_full).tokens == first.tokens
 
 
 def stored_since(fleet: Fleet, known: set[Path]) -> Path:
