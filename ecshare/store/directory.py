@@ -125,20 +125,24 @@ class Directory:
 
     def _exists(self, key: str) -> bool:
         try:
+            return self._is_there(key)
+        except ObjectUnreadable:
+            return False
+
+    def _is_there(self, key: str) -> bool:
+        """As `_exists`, but ObjectUnreadable where what lies there is no object."""
+        try:
             with self._own_errors(key):
                 _check_kind(os.stat(self._path(key)), key)
-        except (ObjectMissing, ObjectUnreadable):
+        except ObjectMissing:
             return False
         return True
 
     def _is_stored(self, key: str) -> bool:
-        """As `_exists`, for a put: ObjectUnreadable where it finds what nobody can use."""
-        path = self._path(key)
-        try:
-            with self._own_errors(key):
-                _check_kind(os.stat(path), key)
-        except ObjectMissing:
+        """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""
+        if not self._is_there(key):
             return False
+        path = self._path(key)
         if not os.access(path, os.R_OK) and _may_read(os.path.dirname(path)):
             raise ObjectUnreadable(f"{key} is there already and cannot be read")
         return True
