@@ -8,7 +8,7 @@ VLLM ?=
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit engines test-models test-faults test-matrix docs clean
+.PHONY: help setup demo test lint unit engines test-models test-faults test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
@@ -17,9 +17,13 @@ help:
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"
+	@echo "make constraints                          write constraints.txt: the versions in .venv"
 	@echo "make setup | clean                        make or remove .venv and .cache"
 
 setup:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "setup failed: there is no $(PYTHON) here: install Python 3.11 to 3.14," \
+			"or name the one to use: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) scripts/setup.py
 
 demo: setup
@@ -49,6 +53,10 @@ test-faults: setup
 
 test-matrix:
 	@$(PYTHON) scripts/matrix.py $(VLLM)
+
+# After a look at what is new; then run everything.
+constraints: setup
+	$(BIN)/python scripts/write_constraints.py
 
 docs: setup
 	$(BIN)/python scripts/write_config_docs.py

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python environments with vLLM's CPU build, made by pip.
 
-Runs on any Python >= 3.11 without anything installed. vLLM's CPU build wants one exact torch, a CPU
-build; where plain pip does not find it, ECSHARE_TORCH_INDEX names the package index that has it.
+Needs nothing but the standard library. vLLM's CPU build requires one exact build of torch. Plain
+pip is asked for it first: some machines have an index or a folder of wheels that holds it. The
+index that pip asks by default does not, so set-up then goes to PyTorch's own index of CPU builds.
 """
 
 import fcntl
 import hashlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,14 +23,25 @@ CACHE = ROOT / ".cache"
 MEND = ROOT / "scripts" / "torchvision_mend.py"
 
 TORCH = "torch==2.13.0+cpu"
-# vLLM's wheel asks for them and does without; CUDA builds next to torch+cpu, they do not load,
-# and then transformers does not either.
+# As on https://pytorch.org/get-started/locally/ for Linux, pip and CPU.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# vLLM works without them; CUDA builds beside torch's CPU build do not load, and then transformers
+# does not either.
 UNNEEDED = ("torchaudio", "torchcodec")
+NEEDED_GB = 6
+"""Free disk space to ask for: the environment has 4 GB, and pip unpacks wheels beside it."""
 SIGN_OF_LIFE_S = 20
+
+_NO_SPACE = "No space left on device"
+_NO_NETWORK = re.compile(
+    r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|Read timed out|ProxyError"
+    r"|SSLError|Connection refused|Network is unreachable|Could not fetch URL"
+)
+_NOT_FOUND = re.compile(r"No matching distribution found for (\S+)")
 
 
 class StepFailed(Exception):
-    """A step of making an environment went wrong; the message says which."""
+    """A step of making an environment failed; the message is one sentence with the fix."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +51,20 @@ class Environment:
     folder: Path
     requirements: tuple[str, ...]
     log: Path
-    """What pip says goes here."""
+    """pip's output is written here."""
+    constraints: Path | None = None
+    """A file of exact versions, for pip's --constraint; None: the newest that fit."""
 
     @property
     def python(self) -> Path:
-        """The program that runs in it."""
+        """The interpreter of the environment."""
         return self.folder / "bin" / "python"
 
     def set_up(self) -> None:
-        """Make it, unless nothing changed since it was last made.
+        """Make the environment, unless nothing changed since it was last made.
 
         Raises:
-            StepFailed: and then `log` says why.
+            StepFailed: the details are in `log`.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         stamp = self.folder / "ecshare-setup"
@@ -57,7 +73,7 @@ class Environment:
             wanted = self._fingerprint()
             if stamp.exists() and stamp.read_text() == wanted:
                 return
-            print(f"Setting up {self.folder.relative_to(ROOT)} (once)", flush=True)
+            print(f"Setting up {os.path.relpath(self.folder, ROOT)} (once)", flush=True)
             self.log.write_text("")
             stamp.unlink(missing_ok=True)
             self._install()
@@ -66,22 +82,56 @@ class Environment:
     def _fingerprint(self) -> str:
         """What the environment depends on: if this is unchanged, so is the environment."""
         facts = hashlib.sha256(f"{sys.version} {self.requirements} {self.folder}".encode())
-        for path in (ROOT / "pyproject.toml", Path(__file__), MEND):
+        files = [ROOT / "pyproject.toml", Path(__file__), MEND]
+        for path in files + ([self.constraints] if self.constraints else []):
             facts.update(path.read_bytes())
         return facts.hexdigest()
 
     def _install(self) -> None:
-        """Every step; each may be repeated, so a broken-off setup is simply run again."""
+        """Run every step. Each may be repeated, so an interrupted set-up is simply run again."""
         if not self.python.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self._check_room()
             self._run("making the environment", sys.executable, "-m", "venv", self.folder)
-        try:
-            self._pip(f"installing {TORCH}", "install", TORCH)
-        except StepFailed as failed:
-            hint = "if pip did not find it, set ECSHARE_TORCH_INDEX to an index of CPU builds"
-            raise StepFailed(f"{failed} ({hint} of torch)") from None
-        self._pip("installing vLLM and the rest (about two minutes)", "install", *self.requirements)
+        index = self._install_torch()
+        self._pip(
+            "installing vLLM and the rest (about two minutes)", *self.requirements, index=index
+        )
         self._mend()
+
+    def _check_room(self) -> None:
+        free_gb = shutil.disk_usage(self.folder.parent).free / 1e9
+        if free_gb < NEEDED_GB:
+            where = os.path.relpath(self.folder, ROOT)
+            raise StepFailed(
+                f"{where} needs {NEEDED_GB} GB of disk space and {free_gb:.1f} GB are free: "
+                "free some, or clone to a larger disk"
+            )
+
+    def _install_torch(self) -> str:
+        """Install torch; return the further index that it came from, "" if plain pip has it.
+
+        vLLM requires torchvision and torchaudio too. pip is given that index for them as well, and
+        prefers its builds: of one version, 0.28.0+cpu counts as newer than 0.28.0.
+        """
+        index = os.environ.get("ECSHARE_TORCH_INDEX", "")
+        if not index:
+            try:
+                self._pip(f"installing {TORCH}", TORCH)
+            except StepFailed:
+                if _NO_SPACE in self.log.read_text():
+                    raise
+                index = TORCH_INDEX
+                print(
+                    f"  plain pip finds no {TORCH}: taking it from {index}"
+                    " (ECSHARE_TORCH_INDEX names another)",
+                    flush=True,
+                )
+            else:
+                return ""
+        self._pip(f"installing {TORCH} from that index", TORCH, index=index)
+        return index
 
     def _mend(self) -> None:
         """Make a torchvision of the wrong kind importable; remove what vLLM can do without."""
@@ -90,14 +140,25 @@ class Environment:
             shutil.copy(MEND, packages)
             (packages / f"{MEND.stem}.pth").write_text(f"import {MEND.stem}\n")
             if not self._imports("torchvision"):
-                raise StepFailed("importing torchvision")
+                raise StepFailed(
+                    "torchvision cannot be imported beside torch's CPU build: "
+                    "remove the environment with `make clean` and run this again"
+                )
             print(
                 "  torchvision is a CUDA build next to torch's CPU build: mended with a .pth file"
             )
         broken = [each for each in UNNEEDED if self._has(each) and not self._imports(each)]
         if broken:
             what = f"removing {' and '.join(broken)}: CUDA builds, not needed"
-            self._pip(what, "uninstall", "-y", *broken)
+            self._run(what, self.python, "-m", "pip", "uninstall", "-y", *broken)
+
+    def _pip(self, what: str, *requirements: str, index: str = "") -> None:
+        """Have pip install `requirements`, also from `index` if there is one."""
+        extra = ("--extra-index-url", index) if index else ()
+        pinned = ("--constraint", self.constraints) if self.constraints else ()
+        quiet = ("--disable-pip-version-check", "--no-input")
+        pip = (self.python, "-m", "pip", "install")
+        self._run(what, *pip, *requirements, *pinned, *extra, *quiet)
 
     def _run(self, what: str, *command: str | Path) -> None:
         """Run `command` with its output in the log, and show that time passes."""
@@ -105,6 +166,7 @@ class Environment:
         started_s = time.monotonic()
         with self.log.open("a") as log:
             print(f"\n== {what}", file=log, flush=True)
+            begins_at = log.tell()
             process = subprocess.Popen(
                 list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT
             )
@@ -120,14 +182,10 @@ class Environment:
                 process.wait()
                 raise
         if status != 0:
-            raise StepFailed(what)
-
-    def _pip(self, what: str, *arguments: str) -> None:
-        """Run pip of the environment, with the user's extra index if there is one."""
-        index = os.environ.get("ECSHARE_TORCH_INDEX")
-        extra = ("--extra-index-url", index) if index and arguments[0] == "install" else ()
-        quiet = ("--disable-pip-version-check", "--no-input")
-        self._run(what, self.python, "-m", "pip", *arguments, *extra, *quiet)
+            with self.log.open("rb") as log_bytes:
+                log_bytes.seek(begins_at)
+                said = log_bytes.read().decode(errors="replace")
+            raise StepFailed(_explained(what, said))
 
     def _imports(self, module: str) -> bool:
         """Whether `module` can be imported in the environment; its error goes to the log."""
@@ -139,3 +197,27 @@ class Environment:
         """Whether `module` is there, importable or not."""
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         return subprocess.run([self.python, "-c", look], check=False).returncode == 0
+
+
+def _explained(what: str, said: str) -> str:
+    """Return one sentence with the fix for a step that failed and `said` this."""
+    if _NO_SPACE in said:
+        return (
+            f"{what}: the disk is full; about {NEEDED_GB} GB are needed here, "
+            "and some in the folder for temporary files (TMPDIR)"
+        )
+    if "ensurepip is not" in said:
+        return (
+            f"{what}: this Python comes without venv; install it "
+            "(on Debian and Ubuntu: apt install python3-venv)"
+        )
+    if _NO_NETWORK.search(said):
+        return (
+            f"{what}: a package index cannot be reached; check the network, and pip's own "
+            "settings for proxies, certificates and indexes (pip config list)"
+        )
+    if missing := _NOT_FOUND.search(said):
+        here = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+        fix = "; ECSHARE_TORCH_INDEX names another index of CPU builds" if TORCH in said else ""
+        return f"{what}: no package index has {missing[1]} for {here}{fix}"
+    return f"{what} failed"

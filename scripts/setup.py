@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `.venv` with everything that the demo and the tests need. Run by `make setup`.
 
-Runs on any Python >= 3.11 without anything installed. Does nothing if nothing changed since it
-last succeeded.
+Needs nothing but the standard library. Does nothing if nothing changed since it last succeeded.
+An older Python 3 must still be able to read this file: it ends with a sentence then.
 """
 
 import sys
 
-from environment import CACHE, ROOT, Environment, StepFailed
-
-DEVELOPMENT = Environment(ROOT / ".venv", ("-e", ".[cpu,s3,router,dev]"), log=CACHE / "setup.log")
+FIRST, LAST = (3, 11), (3, 14)  # what vLLM's CPU build is made for
 
 
 def main() -> int:
     """Set up if needed; 0, or 1 with one sentence that names the log file."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - `python3` may be an older one
-        print("ecshare needs Python 3.11 or later: make PYTHON=python3.11 ...", file=sys.stderr)
+    if not FIRST <= sys.version_info[:2] <= LAST:
+        here = ".".join(map(str, sys.version_info[:2]))
+        fix = "name another one: make PYTHON=python3.12 ..."
+        print(f"setup failed: this is Python {here}, 3.11 to 3.14 will do; {fix}", file=sys.stderr)
         return 1
+    if not sys.platform.startswith("linux"):
+        print("setup failed: vLLM's CPU build is for Linux; use a Linux host", file=sys.stderr)
+        return 1
+    from environment import CACHE, ROOT, Environment, StepFailed  # an older Python cannot read it
+
+    development = Environment(
+        ROOT / ".venv",
+        ("-e", ".[cpu,s3,router,dev]"),
+        log=CACHE / "setup.log",
+        constraints=ROOT / "constraints.txt",
+    )
     try:
-        DEVELOPMENT.set_up()
+        development.set_up()
     except StepFailed as failed:
-        log = DEVELOPMENT.log.relative_to(ROOT)
+        log = development.log.relative_to(ROOT)
         print(f"setup failed: {failed}. The log is {log}", file=sys.stderr)
         return 1
     return 0
