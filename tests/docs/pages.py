@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    ROOT / "README.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),

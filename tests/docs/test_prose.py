@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,28 +39,60 @@ VLLM_OPTIONS = {
     "--model",
     "--tensor-parallel-size",
 }
+PIP_OPTIONS = {"--constraint"}
 CONNECTORS: dict[str, type[Any]] = {"ec": EncoderConfig, "kv": KVConfig}
 HOSTS = {
+    "10.0.0.1",  # engines' addresses in examples
+    "10.0.0.2",
+    "10.0.0.3",
     "127.0.0.1",
-    "huggingface.co",
-    "github.com",
-    "s3.example.com",
     "arxiv.org",
+    "docs.vllm.ai",
+    "filesystem-spec.readthedocs.io",
+    "github.com",
+    "huggingface.co",
+    "keepachangelog.com",
+    "s3.example.com",
+    "semver.org",
 }
+HOME = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 every_page = pytest.mark.parametrize(
     "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
 )
 
 
+def links(page: Path) -> list[str]:
+    """Return the targets of all links of `page`, those that stand below it as references too."""
+    text = page.read_text()
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.M)
+
+
 @every_page
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" not in target:
-            path, _, anchor = target.partition("#")
-            goal = page.parent / path if path else page
-            assert goal.exists(), target
-            assert not anchor or anchor in anchors(goal), target
+    for target in links(page):
+        ours = re.fullmatch(rf"{re.escape(HOME)}/(?:blob|tree)/main/(.+)", target)
+        if ours is None and "://" in target:
+            continue
+        path, _, anchor = (ours[1] if ours else target).partition("#")
+        goal = (ROOT if ours else page.parent) / path if path else page
+        assert goal.exists(), target
+        assert not anchor or anchor in anchors(goal), target
+
+
+def test_links_of_the_readme_work_where_packages_are_listed() -> None:
+    """The wheel carries it as its description: there, no file lies beside it."""
+    targets = links(ROOT / "README.md")
+    assert len(targets) > 10
+    assert [target for target in targets if not target.startswith("https://")] == []
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"\[([^]]+)\]\[\]|\]\[([^]]+)\]", text))
+    defined = set(re.findall(r"^\[([^]]+)\]: ", text, re.M))
+    assert {one or other for one, other in named} == defined
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
 
 
 def anchors(page: Path) -> set[str]:
@@ -164,12 +197,13 @@ def known_flags() -> set[str]:
     ours = {name for action in make_parser("")._actions for name in action.option_strings}
     programs = [
         *(ROOT / name for name in RUN_BY_TESTS),
+        ROOT / "ecshare" / "cli.py",
         *(ROOT / "benchmarks").glob("*.py"),
         ROOT / "ecshare" / "testing" / "conformance" / "__main__.py",
     ]
     for program in programs:
         ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))
-    return ours | VLLM_OPTIONS
+    return ours | VLLM_OPTIONS | PIP_OPTIONS
 
 
 @every_page
