@@ -130,7 +130,7 @@ class Environment:
                 )
             else:
                 return ""
-        self._pip(f"installing {TORCH} from that index", TORCH, index=index)
+        self._pip(f"installing {TORCH} from {index}", TORCH, index=index)
         return index
 
     def _mend(self) -> None:
