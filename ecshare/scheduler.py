@@ -28,6 +28,7 @@ from ecshare.plugin.identity import (
     has_tower_adapters,
 )
 from ecshare.plugin.ledger import Totals, grown, open_ledger
+from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Run, StoredObject
@@ -90,6 +91,9 @@ class EncoderScheduler:
         self._engine.start_up(
             namespace.kind, namespace.digest, namespace.facts, write=self._role.is_producer
         )
+        if not self._is_idle:
+            saves, loads = self._role.is_producer, self._role.is_consumer
+            log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
         self._stats = Stats()
         self._items = Items(
             self._engine,

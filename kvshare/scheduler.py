@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.plugin.identity import kv_namespace
+from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.store.keys import size_key
 from ecshare.transfer.engine import TransferEngine
@@ -139,6 +140,7 @@ class KVScheduler:
         engine.start_up(
             namespace.kind, namespace.digest, namespace.facts, write=facts.saves, mark=mark
         )
+        log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
         events = None
         if facts.saves and publishes_events(vllm_config):
             events = BlockEvents(

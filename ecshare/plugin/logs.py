@@ -3,6 +3,10 @@
 
 import logging
 
+from ecshare.store.config import StoreConfig, masked_url
+
+logger = logging.getLogger(__name__)
+
 # kvshare is its own package and logs under its own name.
 _NAMES = ("ecshare", "kvshare")
 
@@ -22,3 +26,16 @@ def log_as_vllm() -> None:
         if not ours.handlers and not logging.getLogger().handlers:
             ours.handlers = list(theirs.handlers)
             ours.propagate = theirs.propagate  # not twice, should the root get a handler later
+
+
+def log_sharing(
+    what: str, config: StoreConfig, namespace: str, *, saves: bool, loads: bool
+) -> None:
+    """Say what this engine shares, and where: the line that tells a user that it works.
+
+    `what`: "embeddings" or "KV blocks". Nothing is said where it does neither.
+    """
+    does = " and ".join(verb for verb, is_so in (("saves", saves), ("loads", loads)) if is_so)
+    if does:
+        where = masked_url(config.url)
+        logger.info("this engine %s %s: %s, namespace %s", does, what, where, namespace)

@@ -183,10 +183,12 @@ class CloudObjects:
 
         await together(map(fetch, pieces))
 
-    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
         del file
-        return await self._threads.run(self._put, check_key(key), body)
+        return await self._threads.run(self._put, check_key(key), body, replace)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """See ObjectStore."""
@@ -240,19 +242,20 @@ class CloudObjects:
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
-    def _put(self, key: str, body: Buffer) -> bool:
+    def _put(self, key: str, body: Buffer, replace: bool) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
+            how = "overwrite" if replace else mode
             try:
                 with mapped_errors(key):
                     # One request: in parts it would be three, and some servers forget create-only.
-                    obstore.put(store, key, memoryview(body), use_multipart=False, mode=mode)
+                    obstore.put(store, key, memoryview(body), use_multipart=False, mode=how)
             except FileExistsError:
                 return False
             except _Misunderstood:
                 if n == len(ways) - 1:
                     raise
                 continue
-            if n:
+            if n and not replace:  # which would not show that create-only is understood
                 self._puts = ways[n:]
                 logger.info("the S3 server refuses checksums or create-only writes: doing without")
             return True

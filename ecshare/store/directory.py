@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from ecshare.store.errors import (
     ConfigError,
@@ -77,8 +77,12 @@ class Directory:
         ]
         await self._threads.each(lambda part: file.copy(target, part, key), parts)
 
-    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
         """See ObjectStore."""
+        if replace:
+            return await self._threads.run(self._replace, key, body)
         return await self._threads.run(self._put, key, body, file)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -171,10 +175,14 @@ class Directory:
         if self._is_stored(key):  # saves writing the body; `link` decides races
             return False
         with self._own_errors(key):
-            if not os.path.isdir(os.path.dirname(path)):
-                self._make_folders(key)
+            self._make_folders(key)
             linked = self._put_link(file, path, memoryview(body).nbytes) if file else None
-            return self._put_copy(body, path) if linked is None else linked
+            return self._put_copy(body, path, self._publish) if linked is None else linked
+
+    def _replace(self, key: str, body: Buffer) -> bool:
+        with self._own_errors(key):
+            self._make_folders(key)
+            return self._put_copy(body, self._path(key), _rename)
 
     def _put_link(self, file: str, path: str, num_bytes: int) -> bool | None:
         """Publish `file` itself under `path`. None: it cannot be, or should not."""
@@ -206,14 +214,14 @@ class Directory:
             and (not foreign_group or bool(status.st_mode & 0o004))
         )
 
-    def _put_copy(self, body: Buffer, path: str) -> bool:
+    def _put_copy(self, body: Buffer, path: str, publish: Callable[[str, str], bool]) -> bool:
         # A crash leaves it; see leftovers.py.
         temporary = f"{os.path.dirname(path)}/{temporary_name()}"
         # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:
             _write(fd, body)
-            return self._publish(temporary, path)
+            return publish(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):  # renamed, not linked
                 os.unlink(temporary)
@@ -224,6 +232,8 @@ class Directory:
         A root that is gone is a file system that is no longer mounted: writing in its place would
         fill the wrong disk.
         """
+        if os.path.isdir(os.path.dirname(self._path(key))):
+            return
         folder = self._root
         if not os.path.isdir(folder):
             raise StoreUnavailable(f"the folder {folder} is gone")
@@ -249,8 +259,7 @@ class Directory:
                     exc.strerror,
                 )
         if not self._links:
-            # Replaces what came meanwhile by the same bytes, atomically.
-            os.rename(temporary, path)
+            return _rename(temporary, path)
         _sync_folder(os.path.dirname(path))
         return True
 
@@ -358,6 +367,13 @@ def _write(fd: int, body: Buffer) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _rename(temporary: str, path: str) -> bool:
+    """Replace what is under `path`, or came meanwhile, by the same bytes, atomically."""
+    os.rename(temporary, path)
+    _sync_folder(os.path.dirname(path))
+    return True
 
 
 def _sync_folder(folder: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.keys import (
     JSON,
     Kind,
@@ -35,27 +35,43 @@ class Manifest:
     namespace: str
     facts: Mapping[str, JSON]
     modified_s: float
-    """Seconds since the epoch: when the first engine of that namespace started."""
+    """Seconds since the epoch: when an engine of that namespace last started or renewed it."""
 
 
 async def write_manifest(
     store: ObjectStore, kind: Kind, namespace: str, facts: Mapping[str, JSON]
 ) -> None:
-    """Store `facts`, whose digest is `namespace`, unless they are there. Replaces damaged ones.
+    """Store `facts`, whose digest is `namespace`, anew: a manifest that is there gets young again,
+    so that no rule on the age of objects removes it, and a damaged one is replaced.
 
     Raises ValueError: `namespace` is the digest of other facts.
+    Raises StoreUnavailable, StoreDenied: they are not in the store and cannot be put there.
     """
     if namespace_digest(facts) != namespace:
         raise ValueError(f"namespace {namespace} is not the digest of these facts")
     text = json.dumps(facts, indent=2, sort_keys=True, allow_nan=False)
-    key, body = manifest_key(kind, namespace), text.encode() + b"\n"
-    if await store.put(key, body):
-        return
+    await _write_anew(store, manifest_key(kind, namespace), text.encode() + b"\n")
+
+
+async def write_mark(store: ObjectStore, key: str) -> None:
+    """Store a few bytes under `key`, anew as a manifest: that the object is there says all.
+
+    Raises StoreUnavailable, StoreDenied: it is not in the store and cannot be put there.
+    """
+    await _write_anew(store, key, b"ecshare")
+
+
+async def _write_anew(store: ObjectStore, key: str, body: bytes) -> None:
+    """Replace the object, or leave it as it is where this user may create but not replace."""
     try:
-        await read_manifest(store, kind, namespace)
-    except ObjectCorrupt:
-        await store.delete([key])
-        await store.put(key, body)
+        await store.put(key, body, replace=True)
+    except StoreError:
+        try:
+            found = bytes(await read(store, key, MAX_BYTES))
+        except (ObjectMissing, ObjectCorrupt):
+            found = b""
+        if found != body:
+            raise
 
 
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:

@@ -150,8 +150,9 @@ class ObjectStore(Protocol):
     """Immutable objects under string keys (see keys.py; others raise ValueError).
 
     Every write is atomic: a reader sees all of an object or none. An object never changes, so a
-    second write of a key is wasteful, never wrong. All methods may be called concurrently, from
-    one event loop, and raise StoreUnavailable or StoreDenied when the store fails.
+    second write of a key adds nothing but a new age, and is never wrong. All methods may be called
+    concurrently, from one event loop, and raise StoreUnavailable or StoreDenied when the store
+    fails.
     """
 
     @property
@@ -171,9 +172,13 @@ class ObjectStore(Protocol):
         time may still write to the sink.
         """
 
-    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
         """Write `body` under `key`. False: the store knows that it was there already.
 
+        `replace`: write it in any case, so that the object is young again; readers see the former
+        one or this one. For small objects that are always written with the same bytes.
         `file`: a file of this host with the same bytes, which will never change; a store on the
         same disk may link it instead of writing them again.
         `body` is read until this returns, and must not change before. When this raises, a call

@@ -204,7 +204,9 @@ class RemoteObjects:
             raise StoreUnavailable(f"{key} has another size than the filesystem said")
         await self._threads.run(sink.write, start, piece)
 
-    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
         """See ObjectStore."""
         del file
         path = self._path(key)
@@ -213,7 +215,8 @@ class RemoteObjects:
         try:
             with mapped_errors(key):
                 if self._atomic_writes:
-                    await self._write(path, value)
+                    create_only = {} if replace else self._create_only
+                    await self._call("pipe_file", path, value, **create_only)
                 else:
                     await self._write_and_move(path, value)
         except FileExistsError:
@@ -277,9 +280,6 @@ class RemoteObjects:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
-
-    async def _write(self, path: str, value: bytes) -> None:
-        await self._call("pipe_file", path, value, **self._create_only)
 
     async def _write_and_move(self, path: str, value: bytes) -> None:
         """For filesystems of files. The last writer of a race wins, with the same bytes."""

@@ -236,6 +236,26 @@ class StoreContract:
         assert second is (not self.create_only)
         assert bytes(await read(store, KEY, LIMIT)) == b"the same bytes"
 
+    async def test_a_put_that_replaces_makes_the_object_young(self, store: ObjectStore) -> None:
+        """It is told that it was written; what was there before, whatever it was, is gone."""
+        await store.put(KEY, b"damaged")
+        before_s = await self._modified_s(store, KEY)
+        assert await store.put(KEY, b"mended", replace=True) is True
+        assert bytes(await read(store, KEY, LIMIT)) == b"mended"
+        assert await self._modified_s(store, KEY) >= before_s
+        assert await store.put(OTHER, b"new", replace=True) is True
+        assert await self._listed(store, "") == {KEY: 6, OTHER: 3}
+
+    async def test_an_object_is_there_while_it_is_replaced(self, store: ObjectStore) -> None:
+        """All of it, at any moment."""
+        body = os.urandom(100_000)
+        await store.put(KEY, body)
+        for _ in range(5):
+            writing = asyncio.ensure_future(store.put(KEY, body, replace=True))
+            while not writing.done():
+                assert bytes(await read(store, KEY, LIMIT)) == body
+            assert await writing
+
     async def test_it_says_whether_it_creates_once(self, store: ObjectStore) -> None:
         """After its first write."""
         await store.put(KEY, b"the same bytes")
@@ -349,6 +369,9 @@ class StoreContract:
                 await store.put(key, body)
             elif isinstance(result, BaseException):
                 raise result
+
+    async def _modified_s(self, store: ObjectStore, key: str) -> float:
+        return {info.key: info.modified_s async for info in store.list("")}[key]
 
     async def _listed(self, store: ObjectStore, prefix: str) -> dict[str, int]:
         return {info.key: info.num_bytes async for info in store.list(prefix)}

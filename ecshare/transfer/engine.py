@@ -30,7 +30,6 @@ from ecshare.store.hostcache import Entry, open_host_cache
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.leftovers import sweep
-from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.aside import start_aside
@@ -51,6 +50,7 @@ from ecshare.transfer.jobs import (
 )
 from ecshare.transfer.lanes import Urgency
 from ecshare.transfer.namespaces import NamespaceWatch
+from ecshare.transfer.renewal import Record, renew, write_record
 from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,6 @@ logger = logging.getLogger(__name__)
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free. Loads
 # have two of their own: none waits for saves.
 _COPY_THREADS = 2
-
-
-async def _put_mark(store: ObjectStore, key: str) -> None:
-    await store.put(key, b"ecshare")
 
 
 class _Message(Struct, frozen=True):
@@ -106,7 +102,8 @@ class TransferEngine:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
-        self._comparing: asyncio.Task[bool] | None = None
+        self._comparing: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         # Those for copies, loads and blocking calls are started by this one.
         self._thread = start_aside("ecshare-io", self._run)
         self._carrier = start_aside("ecshare-inbox", self._carry)
@@ -131,7 +128,7 @@ class TransferEngine:
         """Do what `probe` does, and tell the user how `facts` differ from those of other engines.
 
         A writer also leaves them as the manifest of its namespace, and an object under the key
-        `mark`, if there is one: that it is there says all.
+        `mark`, if there is one: that it is there says all. It writes both anew every few hours.
 
         Raises:
             ConfigError: as `probe`.
@@ -139,17 +136,22 @@ class TransferEngine:
         self.probe(write=write)
         watch = NamespaceWatch(self._access, kind, namespace, facts)
         # Not within a time-out of ours: it has its own, and says nothing where it fails.
-        is_known = asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
-        if write and not is_known:
-            self._block_on(write_manifest(self._store, kind, namespace, facts))
-        if write and mark:
-            self._block_on(_put_mark(self._store, mark))
+        asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
         if not write:
             self._watch = watch
-        elif self._config.folder:
+            return
+        record = Record(kind, namespace, facts, mark)
+        asyncio.run_coroutine_threadsafe(self._keep(record), self._loop).result()
+        if self._config.folder:
             # It may take long and nobody waits for it; what is left to do when the process ends
             # is done another day.
             start_aside("ecshare-sweep", sweep, self._config.folder)
+
+    async def _keep(self, record: Record) -> None:
+        """Write `record`, and have it written anew from time to time."""
+        is_written = await write_record(self._access, record)
+        renewing = renew(self._access, record, is_written=is_written)
+        self._renewing = self._loop.create_task(renewing)
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on the I/O thread and wait for it; only while the engine starts."""
@@ -271,7 +273,8 @@ class TransferEngine:
         """Serve jobs until `close` stops the loop; then cancel what is left and close the store."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        tasks = [*self._tasks.values(), *([self._comparing] if self._comparing else [])]
+        background = (self._comparing, self._renewing)
+        tasks = [*self._tasks.values(), *(task for task in background if task)]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))

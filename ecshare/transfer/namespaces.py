@@ -48,18 +48,13 @@ class NamespaceWatch:
         self._next_look *= _PATIENCE_GROWTH
         return True
 
-    async def compare(self) -> bool:
-        """Log how the most similar other namespace differs; no word twice, never raises.
-
-        Returns whether the manifest of this engine's own namespace was seen in the store.
-        """
+    async def compare(self) -> None:
+        """Log how the most similar other namespace differs; no word twice, never raises."""
         try:
             known, others = await self._access.ask(self._ask, Urgency.SAVE)
             self._tell(others, is_known=known)
         except (StoreError, TimeoutError, RecursionError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)
-            return False
-        return known
 
     async def _ask(self, store: ObjectStore) -> tuple[bool, list[Manifest]]:
         others = await list_manifests(store, self._kind)

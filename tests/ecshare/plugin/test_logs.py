@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log lines of the suite stand among vLLM's own, unless the user has configured logging."""
 
+import logging
 import subprocess
 import sys
+
+import pytest
+
+from ecshare.plugin.logs import log_sharing
+from ecshare.store.config import StoreConfig
+from tests.docs.pages import ROOT
 
 REAL = """
 import contextlib
@@ -54,3 +61,30 @@ logging.getLogger("ecshare").setLevel(logging.ERROR)
 """
     )
     assert output(of_ours + WARN) == ["from kvshare"]
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "does"),
+    [(True, True, "saves and loads"), (True, False, "saves"), (False, True, "loads")],
+)
+def test_an_engine_says_what_it_shares_and_where(
+    caplog: pytest.LogCaptureFixture, saves: bool, loads: bool, does: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = StoreConfig(url="s3://me:hidden@bucket/prefix")
+    log_sharing("embeddings", config, "1f0c", saves=saves, loads=loads)
+    (line,) = caplog.messages
+    assert line == f"this engine {does} embeddings: s3://***@bucket/prefix, namespace 1f0c"
+
+
+def test_an_engine_that_shares_nothing_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log_sharing("KV blocks", StoreConfig(url="/folder"), "1f0c", saves=False, loads=False)
+    assert caplog.messages == []
+
+
+def test_the_readme_shows_that_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = StoreConfig(url="s3://bucket/prefix")
+    log_sharing("embeddings", config, "1f0c...", saves=True, loads=True)
+    assert caplog.messages[0] in (ROOT / "README.md").read_text().splitlines()

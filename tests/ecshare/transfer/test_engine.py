@@ -13,7 +13,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.objects import ObjectInfo, Sink, Span
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetching import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
@@ -262,7 +262,7 @@ class Failing:
         raise ObjectMissing(key)
 
     async def put(
-        self, key: str, body: bytes | bytearray | memoryview, file: str | None = None
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
     ) -> bool:
         await self._act()
         return True

@@ -76,7 +76,9 @@ class Scripted:
         target.write(0, body)
         self.num_bytes_read = sum(span.num_bytes for span in spans) or len(body)
 
-    async def put(self, key: str, body: Buffer, file: str | None = None) -> bool:
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
         return key not in self.objects and bool(self.objects.setdefault(key, bytes(body)))
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -328,7 +330,7 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
 OTHER = object_key(Kind.EC, "0" * 32, "other")
 
 
-async def never(key: str, body: Buffer, file: str | None = None) -> bool:
+async def never(key: str, body: Buffer, file: str | None = None, *, replace: bool = False) -> bool:
     await asyncio.sleep(60)
     return True
 

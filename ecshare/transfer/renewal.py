@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a writer's manifest and mark in the store, and young.
+
+An expiry rule removes objects by their age. Embeddings and KV may go: they are made again. The
+manifest and the mark are small, are written by engines alone, and must stay as long as an engine of
+their namespace runs: others learn from them why they find nothing, and in which sizes to look.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from ecshare.store.errors import StoreError
+from ecshare.store.keys import Kind
+from ecshare.store.manifest import write_manifest, write_mark
+from ecshare.store.objects import ObjectStore
+from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.lanes import Urgency
+
+logger = logging.getLogger(__name__)
+
+# Rules count in days. A renewal is one or two small writes an engine.
+RENEWAL_S = 6 * 3600.0
+RETRY_S = 600.0
+
+
+class Record(Struct, frozen=True):
+    """What a writer leaves in the store beside its objects."""
+
+    kind: Kind
+    namespace: str
+    facts: Mapping[str, Any]
+    mark: str
+    """A key; "": none."""
+
+    async def put(self, store: ObjectStore) -> None:
+        """Write it anew. Raises StoreError, as the store does."""
+        await write_manifest(store, self.kind, self.namespace, self.facts)
+        if self.mark:
+            await write_mark(store, self.mark)
+
+
+async def renew(access: StoreAccess, record: Record, *, is_written: bool) -> None:
+    """Write `record` anew every few hours until cancelled; soon, unless it `is_written`.
+
+    Runs on the I/O thread; raises nothing.
+    """
+    while True:
+        pause_s = RENEWAL_S if is_written else RETRY_S
+        # Engines that started together shall not write together for ever.
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+        is_written = await write_record(
+            access, record, level=logging.WARNING if is_written else logging.DEBUG
+        )
+
+
+async def write_record(
+    access: StoreAccess, record: Record, *, level: int = logging.WARNING
+) -> bool:
+    """Write `record`, once; a failure is logged with that level. Returns whether it was written."""
+    try:
+        await access.ask(record.put, Urgency.SAVE)
+    except (StoreError, TimeoutError) as exc:
+        why = str(exc) or "no answer in time"
+        logger.log(level, "cannot store the manifest of namespace %s: %s", record.namespace, why)
+        return False
+    return True

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A writer's manifest and mark outlive an expiry rule while it runs."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.keys import Kind, manifest_key, namespace_digest, size_key
+from ecshare.testing.s3 import SeaweedFS
+from ecshare.transfer import renewal
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Lookup, Outcome
+
+FACTS = {"model": "qwen", "weights": "aa"}
+NAMESPACE = namespace_digest(FACTS)
+MANIFEST = manifest_key(Kind.KV, NAMESPACE)
+MARK = size_key(Kind.KV, NAMESPACE, 2)
+LONG_AGO = 1_000_000_000
+WITHIN_S = 30.0
+
+Start = Callable[..., TransferEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start engines, which write their record anew all the time if `often`."""
+    started: list[TransferEngine] = []
+
+    def start(url: str, *, write: bool = True, **options: Any) -> TransferEngine:
+        host = f"{tmp_path}/host-{len(started)}"
+        engine = TransferEngine(StoreConfig(url=url, host_cache_dir=host, **options), "options")
+        started.append(engine)
+        engine.start_up(Kind.KV, NAMESPACE, FACTS, write=write, mark=MARK)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "RENEWAL_S", 0.02)
+    monkeypatch.setattr(renewal, "RETRY_S", 0.02)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_young(path: Path) -> bool:
+    return path.exists() and path.stat().st_mtime > LONG_AGO + 1
+
+
+def grow_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (LONG_AGO, LONG_AGO))
+
+
+def test_a_start_makes_an_old_manifest_and_its_mark_young(start: Start, tmp_path: Path) -> None:
+    """The rule counts from the last write: an engine that came late would see them go."""
+    store = tmp_path / "store"
+    start(str(store)).close()
+    grow_old(store / MANIFEST, store / MARK)
+    start(str(store))
+    assert is_young(store / MANIFEST)
+    assert is_young(store / MARK)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_running_engine_keeps_them_young(start: Start, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    start(str(store))
+    grow_old(store / MANIFEST, store / MARK)
+    wait_until(lambda: is_young(store / MANIFEST) and is_young(store / MARK))
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("often")
+def test_what_a_rule_has_removed_from_a_bucket_comes_back(
+    start: Start, seaweed: SeaweedFS, tmp_path: Path
+) -> None:
+    url = f"{seaweed.url}/{tmp_path.name}"
+    engine = start(url, storage_options=seaweed.storage_options)
+    assert found(engine) == (True, True)
+    remove(engine)
+    wait_until(lambda: found(engine) == (True, True))
+
+
+def found(engine: TransferEngine) -> tuple[bool, ...]:
+    """Whether the store has the manifest and the mark."""
+    engine.submit(Lookup((MANIFEST, MARK), 10, store_only=True))
+    (done,) = engine.drain(10)
+    assert done.outcome is Outcome.OK
+    assert isinstance(done.value, tuple)
+    return done.value
+
+
+def remove(engine: TransferEngine) -> None:
+    """What the rule does."""
+    engine._block_on(engine._store.delete([MANIFEST, MARK]))
+
+
+@pytest.mark.usefixtures("often")
+def test_an_engine_that_only_reads_writes_nothing(start: Start, tmp_path: Path) -> None:
+    engine = start(str(tmp_path / "store"), write=False)
+    assert engine._renewing is None
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.usefixtures("often")
+def test_a_store_that_fails_is_said_once_and_tried_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, renewal.logger.name)
+    store = tmp_path / "store"
+    start(str(store))
+    store.rename(tmp_path / "unmounted")
+    wait_until(lambda: len(caplog.records) >= 3)
+    first, *others = caplog.records
+    assert first.levelno == logging.WARNING
+    assert first.getMessage() == (
+        f"cannot store the manifest of namespace {NAMESPACE}: the folder {store} is gone"
+    )
+    assert {record.levelno for record in others} == {logging.DEBUG}
+    (tmp_path / "unmounted").rename(store)
+    grow_old(store / MANIFEST)
+    wait_until(lambda: is_young(store / MANIFEST))
+
+
+def test_what_somebody_put_in_its_place_keeps_no_engine_from_starting(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    (store / MANIFEST).mkdir(parents=True)
+    start(str(store))
+    assert "cannot store the manifest" in caplog.text
+
+
+def test_who_may_create_and_not_replace_leaves_what_is_there(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some buckets' policies have it, or a folder of several users with the sticky bit."""
+    store = tmp_path / "store"
+    start(str(store)).close()
+
+    def refuse(_: str, path: str) -> bool:
+        raise PermissionError(1, "Operation not permitted", path)
+
+    monkeypatch.setattr("ecshare.store.directory._rename", refuse)
+    start(str(store))
+    assert "cannot store the manifest" not in caplog.text
+
+
+def test_a_closed_engine_renews_no_more(start: Start, tmp_path: Path) -> None:
+    engine = start(str(tmp_path / "store"))
+    renewing = engine._renewing
+    assert renewing is not None
+    assert not renewing.done()
+    engine.close()
+    assert renewing.cancelled()
