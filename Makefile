@@ -35,6 +35,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck .ci/run $(wildcard *.sh */*.sh */*/*.sh)
 
 # Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
 unit: setup
