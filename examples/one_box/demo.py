@@ -221,7 +221,7 @@ def run(model: str, options: dict[str, Any]) -> int:
     """The whole demo over one store; the exit status."""
     # A host cache of our own, emptied with each restart: warm answers come from the store.
     settings = {
-        "DEVICE": "cpu",  # tokens are compared exactly, and engines beside each other want GPUs apart
+        "DEVICE": "cpu",  # where equal prompts give equal tokens, whatever DEVICE is outside
         "MODEL": model,
         "OPTIONS": json.dumps({**options, "host_cache_dir": str(HOST_CACHE)}),
     }

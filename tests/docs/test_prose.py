@@ -211,4 +211,5 @@ def test_nothing_of_the_machine_it_was_written_on(page: Path) -> None:
     text = page.read_text()
     assert not re.findall(r"(?:/root|/home|/work|/tmp|/mnt)/\w+", text)
     hosts = {urlsplit(url).hostname for url in re.findall(r"https?://[^\s)\"'`]+", text)}
-    assert hosts <= HOSTS, hosts - HOSTS
+    named = {host for host in hosts if not str(host).endswith(".example")}
+    assert named <= HOSTS, named - HOSTS
