@@ -22,7 +22,7 @@
 #            Set and empty, there is no such stage: ENCODE_URLS= for a model that only reads text
 #            (set it for prefill and decode too), PREFILL_URLS= where decode engines prefill.
 set -euo pipefail
-set -f # an url such as http://[::1]:8001 is no file name pattern
+set -f # a url such as http://[::1]:8001 is no file name pattern
 
 die() {
     echo "engine.sh: $1" >&2
