@@ -276,7 +276,6 @@ def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore,
         try:
             from ecshare.store.cloud import open_cloud
         except ImportError:
-            found = "obstore is not installed"
-        else:
-            return open_cloud(found, config.io_timeout_s), "obstore"
-    return open_remote(config, path), f"fsspec, because {found}"
+            return open_remote(config, path), "fsspec, because obstore is not installed"
+        return open_cloud(found, config.io_timeout_s), "obstore"
+    return open_remote(config, path, found), f"fsspec, because {found}"

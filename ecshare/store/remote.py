@@ -31,16 +31,17 @@ from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
 from ecshare.store.threads import Threads, bounded, together
 
-# What to install for the protocols people use most. Others get the words of fsspec.
-_PIP = {
-    "s3": "pip install 'ecshare[s3]'",
-    "s3a": "pip install 'ecshare[s3]'",
-    "gs": "pip install gcsfs",
-    "gcs": "pip install gcsfs",
-    "az": "pip install adlfs",
-    "abfs": "pip install adlfs",
-    "abfss": "pip install adlfs",
-}
+_S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
+_GCS = "obstore: pip install obstore (ecshare's extra [gcs])"
+_AZURE = "obstore: pip install obstore (ecshare's extra [azure])"
+# What the protocols that people use most need. Others get the words of fsspec.
+_NEEDS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE,
+          "abfss": _AZURE}  # fmt: skip
+_S3FS = "s3fs: pip install s3fs (ecshare's extra [s3fs])"
+_GCSFS, _ADLFS = "gcsfs: pip install gcsfs", "adlfs: pip install adlfs"
+# What they need where obstore will not do.
+_NEEDS_GENERAL = {"s3": _S3FS, "s3a": _S3FS, "gs": _GCSFS, "gcs": _GCSFS, "az": _ADLFS,
+                  "abfs": _ADLFS, "abfss": _ADLFS}  # fmt: skip
 # Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
 # final name, so objects are written beside it and moved.
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
@@ -56,10 +57,13 @@ _DENIED = {
 }  # fmt: skip
 
 
-def open_remote(config: StoreConfig, path: str) -> "RemoteObjects":
-    """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be."""
+def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObjects":
+    """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be.
+
+    `reason`: why obstore will not do, if somebody asked it: then only fsspec's package is named.
+    """
     protocol = config.url.partition("://")[0]
-    filesystem_class = _filesystem_class(protocol, f"{path}.url")
+    filesystem_class = _filesystem_class(protocol, path, reason)
     options: dict[str, Any] = dict(config.storage_options)
     if protocol in ("s3", "s3a"):
         options |= _for_s3fs(config)
@@ -92,18 +96,18 @@ def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
     }
 
 
-def _filesystem_class(protocol: str, option: str) -> Any:
+def _filesystem_class(protocol: str, path: str, reason: str) -> Any:
     try:
         return fsspec.get_filesystem_class(protocol)
     except ImportError as exc:
-        fix = _PIP.get(protocol, str(exc))
-        raise ConfigError(
-            f"{option}: {protocol}:// needs a package that is missing: {fix}"
-        ) from exc
+        if reason:
+            raise ConfigError(f"{path}: {reason}; that needs {_NEEDS_GENERAL[protocol]}") from exc
+        needed = _NEEDS.get(protocol, f"a package that is missing: {exc}")
+        raise ConfigError(f"{path}.url: {protocol}:// needs {needed}") from exc
     except ValueError as exc:
         known = [*fsspec.available_protocols()]
         raise ConfigError(
-            f"{option}: unknown protocol {protocol!r}; {suggestion(protocol, known)}"
+            f"{path}.url: unknown protocol {protocol!r}; {suggestion(protocol, known)}"
         ) from exc
 
 

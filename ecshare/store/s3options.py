@@ -202,7 +202,7 @@ def _static(key: str, secret: str, token: str | None) -> Credentials:
 def _search(profile: str, path: str) -> _Account:
     """The usual chain: environment, profile files, single sign-on, roles, the instance's own.
 
-    By botocore, which comes with s3fs: obstore knows neither profiles nor single sign-on.
+    By botocore: obstore knows neither profiles nor single sign-on.
     """
     try:
         from botocore.exceptions import BotoCoreError
@@ -210,7 +210,8 @@ def _search(profile: str, path: str) -> _Account:
     except ImportError:
         if profile:
             raise ConfigError(
-                f"{path}.storage_options.profile: needs botocore: pip install 'ecshare[s3]'"
+                f"{path}.storage_options.profile: needs botocore: "
+                "pip install botocore (ecshare's extra [s3])"
             ) from None
         return _Account(credentials=None)
     try:

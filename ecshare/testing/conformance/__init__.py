@@ -20,16 +20,21 @@ As tests of your own connector:
         assert result.verdict is not conformance.Verdict.BROKEN, result.said
 """
 
-from ecshare.testing.conformance.place import Subject
-from ecshare.testing.conformance.playing import (
-    ROLES,
-    RUNNERS,
-    Result,
-    Verdict,
-    play,
-    play_all,
-)
-from ecshare.testing.conformance.rules import RULES, Effect, Rule, Violation
+from ecshare.testing.missing import explain
+
+try:
+    from ecshare.testing.conformance.place import Subject
+    from ecshare.testing.conformance.playing import (
+        ROLES,
+        RUNNERS,
+        Result,
+        Verdict,
+        play,
+        play_all,
+    )
+    from ecshare.testing.conformance.rules import RULES, Effect, Rule, Violation
+except ModuleNotFoundError as exc:
+    explain(exc, "pip install vllm transformers (ecshare's extras [testing] and [gpu] or [cpu])")
 
 __all__ = [
     "ROLES",

@@ -18,11 +18,18 @@ attention is latent (MLA).
 from collections.abc import Callable
 from pathlib import Path
 
-from ecshare.testing.models.attention import make_deepseek_v2, make_gemma3
-from ecshare.testing.models.audio import make_qwen2_audio
-from ecshare.testing.models.llava import make_llava
-from ecshare.testing.models.qwen_vl import make_qwen3_vl, make_qwen25_vl
-from ecshare.testing.models.text import make_adapter, make_qwen2
+from ecshare.testing.missing import explain
+
+try:
+    from ecshare.testing.models.attention import make_deepseek_v2, make_gemma3
+    from ecshare.testing.models.audio import make_qwen2_audio
+    from ecshare.testing.models.llava import make_llava
+    from ecshare.testing.models.qwen_vl import make_qwen3_vl, make_qwen25_vl
+    from ecshare.testing.models.text import make_adapter, make_qwen2
+except ModuleNotFoundError as exc:
+    explain(
+        exc, "pip install torch safetensors tokenizers transformers (ecshare's extra [testing])"
+    )
 
 __all__ = [
     "FAMILIES",

@@ -60,9 +60,16 @@ def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     monkeypatch.setitem(sys.modules, "ecshare.store.cloud", None)
-    assert refusal("s3://bucket", **KEYS).endswith("pip install 'ecshare[s3]'")
-    assert refusal("gs://bucket").endswith("pip install gcsfs")
+    assert refusal("s3://bucket", **KEYS) == (
+        f"{PATH}.url: s3:// needs obstore: pip install obstore botocore (ecshare's extra [s3])"
+    )
+    assert refusal("gs://bucket").endswith("pip install obstore (ecshare's extra [gcs])")
+    assert refusal("az://bucket").endswith("pip install obstore (ecshare's extra [azure])")
     assert refusal("sftp://host/x").endswith("Install something to access sftp")
+    assert refusal("s3://bucket", **KEYS, event_hooks={}) == (
+        f"{PATH}: only s3fs knows the option event_hooks; that needs s3fs: "
+        "pip install s3fs (ecshare's extra [s3fs])"
+    )
 
 
 def test_options_a_filesystem_does_not_take_are_refused() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,16 @@ def test_no_credentials_is_one_sentence() -> None:
     sentence = refusal()
     assert sentence.startswith(f"{PATH}.storage_options: no S3 credentials; set AWS_ACCESS_KEY_ID")
     assert refusal(profile="nobody").startswith(f"{PATH}.storage_options: no S3 credentials: ")
+
+
+def test_a_profile_needs_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("botocore", "botocore.exceptions", "botocore.session"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert refusal(profile="team") == (
+        f"{PATH}.storage_options.profile: needs botocore: "
+        "pip install botocore (ecshare's extra [s3])"
+    )
+    assert planned().credentials is None  # obstore searches by itself
 
 
 def test_half_a_credential_is_refused() -> None:

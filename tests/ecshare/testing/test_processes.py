@@ -114,5 +114,5 @@ def test_a_port_is_kept_for_one_server_and_free_for_it() -> None:
 
 def test_a_program_is_found_beside_python_and_its_absence_explained() -> None:
     assert Path(program("ruff")).parent == Path(sys.executable).parent
-    with pytest.raises(FileNotFoundError, match=r"ecshare\[dev\]"):
+    with pytest.raises(FileNotFoundError, match=r"pip install \S+ \(ecshare's extra \[dev\]\)"):
         program("no-such-program")

