@@ -8,11 +8,11 @@ VLLM ?=
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit engines test-models test-faults test-matrix constraints docs clean
+.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
-	@echo "make test                                 lint, unit tests, S3 tests, real-engine tests"
-	@echo "make lint | unit | engines                one part of the above"
+	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
+	@echo "make lint | unit | packaging | engines    one part of the above"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
@@ -29,7 +29,7 @@ setup:
 demo: setup
 	@$(BIN)/python examples/one_box/demo.py --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
-test: lint unit engines
+test: lint unit packaging engines
 
 lint: setup
 	$(BIN)/ruff check .
@@ -39,7 +39,11 @@ lint: setup
 
 # Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
 unit: setup
-	$(BIN)/python -m pytest -q -m "not engine" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not engine and not packaging" -n 2 --dist loadfile
+
+# The wheel with each extra in an empty environment: a minute, and a package index.
+packaging: setup
+	$(BIN)/python -m pytest -q -m packaging
 
 engines: setup
 	$(BIN)/python -m pytest -v -m "engine and not models"

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel in empty environments: each extra brings what its front door needs, and no more."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
+import venv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.testing.processes import Server
+from ecshare.testing.s3 import SeaweedFS
+
+ROOT = Path(__file__).parents[2]
+PINNED = ("--constraint", str(ROOT / "constraints.txt"))
+ROUTER_LIMIT_BYTES = 100_000_000
+
+pytestmark = pytest.mark.packaging
+
+
+class Empty:
+    """An environment with nothing in it, not even pip. Ours installs into it from outside."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False, symlinks=True)
+        self.python = folder / "bin" / "python"
+        (self.site_packages,) = folder.glob("lib/python3*/site-packages")
+
+    def install(self, *requirements: str) -> None:
+        self.pip("install", "--quiet", *requirements)
+
+    def pip(self, *arguments: str) -> str:
+        pip = (sys.executable, "-m", "pip", "--python", str(self.python))
+        return _checked(subprocess.run([*pip, *arguments], capture_output=True, text=True))
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run its Python, isolated: neither PYTHONPATH nor the working directory is searched."""
+        return subprocess.run(
+            [self.python, "-I", *arguments], capture_output=True, text=True, timeout=120
+        )
+
+    def doctor(self, url: str, **storage_options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"url": url, "storage_options": storage_options}
+        return self.run("-m", "ecshare", "doctor", json.dumps(options))
+
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.site_packages.rglob("*") if path.is_file())
+
+
+def _checked(ran: subprocess.CompletedProcess[str]) -> str:
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Built from a copy: setuptools would put into it what an older build has left."""
+    source = tmp_path_factory.mktemp("source")
+    for package in ("ecshare", "kvshare"):
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = source / "built"
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(built))
+    _checked(subprocess.run([*pip, str(source)], capture_output=True, text=True))
+    (found,) = built.glob("*.whl")
+    return str(found)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Empty:
+    return Empty(tmp_path / "environment")
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: str, tmp_path_factory: pytest.TempPathFactory) -> Empty:
+    """The wheel without extras."""
+    empty = Empty(tmp_path_factory.mktemp("bare"))
+    empty.install(wheel, *PINNED)
+    return empty
+
+
+def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None:
+    said = _checked(bare.doctor(str(tmp_path)))
+    assert "takes objects, gives them back" in said
+    for module in ("numpy", "obstore", "safetensors", "torch", "vllm"):
+        assert bare.run("-c", f"import {module}").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "needed"),
+    [
+        ("s3://bucket/x", {}, "obstore: pip install obstore botocore (ecshare's extra [s3])"),
+        (
+            "s3://bucket/x",
+            {"session_vars": {}},
+            "only s3fs knows the option session_vars; that needs s3fs: pip install s3fs "
+            "(ecshare's extra [s3fs])",
+        ),
+        ("gs://bucket/x", {}, "obstore: pip install obstore (ecshare's extra [gcs])"),
+        (
+            "az://container/x",
+            {"account_name": "a"},
+            "obstore: pip install obstore (ecshare's extra [azure])",
+        ),
+    ],
+)
+def test_a_store_without_its_extra_is_a_sentence(
+    bare: Empty, url: str, options: dict[str, Any], needed: str
+) -> None:
+    ran = bare.doctor(url, **options)
+    assert ran.returncode == 2
+    assert ran.stderr.endswith(f"{needed}\n")
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["ecshare.router", "ecshare.testing.models", "ecshare.testing.conformance"]
+)
+def test_a_program_without_its_extra_is_a_sentence(bare: Empty, module: str) -> None:
+    ran = bare.run("-m", module, "--help")
+    assert ran.returncode != 0
+    assert "pip install" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+class Router(Server):
+    """The router of an environment, in front of one engine."""
+
+    def __init__(self, python: Path, engine: str, log_dir: Path) -> None:
+        super().__init__("router", log_dir)
+        self._command = [str(python), "-I", "-m", "ecshare.router", "--decoder", engine]
+
+    def command(self) -> list[str]:
+        return [*self._command, "--port", str(self.port.number)]
+
+
+@contextmanager
+def engine(answers: Mapping[str, Any]) -> Iterator[str]:
+    """A server that has one JSON answer for each path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.dumps(answers.get(self.path, {})).encode()
+            self.send_response(200 if self.path in answers else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 — as the base class spells it
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_router_runs_on_little(wheel: str, empty: Empty, tmp_path: Path) -> None:
+    empty.install(f"{wheel}[router]", *PINNED)
+    assert empty.num_bytes() < ROUTER_LIMIT_BYTES
+    answer = {"choices": [{"message": {"role": "assistant", "content": "a cat"}}]}
+    answers = {
+        "/health": {},
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/v1/chat/completions": answer,
+    }
+    with engine(answers) as url, Router(empty.python, url, tmp_path) as router:
+        asked = urllib.request.Request(
+            f"{router.base_url}/v1/chat/completions",
+            json.dumps({"model": "m", "messages": [{"role": "user", "content": "?"}]}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=30) as reply:
+            assert json.load(reply) == answer
+
+
+def test_the_extra_for_s3_leaves_boto3_as_it_is(
+    wheel: str, empty: Empty, seaweed: SeaweedFS
+) -> None:
+    empty.install("boto3")  # not pinned: the newest
+    before = empty.pip("list", "--format=freeze")
+    empty.install(f"{wheel}[s3]")
+    after = empty.pip("list", "--format=freeze").splitlines()
+    assert set(before.splitlines()) <= set(after)
+    assert not [line for line in after if line.startswith(("s3fs", "aiobotocore", "numpy"))]
+    empty.pip("check")
+    said = _checked(empty.doctor(f"{seaweed.url}/s3", **seaweed.storage_options))
+    assert "takes objects, gives them back" in said
+
+
+def test_s3fs_alone_reaches_s3(wheel: str, empty: Empty, seaweed: SeaweedFS) -> None:
+    empty.install(f"{wheel}[s3fs]", *PINNED)
+    assert empty.run("-c", "import obstore").returncode == 1
+    said = _checked(empty.doctor(f"{seaweed.url}/s3fs", **seaweed.storage_options))
+    assert "takes objects, gives them back" in said
