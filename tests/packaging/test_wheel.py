@@ -8,6 +8,7 @@ import sys
 import threading
 import urllib.request
 import venv
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -88,6 +89,17 @@ def bare(wheel: str, tmp_path_factory: pytest.TempPathFactory) -> Empty:
     empty = Empty(tmp_path_factory.mktemp("bare"))
     empty.install(wheel, *PINNED)
     return empty
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: str) -> None:
+    ours = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("ecshare", "kvshare")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == ours
 
 
 def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None:
