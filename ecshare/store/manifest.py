@@ -62,16 +62,19 @@ async def write_mark(store: ObjectStore, key: str) -> None:
 
 
 async def _write_anew(store: ObjectStore, key: str, body: bytes) -> None:
-    """Replace the object, or leave it as it is where this user may create but not replace."""
+    """Replace the object; where the store lets nobody replace one, see that it is there."""
     try:
         await store.put(key, body, replace=True)
     except StoreError:
-        try:
-            found = bytes(await read(store, key, MAX_BYTES))
-        except (ObjectMissing, ObjectCorrupt):
-            found = b""
-        if found != body:
+        if not await store.put(key, body) and await _found(store, key) != body:
             raise
+
+
+async def _found(store: ObjectStore, key: str) -> bytes:
+    try:
+        return bytes(await read(store, key, MAX_BYTES))
+    except (ObjectMissing, ObjectCorrupt):
+        return b""
 
 
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:

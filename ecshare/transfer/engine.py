@@ -149,8 +149,9 @@ class TransferEngine:
 
     async def _keep(self, record: Record) -> None:
         """Write `record`, and have it written anew from time to time."""
-        is_written = await write_record(self._access, record)
-        renewing = renew(self._access, record, is_written=is_written)
+        timeout_s = self._config.io_timeout_s
+        is_written = await write_record(self._store, record, timeout_s)
+        renewing = renew(self._store, record, timeout_s, is_written=is_written)
         self._renewing = self._loop.create_task(renewing)
 
     def _block_on(self, work: Coroutine[Any, Any, None]) -> None:

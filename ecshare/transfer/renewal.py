@@ -18,8 +18,6 @@ from ecshare.store.errors import StoreError
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import write_manifest, write_mark
 from ecshare.store.objects import ObjectStore
-from ecshare.transfer.access import StoreAccess
-from ecshare.transfer.lanes import Urgency
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +35,23 @@ class Record(Struct, frozen=True):
     mark: str
     """A key; "": none."""
 
+    @property
+    def name(self) -> str:
+        """What it is called in a message."""
+        what = "manifest and the size mark" if self.mark else "manifest"
+        return f"the {what} of namespace {self.namespace}"
+
     async def put(self, store: ObjectStore) -> None:
-        """Write it anew. Raises StoreError, as the store does."""
-        await write_manifest(store, self.kind, self.namespace, self.facts)
+        """Write it anew, each part whatever becomes of the other. Raises StoreError."""
+        writes = [write_manifest(store, self.kind, self.namespace, self.facts)]
         if self.mark:
-            await write_mark(store, self.mark)
+            writes.append(write_mark(store, self.mark))
+        for failure in await asyncio.gather(*writes, return_exceptions=True):
+            if failure is not None:
+                raise failure
 
 
-async def renew(access: StoreAccess, record: Record, *, is_written: bool) -> None:
+async def renew(store: ObjectStore, record: Record, timeout_s: float, *, is_written: bool) -> None:
     """Write `record` anew every few hours until cancelled; soon, unless it `is_written`.
 
     Runs on the I/O thread; raises nothing.
@@ -53,19 +60,23 @@ async def renew(access: StoreAccess, record: Record, *, is_written: bool) -> Non
         pause_s = RENEWAL_S if is_written else RETRY_S
         # Engines that started together shall not write together for ever.
         await asyncio.sleep(pause_s * random.uniform(0.5, 1))
-        is_written = await write_record(
-            access, record, level=logging.WARNING if is_written else logging.DEBUG
-        )
+        level = logging.WARNING if is_written else logging.DEBUG
+        is_written = await write_record(store, record, timeout_s, level=level)
 
 
 async def write_record(
-    access: StoreAccess, record: Record, *, level: int = logging.WARNING
+    store: ObjectStore, record: Record, timeout_s: float, *, level: int = logging.WARNING
 ) -> bool:
-    """Write `record`, once; a failure is logged with that level. Returns whether it was written."""
+    """Write `record`, once; a failure is logged with that level. Returns whether it was written.
+
+    Not by way of StoreAccess: no request waits for it, so its failures must not have the store left
+    alone, and a long queue of saves must not hold it up.
+    """
     try:
-        await access.ask(record.put, Urgency.SAVE)
+        async with asyncio.timeout(timeout_s):
+            await record.put(store)
     except (StoreError, TimeoutError) as exc:
-        why = str(exc) or "no answer in time"
-        logger.log(level, "cannot store the manifest of namespace %s: %s", record.namespace, why)
+        why = str(exc) or f"no answer within {timeout_s:g} s"
+        logger.log(level, "cannot store %s: %s", record.name, why)
         return False
     return True

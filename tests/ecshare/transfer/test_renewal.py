@@ -16,6 +16,7 @@ from ecshare.testing.s3 import SeaweedFS
 from ecshare.transfer import renewal
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
+from tests.expiry import renew_often
 
 FACTS = {"model": "qwen", "weights": "aa"}
 NAMESPACE = namespace_digest(FACTS)
@@ -29,7 +30,7 @@ Start = Callable[..., TransferEngine]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start engines, which write their record anew all the time if `often`."""
+    """Start engines, which write their record anew all the time with the fixture `often`."""
     started: list[TransferEngine] = []
 
     def start(url: str, *, write: bool = True, **options: Any) -> TransferEngine:
@@ -46,8 +47,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renewal, "RENEWAL_S", 0.02)
-    monkeypatch.setattr(renewal, "RETRY_S", 0.02)
+    renew_often(monkeypatch)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -129,7 +129,8 @@ def test_a_store_that_fails_is_said_once_and_tried_again(
     first, *others = caplog.records
     assert first.levelno == logging.WARNING
     assert first.getMessage() == (
-        f"cannot store the manifest of namespace {NAMESPACE}: the folder {store} is gone"
+        f"cannot store the manifest and the size mark of namespace {NAMESPACE}: "
+        f"the folder {store} is gone"
     )
     assert {record.levelno for record in others} == {logging.DEBUG}
     (tmp_path / "unmounted").rename(store)
@@ -146,19 +147,69 @@ def test_what_somebody_put_in_its_place_keeps_no_engine_from_starting(
     assert "cannot store the manifest" in caplog.text
 
 
-def test_who_may_create_and_not_replace_leaves_what_is_there(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_somebody_put_in_the_manifests_place_keeps_no_mark_away(
+    start: Start, tmp_path: Path
 ) -> None:
-    """As some buckets' policies have it, or a folder of several users with the sticky bit."""
     store = tmp_path / "store"
-    start(str(store)).close()
+    (store / MANIFEST).mkdir(parents=True)
+    start(str(store))
+    assert (store / MARK).is_file()
+
+
+@pytest.fixture
+def no_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some buckets' policies have it, or a folder of several users with the sticky bit."""
 
     def refuse(_: str, path: str) -> bool:
         raise PermissionError(1, "Operation not permitted", path)
 
     monkeypatch.setattr("ecshare.store.directory._rename", refuse)
-    start(str(store))
+
+
+@pytest.mark.usefixtures("no_replacing")
+def test_who_may_create_and_not_replace_leaves_what_is_there(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    for _ in range(2):
+        start(str(store)).close()
+    assert (store / MANIFEST).is_file()
     assert "cannot store the manifest" not in caplog.text
+
+
+@pytest.mark.usefixtures("no_replacing", "often")
+def test_who_may_create_and_not_replace_writes_what_has_expired(
+    start: Start, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    start(str(store))
+    for path in (store / MANIFEST, store / MARK):
+        path.unlink()
+    wait_until(lambda: (store / MANIFEST).exists() and (store / MARK).exists())
+
+
+@pytest.mark.usefixtures("no_replacing")
+def test_who_may_not_replace_says_that_what_is_there_is_damaged(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tmp_path / "store"
+    (store / MANIFEST).parent.mkdir(parents=True)
+    (store / MANIFEST).write_text("{}")
+    start(str(store))
+    assert "cannot store the manifest" in caplog.text
+
+
+@pytest.mark.usefixtures("often")
+def test_what_cannot_be_renewed_costs_no_request(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody asks the store for anything else: renewals alone must not open its breaker."""
+    caplog.set_level(logging.DEBUG, renewal.logger.name)
+    store = tmp_path / "store"
+    engine = start(str(store))
+    store.rename(tmp_path / "unmounted")
+    wait_until(lambda: len(caplog.records) >= 10)
+    assert not engine.is_breaker_open
 
 
 def test_a_closed_engine_renews_no_more(start: Start, tmp_path: Path) -> None:
