@@ -85,8 +85,9 @@ class NamespaceWatch:
             said = f"{what} are shared in namespace {self._namespace}"
         else:
             said = (
-                f"no engine has stored {what} in this engine's namespace {self._namespace} yet, "
-                "and others store elsewhere: nothing of theirs is found"
+                # A manifest is renewed while engines store, and may expire when none does.
+                f"no engine has stored {what} in this engine's namespace {self._namespace}, or "
+                "none has for a while; others store elsewhere, and nothing of theirs is found"
             )
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         told = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])

@@ -104,6 +104,18 @@ def test_what_keeps_an_engine_from_what_is_stored_is_named(
     assert text.endswith(DIFFERENCE)
 
 
+def test_a_reader_whose_manifest_has_expired_is_not_told_that_nothing_was_ever_stored(
+    start: Start, said: Said, tmp_path: Path
+) -> None:
+    start(OLDER, write=True)
+    start(FACTS, write=True).close()
+    said()
+    (tmp_path / "store" / manifest_key(Kind.EC, namespace_digest(FACTS))).unlink()
+    start(FACTS, write=False)
+    ((_, text),) = said()
+    assert "or none has for a while" in text
+
+
 def test_another_model_beside_this_one_is_no_mistake(start: Start, said: Said) -> None:
     start(OTHER_MODEL, write=True)
     start(FACTS, write=True)
