@@ -28,6 +28,7 @@ from ecshare.store.format import TensorFacts
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Job, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
+from tests.expiry import expire, renew_often, wait_until_there
 
 NUM_EMBEDS = 16
 GRID = torch.tensor([1, 8, 8])
@@ -708,3 +709,11 @@ def test_a_hostile_identifier_stays_inside_the_store(
     assert save.key.startswith(f"ec/1/{digest}/")
     assert ".." not in save.key
     assert len(save.key) < 200
+
+
+def test_its_manifest_outlives_a_rule_on_age(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew_often(monkeypatch)
+    start("ec_producer")
+    wait_until_there(expire(tmp_path / "store"))

@@ -18,6 +18,7 @@ from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
 from kvshare.scheduler import KVScheduler
 from kvshare.worker import KVWorker
+from tests.expiry import expire, renew_often, wait_until_there
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,
@@ -117,6 +118,16 @@ def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(
     KVShareConnector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
     assert f"block_size: {2 * BLOCK} != {BLOCK}" in caplog.text
     assert "layer_sets: " in caplog.text
+
+
+def test_what_an_engine_leaves_beside_its_chunks_outlives_a_rule_on_age(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew_often(monkeypatch)
+    serve(start(), PROMPT)
+    expired = expire(tmp_path / "store")
+    assert {path.parts[-3] for path in expired} == {"1", "sizes"}, "a manifest and a mark"
+    wait_until_there(expired)
 
 
 def test_counts_travel_as_vllms_statistics() -> None:

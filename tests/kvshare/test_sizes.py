@@ -11,6 +11,7 @@ from ecshare.store.keys import Kind, namespace_digest, size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup
 from kvshare.sizes import StoredSizes
+from tests.expiry import expire, renew_often, wait_until_there
 
 FACTS = {"model": "m"}
 NAMESPACE = namespace_digest(FACTS)
@@ -77,6 +78,21 @@ def test_others_may_come_later(engine: TransferEngine, sizes: StoredSizes, clock
     assert sizes.known == (2, 4)
     clock.now_s += 31
     assert look(engine, sizes) == 2, "what is known is not asked for"
+
+
+def test_a_size_is_found_while_an_engine_of_it_runs_whatever_expires(
+    engine: TransferEngine,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By engines that start later, too."""
+    renew_often(monkeypatch)
+    write(engine, 4)
+    wait_until_there(expire(tmp_path / "store"))
+    newcomer = StoredSizes(NAMESPACE, 2, POSSIBLE, engine, clock)
+    look(engine, newcomer)
+    assert newcomer.known == (2, 4)
 
 
 def test_marks_of_another_namespace_are_not_seen(

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from ecshare.store.errors import ConfigError
 from ecshare.testing.s3 import SeaweedFS
+from tests.expiry import expire, renew_often, wait_until_there
 from tests.kvshare.offloading import (
     BLOCK_BYTES,
     OffloadingHost,
@@ -281,6 +282,14 @@ def test_every_count_is_a_metric_that_vllm_knows(start: StartHost, folder: dict[
     assert told["kvshare_tier_chunks"] == {("saved",): 1, ("missed",): 1}
     for name, values in told.items():
         assert all(len(labels) == len(definitions[name].labelnames) for labels in values)
+
+
+def test_its_manifest_outlives_a_rule_on_age(
+    start: StartHost, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew_often(monkeypatch)
+    start(folder)
+    wait_until_there(expire(tmp_path / "store"))
 
 
 def test_an_end_lets_go_of_vllms_memory(
