@@ -3,80 +3,102 @@
 
 import argparse
 import asyncio
-import json
+import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ecshare.config import EncoderConfig
-from ecshare.doctor import Level, examine
-from ecshare.store.config import StoreConfig, parse
+from ecshare import __version__
+from ecshare.doctor.examine import examine
+from ecshare.doctor.findings import Level
+from ecshare.doctor.options import Stranger, Subject, read_argument
 from ecshare.store.errors import ConfigError
-
-_PATHS = {"ec": "ec_connector_extra_config", "kv": "kv_connector_extra_config"}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 all is well, 1 a problem was found, 2 wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["router"]:
+        _router(given[1:])
     parser = _parser()
-    options = parser.parse_args(arguments)
+    if not given:
+        parser.print_help()
+        sys.exit(0)
+    options = parser.parse_args(given)
+    if options.command == "router":
+        _router([])
     try:
-        config, path = _config(options.store)
-        sys.exit(asyncio.run(_doctor(config, path, options)))
+        subjects, strangers = read_argument(options.store)
+        sys.exit(asyncio.run(_doctor(subjects, strangers, options)))
     except ConfigError as exc:
         parser.error(str(exc))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def _router(arguments: Sequence[str]) -> NoReturn:
+    # Inside: it needs more than the rest of the command line.
+    from ecshare.router.__main__ import main as route
+
+    route(arguments, prog="ecshare router")
+    sys.exit(0)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ecshare", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(
+        prog="ecshare",
+        description="Share vision embeddings and KV blocks between vLLM engines through object "
+        "storage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ecshare {__version__}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
+    # Only for the help: the router reads its own arguments, see main.
+    commands.add_parser(
+        "router",
+        help="route chat completions over encode, prefill and decode engines",
+        add_help=False,
+    )
     doctor = commands.add_parser(
         "doctor",
         help="find out whether a store is well, and why engines do not share",
-        description="Find out whether a store is well, and why engines do not share: try the store "
-        "and this host's cache, verify stored objects, and name the facts that keep namespaces "
-        "apart. Exit status: 0 all is well, 1 a problem was found, 2 wrong usage.",
+        description="Find out whether a store is well, and why engines do not share: try the "
+        "store, look at this host's cache, verify stored objects, and name the facts that keep "
+        "namespaces apart. It makes no folder. Exit status: 0 all is well, 1 a problem was found, "
+        "2 wrong usage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     doctor.add_argument(
         "store",
-        help="a url; or the JSON that an engine is given as --ec-transfer-config or "
-        "--kv-transfer-config; or @FILE with either",
+        help="a url; or the options of a connector or a tier, as JSON; or the JSON that an engine "
+        "is given as --ec-transfer-config or --kv-transfer-config (a MultiConnector's, too); or "
+        "@FILE with any of them",
     )
-    doctor.add_argument("--read-only", action="store_true", help="store nothing, not even a probe")
     doctor.add_argument(
-        "--sample", type=int, default=20, help="objects of each namespace to read and verify"
+        "--read-only", action="store_true", help="write nothing at all, not even a probe"
+    )
+    doctor.add_argument(
+        "--sample",
+        metavar="N",
+        type=_count,
+        default=20,
+        help="objects of each namespace to read and verify",
     )
     return parser
 
 
-def _config(text: str) -> tuple[StoreConfig, str]:
-    """Return the options that `text` means, and the path that a user knows them by."""
-    if text.startswith("@"):
-        try:
-            text = Path(text[1:]).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"argument store: {text[1:]} cannot be read: {exc}") from exc
-    if not text.startswith("{"):
-        return parse(StoreConfig, {"url": text}, "options"), "options"
-    try:
-        said: dict[str, Any] = json.loads(text)
-    except ValueError as exc:
-        raise ConfigError(f"argument store: not JSON ({exc})") from exc
-    for kind, path in _PATHS.items():
-        if f"{kind}_connector" in said or path in said:
-            config_type = EncoderConfig if kind == "ec" else StoreConfig
-            return parse(config_type, said.get(path, {}), path), path
-    return parse(EncoderConfig, said, "options"), "options"
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
 
 
-async def _doctor(config: StoreConfig, path: str, options: argparse.Namespace) -> int:
+async def _doctor(
+    subjects: Sequence[Subject], strangers: Sequence[Stranger], options: argparse.Namespace
+) -> int:
     status = 0
-    findings = examine(config, path, write=not options.read_only, sample=options.sample)
+    findings = examine(subjects, strangers, write=not options.read_only, sample=options.sample)
     async for topic, level, text, details in findings:
         print(f"{level.value:8}{topic}: {text}", flush=True)
         for line in details:

@@ -33,9 +33,9 @@ async def serve(config: RouterConfig) -> None:
         await runner.cleanup()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the router until it is told to stop."""
-    config = parse_arguments(arguments)
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.router") -> None:
+    """Run the router until it is told to stop. `prog`: what its help calls it."""
+    config = parse_arguments(arguments, prog)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(serve(config))
 

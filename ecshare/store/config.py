@@ -77,11 +77,9 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Seconds for somebody who waits for a few operations on the store."""
         return 6 * self.io_timeout_s
 
-    def store_id(self) -> str:
-        """16 hex digits that tell this store from others: url and endpoint, no credentials.
-
-        Two ways to write one store may give two ids: what is kept by it is then kept twice.
-        """
+    @property
+    def endpoint_url(self) -> str:
+        """The endpoint by the options, or by the environment; "": the filesystem's own."""
         client: Any = self.storage_options.get("client_kwargs")
         endpoint = self.storage_options.get("endpoint_url") or (
             client.get("endpoint_url") if isinstance(client, Mapping) else None
@@ -90,8 +88,15 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             # Where S3 clients look for it when no option says it.
             names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
             endpoint = next((os.environ[name] for name in names if name in os.environ), "")
+        return str(endpoint)
+
+    def store_id(self) -> str:
+        """16 hex digits that tell this store from others: url and endpoint, no credentials.
+
+        Two ways to write one store may give two ids: what is kept by it is then kept twice.
+        """
         place = self.url.removeprefix("file://").rstrip("/")
-        return hashlib.sha256(f"{endpoint}\n{place}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.endpoint_url}\n{place}".encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.for_log().items())

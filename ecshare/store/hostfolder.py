@@ -76,12 +76,17 @@ def make_private(root: Path) -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
-        status = root.lstat()
+        check_private(root)
     except OSError as exc:
         raise ConfigError(
             f"host_cache_dir: {root} cannot be made ({exc.strerror}); "
             "name a folder this user may write"
         ) from exc
+
+
+def check_private(root: Path) -> None:
+    """Check that `root`, which is there, is for us alone. ConfigError: it is not."""
+    status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
         raise ConfigError(f"host_cache_dir: {root} is {kind}; name a real folder")

@@ -67,10 +67,15 @@ def size_key(kind: Kind, namespace: str, size: int) -> str:
     return f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}"
 
 
+def kind_prefix(kind: Kind) -> str:
+    """What all keys of a kind begin with, also those of manifests and marks."""
+    return f"{Kind(kind)}/{FORMAT_VERSION}/"
+
+
 def manifests_prefix(kind: Kind) -> str:
     """What the keys of all manifests of a kind begin with: apart from the objects, of which there
     may be millions, so that they can be listed."""
-    return f"{Kind(kind)}/{FORMAT_VERSION}/manifests/"
+    return f"{kind_prefix(kind)}manifests/"
 
 
 def namespace_prefix(kind: Kind, namespace: str) -> str:
