@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the doctor, as its command does."""
+"""The doctor, run as its command does, and engines that store something for it to find."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ecshare.cli import main
+from ecshare.store.config import StoreConfig
+from ecshare.store.format import TensorFacts
+from ecshare.store.keys import Kind, namespace_digest
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Put
+from ecshare.transfer.staging import Staging
 
 Doctor = Callable[..., tuple[int, str]]
 
@@ -31,3 +38,27 @@ def doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
         return ended.value.code, printed.out + printed.err
 
     return run
+
+
+def start(
+    tmp_path: Path,
+    facts: dict[str, Any],
+    url: str = "",
+    *keys: str,
+    kind: Kind = Kind.EC,
+    **options: Any,
+) -> None:
+    """Have an engine of these facts store objects under `keys`."""
+    config = StoreConfig(
+        url=url or f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/other", **options
+    )
+    engine = TransferEngine(config, "options")
+    engine.start_up(kind, namespace_digest(facts), facts, write=True)
+    staging = Staging(torch.device("cpu"), 1 << 20)
+    for key in keys:
+        slab = staging.reserve(TensorFacts("U8", (1000,), {}))
+        assert slab is not None
+        slab.payload.zero_()
+        engine.submit(Put(key, slab))
+        engine.drain(10)
+    engine.close()

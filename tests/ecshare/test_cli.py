@@ -8,44 +8,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from ecshare import __version__
 from ecshare.cli import main
-from ecshare.store.config import StoreConfig
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
 from ecshare.testing.processes import Port
 from ecshare.testing.s3 import Rclone, SeaweedFS
-from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Put
-from ecshare.transfer.staging import Staging
 from tests.conftest import LOGS
-from tests.ecshare.conftest import Doctor
+from tests.ecshare.conftest import Doctor, start
 
 FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
 NAMESPACE = namespace_digest(FACTS)
 KEY = object_key(Kind.EC, NAMESPACE, "picture")
-
-
-def start(tmp_path: Path, facts: dict[str, Any], url: str = "", *keys: str, **options: Any) -> None:
-    """Have an engine of these facts store objects under `keys`."""
-    config = StoreConfig(
-        url=url or f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/other", **options
-    )
-    engine = TransferEngine(config, "options")
-    engine.start_up(Kind.EC, namespace_digest(facts), facts, write=True)
-    staging = Staging(torch.device("cpu"), 1 << 20)
-    for key in keys:
-        slab = staging.reserve(TensorFacts("U8", (1000,), {}))
-        assert slab is not None
-        slab.payload.zero_()
-        engine.submit(Put(key, slab))
-        engine.drain(10)
-    engine.close()
 
 
 def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
