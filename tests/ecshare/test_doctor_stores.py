@@ -159,13 +159,12 @@ PLAIN = {
     "page": (200, "text/html", b"<!doctype html><html>hello</html>"),
     "json": (404, "application/json", b'{"detail": "Not Found"}'),
     "login": (401, "text/plain", b"who are you?"),
-    "moved": (302, "text/html", b""),
 }
 
 
 @contextmanager
-def http_server(answer: Answer) -> Iterator[str]:
-    """An HTTP server that gives everybody the same answer; its url."""
+def http_server(answer: Answer, **headers: str) -> Iterator[str]:
+    """An HTTP server that gives everybody the same answer, with these headers too; its url."""
     status, content_type, body = answer
 
     class Handler(BaseHTTPRequestHandler):
@@ -174,8 +173,8 @@ def http_server(answer: Answer) -> Iterator[str]:
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
-            if status == 302:
-                self.send_header("Location", f"{url}/elsewhere")
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
@@ -223,6 +222,18 @@ def test_an_http_server_that_is_no_s3_server_is_named(
     assert "ok      store" not in text, "it is found out before anything else is said"
 
 
+def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
+    with (
+        http_server(PLAIN["page"]) as elsewhere,
+        http_server((302, "text/plain", b""), Location=elsewhere) as url,
+    ):
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: {url} is an HTTP server, but it answers 302 ")
+
+
 def test_a_server_that_is_not_well_is_asked_after(doctor: Doctor) -> None:
     with http_server((502, "text/html", b"<html>bad gateway</html>")) as url:
         storage = {"key": "a", "secret": "b", "endpoint_url": url}
@@ -248,9 +259,12 @@ def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> 
     assert len(text) < 2000
 
 
-def test_a_refusal_without_words_is_not_quoted_raw(doctor: Doctor) -> None:
+@pytest.mark.parametrize(("body", "headers"), [("<Error></Error>", {}), ("", {"x_amz_id_2": "1"})])
+def test_a_refusal_without_words_is_not_quoted_raw(
+    doctor: Doctor, body: str, headers: dict[str, str]
+) -> None:
     class_names = re.compile("lacked|Generic S3 error|Error performing|: ;")
-    with http_server((403, "application/xml", b"<Error></Error>")) as url:
+    with http_server((403, "application/xml", body.encode()), **headers) as url:
         storage = {"key": "a", "secret": "b", "endpoint_url": url}
         status, text = doctor(url="s3://bucket/x", storage_options=storage)
     assert status == 1
