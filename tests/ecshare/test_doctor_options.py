@@ -157,8 +157,8 @@ OURS = "ECShareConnector, KVShareConnector, KVShareTier"
             "KVShareTier among its secondary_tiers",
         ),
         (offloading({"type": "fs"}), f"{KV_EXTRA}.secondary_tiers[0].type: 'fs' is not ours"),
-        (connector("KVSharedConnector"), "did you mean 'KVShareConnector'?"),
-        (connector("Q"), "kv_connector: 'Q' is not ours, and not one of vLLM's"),
+        (connector("KVSharedConnector"), "is not ours, nor vLLM's; is KVShareConnector meant"),
+        (connector("Q"), "kv_connector: 'Q' is not ours, nor vLLM's"),
         (
             connector("ECShareConnector", url="/x"),
             "kv_connector: ECShareConnector does not go here, but as ec_connector in",
