@@ -122,14 +122,14 @@ def _without_manifest(kind: Kind, orphans: Mapping[str, _Count], is_all: bool) -
 
 def _held(kind: Kind, manifest: Manifest, count: _Count, more: str) -> Finding:
     odd = f"{count.num_odd} files there are none of ours; engines ignore them"
-    since = datetime.fromtimestamp(manifest.modified_s, UTC)
+    renewed = datetime.fromtimestamp(manifest.modified_s, UTC)
     facts = manifest.facts
     shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]
     return Finding(
         _KINDS[kind],
         Level.OK,
         f"{manifest.namespace}: {count.num_objects:,}{more} objects, "
-        f"{size(count.num_bytes)}{more}, since {since:%Y-%m-%d %H:%M} UTC",
+        f"{size(count.num_bytes)}{more}; its manifest is of {renewed:%Y-%m-%d %H:%M} UTC",
         (", ".join(shown), *([odd] if count.num_odd else [])),
     )
 

@@ -160,7 +160,7 @@ def _stranger(name: Any, module: Any, path: str, of_vllm: set[str]) -> Stranger:
     if name in of_vllm:
         return Stranger(path, name, "it comes with vLLM")
     near = difflib.get_close_matches(name, _CONFIGS, n=1)
-    return Stranger(path, name, f"nor vLLM's; is {near[0]} meant" if near else "nor vLLM's")
+    return Stranger(path, name, f"nor vLLM's; perhaps {near[0]} is meant" if near else "nor vLLM's")
 
 
 def _plain(said: Mapping[str, Any]) -> Subject:

@@ -157,7 +157,7 @@ OURS = "ECShareConnector, KVShareConnector, KVShareTier"
             "KVShareTier among its secondary_tiers",
         ),
         (offloading({"type": "fs"}), f"{KV_EXTRA}.secondary_tiers[0].type: 'fs' is not ours"),
-        (connector("KVSharedConnector"), "is not ours, nor vLLM's; is KVShareConnector meant"),
+        (connector("KVSharedConnector"), "nor vLLM's; perhaps KVShareConnector is meant"),
         (connector("Q"), "kv_connector: 'Q' is not ours, nor vLLM's"),
         (
             connector("ECShareConnector", url="/x"),

@@ -27,7 +27,7 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/store/s3options.py", {"s3"}),
     ("ecshare/store/", set()),
     ("ecshare/cli.py", {"cli"}),
-    ("ecshare/doctor.py", {"cli"}),
+    ("ecshare/doctor/", {"cli"}),
     ("ecshare/__main__.py", {"cli"}),
     ("ecshare/__init__.py", set()),
     ("ecshare/config.py", set()),
