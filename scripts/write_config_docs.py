@@ -125,14 +125,16 @@ def router_table() -> Iterator[str]:
     yield "| argument | default | what it is for |"
     yield "|---|---|---|"
     for action in make_parser("")._actions:
-        if action.dest == "help":
+        if action.dest in ("help", "version"):
             continue
         metavar = action.metavar or ("TEXT" if action.type is None else "N")
         value = f" {metavar}" if action.nargs != 0 else ""
         if action.required:
             default = "required"
-        elif action.default in ([], False):
-            default = "none" if action.default == [] else "off"
+        elif isinstance(action.default, list):
+            default = str(action.default)
+        elif action.default is False:
+            default = "off"
         else:
             default = f"`{action.default}`"
         yield row(f"`{action.option_strings[0]}{value}`", default, sentence(str(action.help)))

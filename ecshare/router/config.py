@@ -2,17 +2,25 @@
 """The router's options: command line in, one frozen `RouterConfig` out."""
 
 import argparse
+import ipaddress
+import re
 from collections.abc import Sequence
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
+
+from ecshare import __version__
+from ecshare.router.addresses import Network
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[^\s\x00-\x1f/\\@]+")
 
 MIB = 1024 * 1024
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
-    """Everything an operator can set. Urls carry no trailing slash."""
+    """Everything an operator can set. Urls are as `engine_url` returns them."""
 
     decoders: tuple[str, ...]
     encoders: tuple[str, ...] = ()
@@ -24,6 +32,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_items: int = 64
     hand_over: Literal["streamed", "after"] = "streamed"
     allow_media_domains: tuple[str, ...] = ()
+    allow_media_networks: tuple[Network, ...] = ()
     timeout_s: float = 600.0
     stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
@@ -37,10 +46,8 @@ def parse_arguments(
     """Read the command line; leaves with status 2 and one sentence when it makes no sense."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
-    for name in ("encoder", "prefiller", "decoder"):
-        urls = getattr(options, name)
-        if len(set(urls)) < len(urls):
-            parser.error(f"argument --{name}: the same url is given twice")
+    if twice := _given_twice(options):
+        parser.error(twice)
     return RouterConfig(
         encoders=tuple(options.encoder),
         prefillers=tuple(options.prefiller),
@@ -52,12 +59,24 @@ def parse_arguments(
         max_items=options.max_items,
         hand_over=options.hand_over,
         allow_media_domains=tuple(domain.lower() for domain in options.allow_media_domain),
+        allow_media_networks=tuple(options.allow_media_network),
         timeout_s=options.timeout_s,
         stage_timeout_s=options.stage_timeout_s,
         media_timeout_s=options.media_timeout_s,
         cool_down_s=options.cool_down_s,
         access_log=options.access_log,
     )
+
+
+class _Repeated(list[str]):
+    """The empty default of an option that may be given several times; reads as what it means."""
+
+    def __init__(self, meaning: str) -> None:
+        super().__init__()
+        self._meaning = meaning
+
+    def __str__(self) -> str:
+        return self._meaning
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -68,6 +87,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--version", action="version", version=f"ecshare {__version__}", help="print the version"
+    )
     engines = parser.add_argument_group("engines, each may be given several times")
     say = engines.add_argument
     say(
@@ -75,7 +97,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="URL",
         type=engine_url,
         action="append",
-        default=[],
+        default=_Repeated("none"),
         help="encode engine; without one the prefill engines are sent the pictures",
     )
     say(
@@ -83,7 +105,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="URL",
         type=engine_url,
         action="append",
-        default=[],
+        default=_Repeated("none"),
         help="prefill engine; without one the decode engines prefill",
     )
     say(
@@ -96,16 +118,17 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         help="decode engine",
     )
     say = parser.add_argument
-    say("--host", default="127.0.0.1", help="address to listen on")
-    say("--port", type=_port, default=8000, help="port to listen on")
-    say("--max-body-mb", type=_positive, default=128, help="largest request body, in MiB")
+    say("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on")
+    say("--port", metavar="PORT", type=_port, default=8000, help="port to listen on")
+    say("--max-body-mb", metavar="MIB", type=_positive, default=128, help="largest request body")
     say(
         "--max-media-mb",
+        metavar="MIB",
         type=_positive,
         default=128,
-        help="most media to download for one request, in MiB",
+        help="most media to download for one request",
     )
-    say("--max-items", type=_count, default=64, help="most media items in one request")
+    say("--max-items", metavar="N", type=_count, default=64, help="most media items in one request")
     say(
         "--hand-over",
         choices=("streamed", "after"),
@@ -117,54 +140,113 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "--allow-media-domain",
         metavar="HOST",
         action="append",
-        default=[],
+        default=_Repeated("all public hosts"),
         help="fetch media from this host only; may be given several times",
     )
-    say("--timeout-s", type=_positive, default=600, help="deadline of a whole request")
     say(
-        "--stage-timeout-s",
-        type=_positive,
-        default=120,
-        help="longest wait for an encode or prefill engine before decode does it all",
+        "--allow-media-network",
+        metavar="CIDR",
+        type=_network,
+        action="append",
+        default=_Repeated("public addresses only"),
+        help="fetch media from addresses in this network too, although it is not public; "
+        "may be given several times",
     )
-    say("--media-timeout-s", type=_positive, default=20, help="longest download of one item")
-    say("--cool-down-s", type=_positive, default=5, help="rest of an engine that failed")
+    for name, default_s, purpose in (
+        ("--timeout-s", 600, "deadline of a whole request"),
+        (
+            "--stage-timeout-s",
+            120,
+            "longest wait for an encode or prefill engine before decode does it all",
+        ),
+        ("--media-timeout-s", 20, "longest download of one item"),
+        ("--cool-down-s", 5, "rest of an engine that failed"),
+    ):
+        say(name, metavar="SECONDS", type=_positive, default=default_s, help=purpose)
     say("--access-log", action="store_true", help="log one line per request")
     return parser
 
 
 def engine_url(text: str) -> str:
-    """Return an engine's base url without a trailing slash, or refuse with the reason."""
+    """Return an engine's base url, or refuse with the reason.
+
+    Two spellings of one url come out equal: no trailing slash, no default port, the host in lower
+    case. A `/v1` at the end, which clients of OpenAI's API put there, is taken off.
+    """
     try:
         parts = urlsplit(text)
-        port_ok = parts.port != 0
+        port = parts.port
     except ValueError as exc:
         raise argparse.ArgumentTypeError(f"{text!r} is not a url: {exc}") from exc
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
+    if not _has_host(parts) or port == 0:
         raise argparse.ArgumentTypeError(f"{text!r} must look like http://host:port")
     if parts.username is not None or parts.query or parts.fragment:
         raise argparse.ArgumentTypeError(
             "an engine url takes no user, query or fragment; clients' Authorization is passed on"
         )
-    return text.rstrip("/")
+    host = str(parts.hostname)
+    where = f"[{host}]" if ":" in host else host
+    if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
+        where += f":{port}"
+    return f"{parts.scheme}://{where}{_base_path(parts.path)}"
+
+
+def _has_host(parts: SplitResult) -> bool:
+    return parts.scheme in _DEFAULT_PORTS and bool(_HOST.fullmatch(parts.hostname or ""))
+
+
+def _base_path(path: str) -> str:
+    return path.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _given_twice(options: argparse.Namespace) -> str | None:
+    """Return what to say of the first engine that is named twice, None if there is none."""
+    named: dict[str, str] = {}
+    for name in ("encoder", "prefiller", "decoder"):
+        for url in getattr(options, name):
+            if url in named:
+                return (
+                    f"argument --{name}: {url} is already given as --{named[url]}; name each "
+                    "engine once, and leave out the stages that have none of their own"
+                )
+            named[url] = name
+    return None
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a network like 10.0.0.0/8 or fd00::/8, or one address"
+        ) from exc
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} must be greater than 0 and finite")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0 and below 1e9")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if (number := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return number
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} must be between 1 and 65535")
+    if not 1 <= (number := _whole(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535")
     return number
+
+
+def _whole(text: str) -> int:
+    """Return the number; -1, which is out of every range, when it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        return -1

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line."""
 
+from ipaddress import ip_network
+
 import pytest
 
 from ecshare.router.config import RouterConfig, parse_arguments
@@ -11,7 +13,8 @@ def test_every_option_arrives() -> None:
         "--encoder http://e1:1 --encoder http://e2:1/ --prefiller https://p/base "
         "--decoder http://d:3 "
         "--host 0.0.0.0 --port 9 --max-body-mb 0.5 --max-media-mb 2 --max-items 3 "
-        "--allow-media-domain Example.org --timeout-s 30 --stage-timeout-s 4.5 "
+        "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
+        "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--media-timeout-s 2 --cool-down-s 1 --access-log --hand-over after"
     )
     assert parse_arguments(line.split()) == RouterConfig(
@@ -24,6 +27,7 @@ def test_every_option_arrives() -> None:
         max_media_bytes=2 * 1024 * 1024,
         max_items=3,
         allow_media_domains=("example.org",),
+        allow_media_networks=(ip_network("10.0.0.0/8"), ip_network("fd00::1/128")),
         timeout_s=30.0,
         stage_timeout_s=4.5,
         media_timeout_s=2.0,
@@ -48,12 +52,22 @@ def test_the_defaults_are_the_structs() -> None:
         ("--decoder http://d:99999", "'http://d:99999' is not a url"),
         ("--decoder http://u:p@d", "takes no user"),
         ("--decoder http://d?x=1", "takes no user, query"),
-        ("--decoder http://d --decoder http://d/", "--decoder: the same url is given twice"),
-        ("--decoder http://d --port 0", "--port: 0 must be between 1 and 65535"),
-        ("--decoder http://d --port x", "--port: invalid"),
-        ("--decoder http://d --timeout-s 0", "--timeout-s: 0 must be greater than 0"),
-        ("--decoder http://d --timeout-s nan", "--timeout-s: nan must be greater than 0"),
-        ("--decoder http://d --max-items 0", "--max-items: 0 must be at least 1"),
+        ("--decoder http://d\\e:80", "must look like http://host:port"),
+        ("--decoder http://d --port 0", "--port: '0' must be a whole number from 1 to 65535"),
+        ("--decoder http://d --port x", "--port: 'x' must be a whole number from 1 to 65535"),
+        ("--decoder http://d --timeout-s 0", "--timeout-s: '0' must be a number above 0"),
+        ("--decoder http://d --timeout-s nan", "--timeout-s: 'nan' must be a number above 0"),
+        ("--decoder http://d --timeout-s x", "--timeout-s: 'x' must be a number above 0"),
+        ("--decoder http://d --max-items 0", "--max-items: '0' must be a whole number of at"),
+        ("--decoder http://d --max-items x", "--max-items: 'x' must be a whole number of at"),
+        (
+            "--decoder http://d --allow-media-network x",
+            "--allow-media-network: 'x' must be a network like 10.0.0.0/8",
+        ),
+        (
+            "--decoder http://d --allow-media-network 10.0.0.1/8",
+            "--allow-media-network: '10.0.0.1/8' must be a network like 10.0.0.0/8",
+        ),
         ("--decoder http://d --encode http://e", "unrecognized arguments"),
         ("--decoder http://d --hand-over never", "--hand-over: invalid choice: 'never'"),
     ],
@@ -67,7 +81,54 @@ def test_a_senseless_command_line_is_refused_with_the_reason(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        ("http://h:8003/v1", "http://h:8003"),
+        ("http://h:8003/v1/", "http://h:8003"),
+        ("http://h:8003/prefix/v1", "http://h:8003/prefix"),
+        ("http://h:8003/prefix//v1//", "http://h:8003/prefix"),
+        ("http://h:8003/v1beta", "http://h:8003/v1beta"),
+        ("HTTP://Host.Example:80/", "http://host.example"),
+        ("https://h:443", "https://h"),
+        ("https://h:80", "https://h:80"),
+        ("http://[FD00::1]:8003/v1", "http://[fd00::1]:8003"),
+    ],
+)
+def test_an_engines_url_is_its_base(given: str, understood: str) -> None:
+    assert parse_arguments(["--decoder", given]).decoders == (understood,)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--decoder http://d --decoder http://d/",
+            "argument --decoder: http://d is already given as --decoder; name each engine once",
+        ),
+        (
+            "--encoder http://d --decoder http://D:80/v1",
+            "argument --decoder: http://d is already given as --encoder; name each engine once",
+        ),
+        (
+            "--encoder http://e --prefiller http://e --decoder http://d",
+            "argument --prefiller: http://e is already given as --encoder; name each engine once",
+        ),
+    ],
+)
+def test_an_engine_that_is_given_twice_is_refused(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(line.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_help_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
-    assert "--stage-timeout-s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--stage-timeout-s SECONDS" in said
+    assert "(default: all public hosts)" in said
+    assert "[]" not in said

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which addresses media may be fetched from. Pure: no name is looked up here."""
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+
+Network = IPv4Network | IPv6Network
+
+_NAT64 = IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = IPv6Network("2000::/3")
+
+
+def may_connect(text: str, allowed: Iterable[Network]) -> bool:
+    """Tell whether an address is public or in one of the allowed networks.
+
+    `text` is an address as sockets take it. Everything else, also another spelling of one such as
+    127.1, is refused.
+    """
+    try:
+        address = _target(ip_address(text))
+    except ValueError:
+        return False
+    return _is_public(address) or any(address in network for network in allowed)
+
+
+def _target(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """Return the IPv4 address that packets to an IPv6 address end at, else the address itself."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour or address
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    # Multicast counts as global; so do, in some Python versions, parts of IPv6 that nobody has.
+    if not address.is_global or address.is_multicast:
+        return False
+    return isinstance(address, IPv4Address) or address in _GLOBAL_UNICAST
