@@ -132,6 +132,8 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
         case RefusalError():
             return verbatim(error.status, error.body, error.content_type)
         case ApiError():
+            if error.reason:
+                logger.warning("request %s: %s", request[TRIP].request_id, error.reason)
             shown = error
         case EngineError():
             logger.warning("request %s: %s", request[TRIP].request_id, error)

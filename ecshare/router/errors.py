@@ -30,6 +30,12 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.reason: str | None = None
+
+    def because(self, reason: str) -> "ApiError":
+        """Add what only the log is told: it may name our hosts. Returns this error."""
+        self.reason = reason
+        return self
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that OpenAI's clients expect."""

@@ -6,7 +6,9 @@ cancels a call closes its connection, which is how an engine learns that nobody 
 """
 
 import asyncio
+import errno
 import io
+import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
@@ -14,6 +16,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from ecshare.router.addresses import may_connect
 from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
@@ -58,14 +61,30 @@ class Reply:
         return bytes(body)
 
 
+class _ForbiddenAddressError(OSError):
+    """Media would be fetched from an address that is neither public nor allowed."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EACCES, "no public address; --allow-media-network allows others")
+
+
 class Relay:
-    """One pooled HTTP client for engines and media. Make and close it inside the event loop."""
+    """Pooled HTTP clients for engines and media. Make and close it inside the event loop."""
 
     def __init__(self, config: RouterConfig, workers: Mapping[Stage, Workers]) -> None:
         self._config = config
         self._workers = workers
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
+        self._session = self._make_session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+        )
+        # Apart: no connection that was made for an engine is ever used for media.
+        self._media_session = self._make_session(
+            aiohttp.TCPConnector(limit=0, socket_factory=self._media_socket)
+        )
+
+    def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
             timeout=self._timeout(None),
             # Clients share this session: nothing that one server sets may reach another.
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -73,9 +92,21 @@ class Relay:
             auto_decompress=False,
         )
 
+    def _media_socket(self, info: aiohttp.AddrInfoType) -> socket.socket:
+        """Return a socket for the address that is to be connected to, if it may be.
+
+        The last step before connecting: it sees what a name has been resolved to, after each
+        redirect, and addresses that were in the url. No second look-up can tell otherwise.
+        """
+        family, kind, protocol, _, address = info
+        if not may_connect(str(address[0]), self._config.allow_media_networks):
+            raise _ForbiddenAddressError
+        return socket.socket(family, kind, protocol)
+
     async def close(self) -> None:
         """Close every connection."""
         await self._session.close()
+        await self._media_session.close()
 
     def _engine(self, to: Stage | Worker) -> tuple[Stage, Worker]:
         if isinstance(to, Worker):
@@ -190,21 +221,20 @@ class Relay:
             async with asyncio.timeout(self._config.media_timeout_s):
                 return await self._follow(item, budget)
         except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
-            reason = "it took too long" if isinstance(exc, TimeoutError) else type(exc).__name__
-            raise _media_error(item, f"The media cannot be fetched: {reason}.") from exc
+            if _is_forbidden(exc):
+                raise _forbidden(item, str(exc)) from exc
+            raise _unavailable(item, repr(exc)) from exc
 
     async def _follow(self, item: Item, budget: "_Budget") -> bytearray:
         url = URL(item.source)
         for _ in range(_MAX_REDIRECTS + 1):
             self._check_media_url(item, url)
-            async with self._session.get(url, allow_redirects=False) as response:
+            async with self._media_session.get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS:
                     url = url.join(URL(response.headers.get("Location", "")))
                     continue
                 if response.status != 200:
-                    raise _media_error(
-                        item, f"The media cannot be fetched: HTTP {response.status}."
-                    )
+                    raise _unavailable(item, f"{url.host} answers HTTP {response.status}")
                 content = bytearray()
                 async for chunk in response.content.iter_any():
                     if not budget.take(len(chunk)):
@@ -213,7 +243,7 @@ class Relay:
                         )
                     content += chunk
                 return content
-        raise _media_error(item, "The media cannot be fetched: too many redirects.")
+        raise _unavailable(item, "too many redirects")
 
     def _check_media_url(self, item: Item, url: URL) -> None:
         if url.scheme not in ("http", "https") or not url.host:
@@ -225,12 +255,7 @@ class Relay:
             )
         allowed = self._config.allow_media_domains
         if allowed and url.host.lower() not in allowed:
-            raise ApiError(
-                400,
-                "The media's host is not one that this server may fetch from.",
-                param=item.param,
-                code="invalid_media",
-            )
+            raise _forbidden(item, f"{url.host} is not named by --allow-media-domain")
 
 
 class _Budget:
@@ -244,8 +269,24 @@ class _Budget:
         return self._left_bytes >= 0
 
 
-def _media_error(item: Item, message: str) -> ApiError:
-    return ApiError(400, message, param=item.param, code="media_unavailable")
+def _is_forbidden(exc: Exception) -> bool:
+    """Tell whether a download failed on its url's host; aiohttp refuses odd ones such as 127.1."""
+    if isinstance(exc, aiohttp.ClientConnectorError):
+        return isinstance(exc.os_error, _ForbiddenAddressError)
+    return isinstance(exc, aiohttp.InvalidURL)
+
+
+# What clients are told is the same whatever the reason: it must not map our network for them.
+def _forbidden(item: Item, reason: str) -> ApiError:
+    message = "The media's host is not one that this server may fetch from."
+    error = ApiError(400, message, param=item.param, code="invalid_media")
+    return error.because(f"{item.param}: {reason}")
+
+
+def _unavailable(item: Item, reason: str) -> ApiError:
+    message = "The media cannot be fetched."
+    error = ApiError(400, message, param=item.param, code="media_unavailable")
+    return error.because(f"{item.param}: {reason}")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,10 @@ Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PNG = b"\x89PNG picture one"
 PNG_2 = b"\x89PNG picture two"
 EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
+
+
+LOOPBACK = (ip_network("127.0.0.0/8"),)
+"""Where the tests' servers of media are."""
 
 
 def data_url(content: bytes, media_type: str = "image/png") -> str:

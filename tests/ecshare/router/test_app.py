@@ -13,6 +13,7 @@ from aiohttp import web
 from ecshare.router.app import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
+    LOOPBACK,
     PNG,
     PNG_2,
     Answer,
@@ -293,7 +294,7 @@ async def test_media_urls_are_downloaded_once_and_sent_as_bytes() -> None:
 
     media = web.Application()
     media.router.add_get("/{name}", serve)
-    async with listening(media) as url, fleet() as f:
+    async with listening(media) as url, fleet(allow_media_networks=LOOPBACK) as f:
         part = {"type": "image_url", "image_url": {"url": url + "/moved"}}
         response, _ = await f.post(chat(part, part), headers={"Authorization": "Bearer k"})
         assert response.status == 200

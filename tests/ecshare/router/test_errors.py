@@ -4,6 +4,7 @@
 import asyncio
 import gzip
 import json
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from aiohttp import web
 from ecshare.router.app import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
+    LOOPBACK,
     PNG,
     Fleet,
     Hanging,
@@ -23,6 +25,10 @@ from tests.ecshare.router.fake_engine import (
     listening,
     picture,
 )
+
+FORBIDDEN = "The media's host is not one that this server may fetch from."
+UNAVAILABLE = "The media cannot be fetched."
+HERE = (*LOOPBACK, ip_network("::1"))
 
 
 async def refusal(f: Fleet, body: object) -> tuple[int, dict[str, Any]]:
@@ -108,7 +114,7 @@ async def test_a_compressed_body_is_read_within_the_same_bound() -> None:
     ],
 )
 async def test_bad_media_names_the_item(url: str, code: str) -> None:
-    async with fleet() as f:
+    async with fleet(allow_media_networks=LOOPBACK) as f:
         status, error = await refusal(f, at(url))
         assert (status, error["param"], error["code"]) == (400, "messages[0].content[1]", code)
         assert f.e.bodies == f.d.bodies == []
@@ -149,7 +155,7 @@ async def test_bad_downloads_name_the_item(path: str, status: int, code: str) ->
     media.router.add_get("/{name}", serve)
     async with (
         listening(media) as url,
-        fleet(max_media_bytes=1024, media_timeout_s=0.3) as f,
+        fleet(max_media_bytes=1024, media_timeout_s=0.3, allow_media_networks=LOOPBACK) as f,
     ):
         got, error = await refusal(f, at(url + path))
         assert (got, error["param"], error["code"]) == (status, "messages[0].content[1]", code)
@@ -162,7 +168,10 @@ async def test_the_download_limit_is_for_all_items_together() -> None:
 
     media = web.Application()
     media.router.add_get("/{name}", serve)
-    async with listening(media) as url, fleet(max_media_bytes=300) as f:
+    async with (
+        listening(media) as url,
+        fleet(max_media_bytes=300, allow_media_networks=LOOPBACK) as f,
+    ):
         assert (await f.post(at(url + "/a")))[0].status == 200
         parts = [{"type": "image_url", "image_url": f"{url}/{name}"} for name in "ab"]
         status, error = await refusal(f, chat(*parts))
@@ -175,11 +184,109 @@ async def test_media_hosts_can_be_limited() -> None:
 
     media = web.Application()
     media.router.add_get("/a.png", redirect)
-    async with listening(media) as url, fleet(allow_media_domains=("127.0.0.1",)) as f:
+    async with (
+        listening(media) as url,
+        fleet(allow_media_domains=("127.0.0.1",), allow_media_networks=LOOPBACK) as f,
+    ):
         for target in ("http://elsewhere.invalid/a.png", url + "/a.png"):
             status, error = await refusal(f, at(target))
             assert (status, error["code"]) == (400, "invalid_media")
             assert "host" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]",
+        "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1", "127.1", "127.0.0.1.",
+        "%31%32%37.0.0.1", "\uff11\uff12\uff17.0.0.1", "127\u30020.0.1", "user@127.0.0.1",
+    ],
+)  # fmt: skip
+async def test_media_are_not_fetched_from_this_host(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    async def serve(http: web.Request) -> web.StreamResponse:
+        asked.append(http.path)
+        return web.Response(body=PNG)
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    async with listening(media) as url, fleet() as f:
+        port = url.rpartition(":")[2]
+        status, error = await refusal(f, at(f"http://{host}:{port}/a.png"))
+        assert (status, error["param"]) == (400, "messages[0].content[1]")
+        assert not asked
+        assert not f.e.bodies
+        assert error["code"] in ("invalid_media", "media_unavailable")
+        if error["code"] == "invalid_media":
+            assert error["message"] == FORBIDDEN
+        else:  # a spelling that the resolver does not know
+            assert error["message"] == UNAVAILABLE
+            assert "DNS" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+async def test_the_log_names_the_option_and_the_client_hears_nothing(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet() as f:
+        status, error = await refusal(f, at(f"http://{host}:9/a.png"))
+        assert (status, error["code"]) == (400, "invalid_media")
+        assert error["message"] == FORBIDDEN
+    assert "--allow-media-network" in caplog.text
+    assert "messages[0].content[1]" in caplog.text
+
+
+async def test_a_redirect_leads_to_allowed_networks_only() -> None:
+    asked = []
+
+    async def serve(http: web.Request) -> web.StreamResponse:
+        asked.append(http.path)
+        raise web.HTTPFound(f"http://{http.query['to']}:{port}/moved")
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    networks = (ip_network("127.0.0.1"),)
+    async with listening(media) as url, fleet(allow_media_networks=networks) as f:
+        port = url.rpartition(":")[2]
+        for to in ("127.0.0.2", "127.1", "[::1]"):
+            status, error = await refusal(f, at(f"{url}/a.png?to={to}"))
+            assert (status, error["code"]) == (400, "invalid_media")
+            assert error["message"] == FORBIDDEN
+        assert asked == ["/a.png"] * 3
+
+
+async def test_an_allowed_domain_alone_opens_no_network_and_the_other_way_round() -> None:
+    async def serve(http: web.Request) -> web.StreamResponse:
+        return web.Response(body=PNG)
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    here, there, none = ("localhost",), ("elsewhere.invalid",), ()
+    async with listening(media) as url:
+        by_name = url.replace("127.0.0.1", "localhost") + "/a.png"
+        for domains, networks, status in ((here, none, 400), (there, HERE, 400), (here, HERE, 200)):
+            async with fleet(allow_media_domains=domains, allow_media_networks=networks) as f:
+                assert (await f.post(at(by_name)))[0].status == status
+
+
+async def test_an_open_port_is_told_like_a_closed_one() -> None:
+    async def not_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(not_http, "127.0.0.1", 0) as server:
+        mail = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with (
+            listening(web.Application()) as no_such_path,
+            fleet(allow_media_networks=LOOPBACK) as f,
+        ):
+            urls = (no_such_path, mail, "http://127.0.0.1:9", "http://name.invalid")
+            told = [await refusal(f, at(f"{url}/a.png")) for url in urls]
+            assert told == [told[0]] * len(urls)
+            assert told[0][1]["message"] == UNAVAILABLE
 
 
 @pytest.mark.parametrize("stage", ["e", "p", "d"])
