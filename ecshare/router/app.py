@@ -172,7 +172,7 @@ class Router:
                     )
                     for uuid, request in requests.items()
                 }
-        except* (EngineError, RefusalError) as errors:
+        except* (ApiError, EngineError, RefusalError) as errors:
             raise errors.exceptions[0] from None
         return {uuid: plan.reported_metadata(task.result()) for uuid, task in tasks.items()}
 
@@ -296,7 +296,7 @@ class Router:
         try:
             _, body = await self._model_list(Stage.DECODE, trip.headers)
             served = msgspec.json.decode(body, type=_ModelList)
-        except (EngineError, msgspec.MsgspecError):  # also an error's body is no list
+        except (EngineError, ValueError, RecursionError):  # also an error's body is no list
             return None
         return frozenset(model.id for model in served.data)
 

@@ -72,7 +72,11 @@ def read_chat(body: bytes, max_items: int) -> Chat:
     """Check a chat completion's body; raises ApiError naming the field at fault."""
     try:
         request = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except RecursionError as exc:
+        raise too_deep() from exc
+    except UnicodeDecodeError as exc:
+        raise ApiError(400, f"The body is not valid UTF-8: {exc.reason}.") from exc
+    except ValueError as exc:
         raise ApiError(400, f"The body is not valid JSON: {exc}") from exc
     if not isinstance(request, dict):
         raise ApiError(400, "The body must be a JSON object.")
@@ -83,6 +87,11 @@ def read_chat(body: bytes, max_items: int) -> Chat:
             400, f"{len(items)} media items; at most {max_items} are taken.", param="messages"
         )
     return Chat(request, items)
+
+
+def too_deep() -> ApiError:
+    """Return the refusal of a body that cannot be read, or not be written again."""
+    return ApiError(400, "The body is nested too deeply.")
 
 
 def _check_fields(request: Request) -> None:

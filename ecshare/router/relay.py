@@ -17,7 +17,7 @@ import msgspec
 from yarl import URL
 
 from ecshare.router.addresses import may_connect
-from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
+from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline, too_deep
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.workers import Stage, Worker, Workers
@@ -136,7 +136,7 @@ class Relay:
         stage, worker = self._engine(to)
         workers = self._workers[stage]
         # A file-like body is written in pieces: other requests go on while a large one leaves.
-        body = None if request is None else io.BytesIO(msgspec.json.encode(request))
+        body = None if request is None else io.BytesIO(_encoded(request))
         with workers.lease(worker):
             with _unreachable(stage, worker, workers):
                 response = await self._session.request(
@@ -170,7 +170,7 @@ class Relay:
             raise RefusalError(reply.status, body, reply.content_type)
         try:
             return msgspec.json.decode(body, type=Request)
-        except (msgspec.MsgspecError, RecursionError) as exc:
+        except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
             raise EngineError(reply.stage, f"unreadable answer: {exc}", reached=True) from exc
 
     async def is_healthy(self, worker: Worker) -> bool:
@@ -267,6 +267,13 @@ class _Budget:
     def take(self, num_bytes: int) -> bool:
         self._left_bytes -= num_bytes
         return self._left_bytes >= 0
+
+
+def _encoded(request: Request) -> bytes:
+    try:
+        return msgspec.json.encode(request)
+    except RecursionError as exc:  # it could just be read, and the router's own fields are deeper
+        raise too_deep() from exc
 
 
 def _is_forbidden(exc: Exception) -> bool:

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever bytes a client sends, the client is at fault: while engines answer, nothing is a 5xx."""
+
+import asyncio
+import gzip
+import json
+import random
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from ecshare.router.app import CHAT
+from tests.ecshare.router.fake_engine import PNG, FakeEngine, Fleet, chat, decoded, fleet, picture
+
+VALID = json.dumps(chat(picture(PNG), temperature=0.5, stop=["\u00e9"])).encode()
+TEXT = json.dumps(chat(x=1)).encode()
+
+
+class Deaf(FakeEngine):
+    """Answers whatever it is sent: what is found unreadable, the router has to find."""
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        await http.read()
+        return await self.answer(http, {})
+
+
+@asynccontextmanager
+async def deaf_fleet() -> AsyncIterator[Fleet]:
+    async with (
+        Deaf(decoded).serving() as engine,
+        fleet(num_d=0, num_p=0, decoders_more=(engine.url,)) as f,
+    ):
+        yield f
+
+
+def with_text(text: bytes) -> bytes:
+    return TEXT.replace(b"what is this?", text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x00",
+        b"[]",
+        b"null",
+        b"hello",
+        b"NaN",
+        with_text(b"\xff"),
+        with_text(b"\xed\xa0\x80"),
+        with_text(b"\xc3"),
+        with_text(b"\\ud800"),
+        with_text(b"\\udc00\\ud800"),
+        with_text(b"\x00"),
+        with_text(b"\\"),
+        TEXT.replace(b'"model"', b'"mod\xffel"'),
+        TEXT.replace(b": 1}", b": 1e999}"),
+        TEXT.replace(b": 1}", b": " + b"9" * 5000 + b"}"),
+        TEXT.replace(b": 1}", b": Infinity}"),
+        TEXT.replace(b": 1}", b": " + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        TEXT.decode().encode("utf-16"),
+        b"\xef\xbb\xbf" + TEXT,
+        gzip.compress(TEXT),
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+async def test_an_unreadable_body_is_400(body: bytes) -> None:
+    async with fleet() as f:
+        response, answer = await f.post(body)
+        assert response.status == 400
+        error = json.loads(answer)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+        assert not f.d.bodies
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", TEXT),
+        ("gzip", gzip.compress(TEXT)[:-12]),
+        ("gzip", gzip.compress(TEXT)[:20] + b"\xff" * 20),
+        ("deflate", b"\xff" * 40),
+        ("nonsense", b"\xff" * 40),
+    ],
+)
+async def test_a_broken_content_encoding_is_400(encoding: str, body: bytes) -> None:
+    async with fleet() as f:
+        response, answer = await f.post(body, {"Content-Encoding": encoding})
+        assert response.status == 400
+        assert json.loads(answer)["error"]["type"] == "invalid_request_error"
+        assert not f.d.bodies
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"), [("deflate", zlib.compress(TEXT)[:20]), ("br", b"\xff" * 40)]
+)
+async def test_what_the_http_server_itself_cannot_decode_is_400(encoding: str, body: bytes) -> None:
+    async with fleet() as f:
+        response, _ = await f.post(body, {"Content-Encoding": encoding})
+        assert response.status == 400
+        assert not f.d.bodies
+
+
+async def test_an_encoder_is_asked_nothing_that_is_nested_too_deeply() -> None:
+    async with fleet(num_p=0) as f:
+        for depth in range(850, 1000):
+            deep = b'{"a":' * depth + b"1" + b"}" * depth
+            body = VALID.replace(b'"temperature": 0.5', b'"mm_processor_kwargs": ' + deep)
+            response, _ = await f.post(body)
+            if response.status == 400:
+                break
+            assert response.status == 200
+        else:
+            pytest.fail("nothing was too deep")
+
+
+async def test_numbers_and_depth_at_the_edge_of_what_can_be_read() -> None:
+    async with deaf_fleet() as f:
+        for depth in (100, *range(850, 1010, 3), 2000, 20_000):
+            for body in (
+                TEXT.replace(b": 1}", b": " + b"[" * depth + b"]" * depth + b"}"),
+                VALID.replace(b"0.5", b'{"a":' * depth + b"1" + b"}" * depth),
+            ):
+                assert (await f.post(body))[0].status in (200, 400), depth
+        for number in (b"1e308", b"9" * 4299, b"-" + b"9" * 400, b"0." + b"1" * 5000, b"1e-9999"):
+            response, _ = await f.post(TEXT.replace(b": 1}", b": " + number + b"}"))
+            assert response.status in (200, 400), number
+
+
+def mutations(number: int, seed: int) -> Iterator[bytes]:
+    """Bodies that are nonsense from the first byte, and ones that once were good."""
+    chance = random.Random(seed)
+    pieces = [
+        *(
+            b"\xff",
+            b"\x00",
+            b"\\ud800",
+            b"\\u0000",
+            b'"',
+            b"\\",
+            b"{",
+            b"}",
+            b"[",
+            b"]",
+            b",",
+            b":",
+        ),
+        *(b"null", b"1e400", b"-", b"[]", b"{}", b'""', b"true", b"9" * 40, b'"url"', b"data:"),
+        *(b"http://[", b"http://127.0.0.1:9/", b"file:///", b"image_url", b"uuid", b"\xed\xa0\x80"),
+    ]
+    for _ in range(number):
+        yield chance.randbytes(chance.randrange(64))
+        for seed_body in (VALID, TEXT):
+            body = bytearray(seed_body)
+            for _ in range(chance.randrange(1, 4)):
+                start = chance.randrange(len(body))
+                end = start + chance.choice((0, 0, 1, 1, 4, 20))
+                body[start:end] = chance.choice(pieces)
+            yield bytes(body)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_arbitrary_and_mutated_bodies(seed: int) -> None:
+    async with deaf_fleet() as f:
+        statuses = set()
+        for body in mutations(120, seed):
+            response, answer = await f.post(body)
+            assert response.status < 500, body
+            statuses.add(response.status)
+            if response.status != 200:
+                assert set(json.loads(answer)) == {"error"}, body
+        assert statuses >= {200, 400}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n",
+        b"GET /%ff%00%fe HTTP/1.1\r\nHost: x\r\n",
+        b"GET /%ed%a0%80 HTTP/1.1\r\nHost: x\r\n",
+        b"GET /\x00 HTTP/1.1\r\nHost: x\r\n",
+        b"GET //[ HTTP/1.1\r\nHost: x\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: x\r\n",
+        b"GET / HTTP/9.9\r\nHost: x\r\n",
+        b"\xff\xff / HTTP/1.1\r\nHost: x\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: \xff\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: [\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: x\r\nx-request-id: \xff\x80\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: x\r\n\xff: y\r\n",
+        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n",
+        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: \xff\r\n",
+        b"POST "
+        + CHAT.encode()
+        + b" HTTP/1.1\r\nHost: x\r\nContent-Type: \xff; charset=\xff\r\nContent-Length: 0\r\n",
+    ],
+)
+async def test_odd_heads_are_4xx(head: bytes) -> None:
+    async with fleet() as f:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
+        writer.write(head + b"Connection: close\r\n\r\n")
+        status_line = await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert status_line.split()[1][:1] == b"4", status_line
+
+
+@pytest.mark.parametrize("name", ["Authorization", "traceparent", "tracestate"])
+async def test_headers_that_travel_may_hold_odd_bytes(name: str) -> None:
+    async with fleet() as f:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(TEXT)}\r\n"
+        writer.write(head.encode() + name.encode() + b": a\xff\xc3(\r\n")
+        writer.write(b"Connection: close\r\n\r\n" + TEXT)
+        status_line = await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert status_line.split()[1] in (b"200", b"400"), status_line
