@@ -210,9 +210,10 @@ async def test_cookies_of_an_engine_stay_with_it() -> None:
         assert not any("cookie" in headers for headers in engine.headers)
 
 
-async def test_nonsense_from_prefill_is_a_failure() -> None:
+@pytest.mark.parametrize("answer", [b"<html>", b'"\xff"', b"[" * 100_000])
+async def test_nonsense_from_prefill_is_a_failure(answer: bytes) -> None:
     async def nonsense(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.Response(text="<html>")
+        return web.Response(body=answer)
 
     async with fleet() as f:
         f.p.answer = nonsense
