@@ -30,6 +30,7 @@ from ecshare.router.envelope import (
     verbatim,
 )
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.models import Served
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.workers import Stage, Worker, Workers
 
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 _MODELS_TIMEOUT_S = 5.0
-_MODELS_EXPIRY_S = 5.0
 _SHUTDOWN_S = 5.0
 
 
@@ -68,9 +68,7 @@ class Router:
         }
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
-        self._models: frozenset[str] | None = None  # None: D did not say
-        self._models_until_s = float("-inf")
-        self._models_lock = asyncio.Lock()  # held for one refresh, a GET with a short limit
+        self._served = Served(self._served_models, clock_s)
 
     def application(self) -> web.Application:
         """Return the web application; the relay lives as long as it runs."""
@@ -86,6 +84,7 @@ class Router:
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
         self.relay = Relay(self._config, self._stages)
         yield
+        await self._served.close()
         await self.relay.close()
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
@@ -113,10 +112,8 @@ class Router:
 
     async def health(self, http: web.Request) -> web.Response:
         """Ask all engines; 200 when every stage has one that answers, else 503."""
-        workers = [(stage, each) for stage, group in self._stages.items() for each in group]
-        answers = await asyncio.gather(*(self.relay.is_healthy(each) for _, each in workers))
         stages: dict[str, list[dict[str, Any]]] = {}
-        for (stage, worker), healthy in zip(workers, answers, strict=True):
+        for stage, worker, healthy in await self.ask_all():
             shown = {"url": worker.url, "healthy": healthy, "in_flight": worker.in_flight}
             stages.setdefault(stage, []).append(shown)
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
@@ -127,6 +124,12 @@ class Router:
             "fallbacks": self._num_fallbacks,
         }
         return json_response(200 if complete else 503, report)
+
+    async def ask_all(self) -> list[tuple[Stage, Worker, bool]]:
+        """Ask every engine at once whether it is healthy; takes a few seconds at most."""
+        workers = [(stage, each) for stage, group in self._stages.items() for each in group]
+        answers = await asyncio.gather(*(self.relay.is_healthy(each) for _, each in workers))
+        return [(*worker, healthy) for worker, healthy in zip(workers, answers, strict=True)]
 
     async def _answer(self, http: web.Request, trip: Trip) -> web.StreamResponse:
         if http.content_length is not None and http.content_length > self._config.max_body_bytes:
@@ -282,19 +285,13 @@ class Router:
 
     async def _check_model(self, chat: Chat, trip: Trip) -> None:
         """Refuse a model that D does not serve. When D cannot say, the stages will."""
-        if chat.model is None:
-            return
-        async with self._models_lock:
-            if self._clock_s() >= self._models_until_s:
-                self._models = await self._served_models(trip)
-                self._models_until_s = self._clock_s() + _MODELS_EXPIRY_S
-        if self._models is not None and chat.model not in self._models:
+        if chat.model is not None and await self._served.lacks(chat.model, trip.headers):
             message = f"The model `{chat.model}` does not exist."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def _served_models(self, trip: Trip) -> frozenset[str] | None:
+    async def _served_models(self, headers: dict[str, str]) -> frozenset[str] | None:
         try:
-            _, body = await self._model_list(Stage.DECODE, trip.headers)
+            _, body = await self._model_list(Stage.DECODE, headers)
             served = msgspec.json.decode(body, type=_ModelList)
         except (EngineError, ValueError, RecursionError):  # also an error's body is no list
             return None
@@ -305,12 +302,10 @@ class Router:
             return reply, await reply.read()
 
 
-def make_runner(
-    config: RouterConfig, clock_s: Callable[[], float] = time.monotonic
-) -> web.AppRunner:
-    """Return the server, not yet listening. Must be called inside the event loop."""
+def make_runner(router: Router) -> web.AppRunner:
+    """Return the server, not yet listening."""
     return web.AppRunner(
-        Router(config, clock_s).application(),
+        router.application(),
         # A client that leaves cancels its request, and with it every call to an engine.
         handler_cancellation=True,
         access_log=None,

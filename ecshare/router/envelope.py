@@ -51,7 +51,8 @@ class Trip:
 
     def response_headers(self) -> dict[str, str]:
         """Return what is known of the trip so far."""
-        shown = {"x-request-id": self.request_id}
+        # Instead of the HTTP library's name and version, which are nobody's business.
+        shown = {"Server": "ecshare", "x-request-id": self.request_id}
         if self.path:
             shown["x-ecshare-path"] = ",".join(self.path)
         if self.seconds:

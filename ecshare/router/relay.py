@@ -138,7 +138,8 @@ class Relay:
         # A file-like body is written in pieces: other requests go on while a large one leaves.
         body = None if request is None else io.BytesIO(_encoded(request))
         with workers.lease(worker):
-            with _unreachable(stage, worker, workers):
+            # An engine whose list of models is slow may be quick with everything else.
+            with _unreachable(stage, worker, workers, may_be_slow=request is None):
                 response = await self._session.request(
                     "GET" if body is None else "POST",
                     worker.url + path,
@@ -180,7 +181,7 @@ class Relay:
                 worker.url + "/health", timeout=self._timeout(_HEALTH_TIMEOUT_S)
             ) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError, ValueError):  # a host that is no host's name
             return False
 
     @staticmethod
@@ -297,13 +298,16 @@ def _unavailable(item: Item, reason: str) -> ApiError:
 
 
 @contextmanager
-def _unreachable(stage: Stage, worker: Worker, workers: Workers) -> Iterator[None]:
-    """Map the errors of sending a request, and let the engine rest."""
+def _unreachable(
+    stage: Stage, worker: Worker, workers: Workers, *, may_be_slow: bool
+) -> Iterator[None]:
+    """Map the errors of sending a request, and let the engine rest, unless it `may_be_slow`."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as exc:
-        workers.mark_failed(worker)
         never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        if never or not (may_be_slow and isinstance(exc, TimeoutError)):
+            workers.mark_failed(worker)
         reason = f"{worker.url}: {exc or type(exc).__name__}"
         raise EngineError(stage, reason, reached=not never) from exc
 

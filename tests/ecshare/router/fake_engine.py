@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from ecshare.router.app import CHAT, make_runner
+from ecshare.router.app import CHAT, Router, make_runner
 from ecshare.router.config import RouterConfig
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -129,6 +129,9 @@ class FakeEngine:
     num_model_lists: int = 0
     lists: asyncio.Event | None = None
     """Its model lists come once this is set; None: at once."""
+    num_lists_awaited: int = 0
+    list_left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nobody waits for a model list any more that somebody has waited for."""
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = json.loads(await http.read())
@@ -139,7 +142,12 @@ class FakeEngine:
     async def _models(self, http: web.Request) -> web.Response:
         self.num_model_lists += 1
         if self.lists is not None:
-            await self.lists.wait()
+            self.num_lists_awaited += 1
+            try:
+                await self.lists.wait()
+            finally:
+                self.num_lists_awaited -= 1
+                self.list_left.set()
         return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
 
     async def _health(self, http: web.Request) -> web.Response:
@@ -244,6 +252,6 @@ async def fleet(
             decoders=d_urls + decoders_more,
             **options,
         )
-        url = await stack.enter_async_context(_listening(make_runner(config, clock)))
+        url = await stack.enter_async_context(_listening(make_runner(Router(config, clock))))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         yield Fleet(stages[0], stages[1], stages[2], url, client, clock)

@@ -65,6 +65,7 @@ async def test_a_stream_is_passed_on_byte_for_byte() -> None:
         response, body = await f.post(chat(picture(PNG), stream=True))
         assert body == b"".join(EVENTS)
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["Server"] == "ecshare"
         assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
         assert re.fullmatch(
             r"encode;dur=[\d.]+, prefill;dur=[\d.]+", response.headers["Server-Timing"]
@@ -210,7 +211,7 @@ async def test_cookies_of_an_engine_stay_with_it() -> None:
         assert not any("cookie" in headers for headers in engine.headers)
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b'"\xff"', b"[" * 100_000])
+@pytest.mark.parametrize("answer", [b"<html>", b'{"a": "\xff"}', b"[" * 100_000])
 async def test_nonsense_from_prefill_is_a_failure(answer: bytes) -> None:
     async def nonsense(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response(body=answer)

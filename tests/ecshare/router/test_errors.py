@@ -374,6 +374,7 @@ async def test_other_paths_and_methods(method: str, path: str, status: int, code
         assert response.status == status
         assert (await response.json())["error"]["code"] == code
         assert "x-request-id" in response.headers
+        assert response.headers["Server"] == "ecshare"
 
 
 async def test_models_come_from_prefill_when_decode_is_gone() -> None:
