@@ -2,8 +2,9 @@
 """The router's routes, and the flow of one request through the stages.
 
 Flow: read -> media get their identity -> E encodes each distinct item -> P prefills the
-conversation -> D answers. When E or P fails, D gets the pictures and does all three. D may get its
-request beside P, and then loads what P has computed while P computes the rest.
+conversation -> D answers. When E or P fails, D gets the pictures and does all three, and where that
+D fails too, another one. D may get its request beside P, and then loads what P has computed while P
+computes the rest.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 _MODELS_TIMEOUT_S = 5.0
 _SHUTDOWN_S = 5.0
+_MAX_DECODERS = 3
+"""Most D's that one request is sent to as a whole: what kills them all is perhaps the request."""
 
 
 class _Model(msgspec.Struct):
@@ -146,14 +149,14 @@ class Router:
                     return answer
                 request = answer
             if request is not plain:
-                return await self._decode(http, request, trip, spare=True)
+                return await self._decode(http, request)
         except EngineError as failure:
             if trip.answer is not None:
                 raise
             logger.warning("request %s falls back to decode alone: %s", trip.request_id, failure)
             self._num_fallbacks += 1
             trip.path.clear()
-        return await self._decode(http, plain, trip, spare=False)
+        return await self._decode_alone(http, plain, trip)
 
     async def _encoded(self, chat: Chat, media: list[Media], plain: Request, trip: Trip) -> Request:
         """Return what P is to be sent: without the media that E has encoded."""
@@ -217,9 +220,7 @@ class Router:
         """
         streamed = plan.decode_request(request, plan.STREAMED)
         prefilling = asyncio.create_task(self._handed_over(worker, request, trip))
-        answering = asyncio.create_task(
-            self._decode(http, streamed, trip, spare=True, beside=Stage.PREFILL)
-        )
+        answering = asyncio.create_task(self._decode(http, streamed, beside=Stage.PREFILL))
         try:
             with self._stages[Stage.PREFILL].lease(worker):
                 await asyncio.sleep(0)  # until the call has begun: nobody else shall find it free
@@ -234,33 +235,63 @@ class Router:
                 task.cancel()
             await asyncio.gather(prefilling, answering, return_exceptions=True)
 
+    async def _decode_alone(
+        self, http: web.Request, plain: Request, trip: Trip
+    ) -> web.StreamResponse:
+        """Ask one D after the other, each once; the last one's answer counts whatever it is."""
+        decoders = self._stages[Stage.DECODE]
+        # All may be cooling down: there is no other way to an answer than to ask one of them.
+        worker = decoders.choose() or decoders.soonest()
+        asked: list[Worker] = []
+
+        def another() -> Worker | None:
+            return decoders.choose(asked) if len(asked) < _MAX_DECODERS else None
+
+        while worker is not None:
+            asked.append(worker)
+            try:
+                return await self._decode(http, plain, worker, is_last=lambda: not another())
+            except EngineError as failure:
+                worker = another()
+                if worker is None or trip.answer is not None:
+                    raise
+                logger.warning("request %s tries another decode: %s", trip.request_id, failure)
+        raise EngineError(Stage.DECODE, "there is none", reached=False)
+
     async def _decode(
         self,
         http: web.Request,
         request: Request,
-        trip: Trip,
+        to: Stage | Worker = Stage.DECODE,
         *,
-        spare: bool,
+        is_last: Callable[[], bool] = lambda: False,
         beside: Stage | None = None,
     ) -> web.StreamResponse:
-        """Pass D's answer on. With `spare`, a failed answer is an EngineError: try another way.
+        """Pass D's answer on. A failed one is an EngineError, unless this is the last way to one.
 
         `beside`: a stage that is at work for this answer meanwhile.
         """
-        began_s = time.monotonic()
-        async with self.relay.call(Stage.DECODE, CHAT, request, trip.headers) as reply:
-            if reply.failed and spare:
+        trip, began_s = http[TRIP], time.monotonic()
+        async with self.relay.call(to, CHAT, request, trip.headers) as reply:
+            if reply.failed and not is_last():
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
-                self._passed(trip, beside)
-                return await self._stream(http, reply, trip)
+                return await self._stream(http, reply, trip, beside)
             body = await reply.read()
         self._passed(trip, beside)
         trip.seconds[Stage.DECODE] = time.monotonic() - began_s
-        return verbatim(reply.status, body, reply.content_type)
+        return verbatim(reply.status, body, reply.content_type, reply.retry_after)
 
-    async def _stream(self, http: web.Request, reply: Reply, trip: Trip) -> web.StreamResponse:
-        """Copy D's events to the client, byte for byte."""
+    async def _stream(
+        self, http: web.Request, reply: Reply, trip: Trip, beside: Stage | None
+    ) -> web.StreamResponse:
+        """Copy D's events to the client, byte for byte.
+
+        Nothing is sent before D's first byte: until then another D can take over.
+        """
+        chunks = reply.chunks()
+        first = await anext(chunks, b"")
+        self._passed(trip, beside)
         headers = {
             "Content-Type": reply.content_type,
             "Cache-Control": "no-cache",
@@ -269,7 +300,8 @@ class Router:
         trip.answer = web.StreamResponse(headers=headers | trip.response_headers())
         await trip.answer.prepare(http)
         try:
-            async for chunk in reply.chunks():
+            await trip.answer.write(first)
+            async for chunk in chunks:
                 await trip.answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", trip.request_id, failure)

@@ -94,9 +94,14 @@ def json_response(status: int, content: object) -> web.Response:
     return verbatim(status, msgspec.json.encode(content), "application/json")
 
 
-def verbatim(status: int, body: bytes, content_type: str) -> web.Response:
+def verbatim(
+    status: int, body: bytes, content_type: str, retry_after: str | None = None
+) -> web.Response:
     """Return an engine's answer as it came."""
-    return web.Response(status=status, body=body, headers={"Content-Type": content_type})
+    response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
+    if retry_after is not None:
+        response.headers["Retry-After"] = retry_after
+    return response
 
 
 async def end_stream(answer: web.StreamResponse, error: ApiError) -> web.StreamResponse:

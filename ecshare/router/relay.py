@@ -41,6 +41,7 @@ class Reply:
         self._response = response
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
+        self.retry_after = response.headers.get("Retry-After")
         self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
         # Overload is like failure: another engine, or another way, may do.
         self.failed = response.status >= 500 or response.status in (408, 429)

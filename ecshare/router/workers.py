@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines of each stage, how busy they are, and which one is next. Pure: the clock is given."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,13 +44,15 @@ class Workers:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
 
-    def choose(self) -> Worker | None:
-        """Return the least busy engine that is not cooling down; None when all are.
+    def choose(self, but: Collection[Worker] = ()) -> Worker | None:
+        """Return the least busy engine that is not cooling down, `but` none of these, if any.
 
         Among equals the one that has waited longest for its turn: light traffic goes round.
         """
         now_s = self._clock_s()
-        live = [worker for worker in self._workers if worker.down_until_s <= now_s]
+        live = [
+            worker for worker in self._workers if worker.down_until_s <= now_s and worker not in but
+        ]
         return min(live, key=lambda worker: (worker.in_flight, worker.last_turn), default=None)
 
     def soonest(self) -> Worker | None:

@@ -61,3 +61,13 @@ def test_a_stage_without_engines_has_nobody() -> None:
     assert not workers
     assert workers.choose() is None
     assert workers.soonest() is None
+
+
+def test_engines_that_were_tried_are_left_out() -> None:
+    clock = Clock()
+    workers = Workers(["a", "b", "c"], 5.0, clock)
+    a, b, c = workers
+    assert workers.choose([a]) is b
+    workers.mark_failed(b)
+    assert workers.choose([a]) is c
+    assert workers.choose([a, c]) is None
