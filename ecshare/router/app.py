@@ -253,7 +253,7 @@ class Router:
                 return await self._decode(http, plain, worker, is_last=lambda: not another())
             except EngineError as failure:
                 worker = another()
-                if worker is None or trip.answer is not None:
+                if worker is None:
                     raise
                 logger.warning("request %s tries another decode: %s", trip.request_id, failure)
         raise EngineError(Stage.DECODE, "there is none", reached=False)

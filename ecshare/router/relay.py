@@ -27,6 +27,7 @@ _HEALTH_TIMEOUT_S = 2.0
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
+_MAX_LOGGED_CHARS = 300
 _HASH_IN_THREAD_CHARS = 256 * 1024
 # uvicorn, which serves vLLM, drops idle connections after 5 s: be first, or a request can be
 # written to a connection that is being closed.
@@ -289,13 +290,13 @@ def _is_forbidden(exc: Exception) -> bool:
 def _forbidden(item: Item, reason: str) -> ApiError:
     message = "The media's host is not one that this server may fetch from."
     error = ApiError(400, message, param=item.param, code="invalid_media")
-    return error.because(f"{item.param}: {reason}")
+    return error.because(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
 
 
 def _unavailable(item: Item, reason: str) -> ApiError:
     message = "The media cannot be fetched."
     error = ApiError(400, message, param=item.param, code="media_unavailable")
-    return error.because(f"{item.param}: {reason}")
+    return error.because(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
 
 
 @contextmanager

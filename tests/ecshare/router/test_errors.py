@@ -239,6 +239,18 @@ async def test_the_log_names_the_option_and_the_client_hears_nothing(
     assert "messages[0].content[1]" in caplog.text
 
 
+async def test_what_a_client_named_is_one_short_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with fleet(allow_media_domains=("a.example",)) as f:
+        for host in ("x%0aERROR%0dforged", "a" * 10_000, "a." * 5_000, "[" + "a\n" * 5_000):
+            caplog.clear()
+            assert (await refusal(f, at(f"http://{host}/")))[0] == 400
+            (said,) = [each.getMessage() for each in caplog.records]
+            assert len(said.splitlines()) == 1
+            assert len(said) < 500
+
+
 async def test_a_redirect_leads_to_allowed_networks_only() -> None:
     asked = []
 
