@@ -15,9 +15,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from ecshare.router import plan
+from ecshare.router.bodies import read_body
 from ecshare.router.chat import Chat, Media, Request, read_chat
 from ecshare.router.config import RouterConfig
 from ecshare.router.envelope import (
@@ -79,9 +80,9 @@ class Router:
             middlewares=[envelope(self._config)], client_max_size=self._config.max_body_bytes
         )
         app.cleanup_ctx.append(self._with_relay)
-        app.router.add_post(CHAT, self.chat)
-        app.router.add_get(MODELS, self.models)
-        app.router.add_get("/health", self.health)
+        app.router.add_post(CHAT, self.chat, expect_handler=_expected)
+        app.router.add_get(MODELS, self.models, expect_handler=_expected)
+        app.router.add_get("/health", self.health, expect_handler=_expected)
         return app
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
@@ -137,7 +138,8 @@ class Router:
     async def _answer(self, http: web.Request, trip: Trip) -> web.StreamResponse:
         if http.content_length is not None and http.content_length > self._config.max_body_bytes:
             raise too_large(self._config)
-        chat = read_chat(await http.read(), self._config.max_items)
+        body = await read_body(http, self._config.max_body_bytes)
+        chat = read_chat(body, self._config.max_items)
         await self._check_model(chat, trip)
         media = await self.relay.load_media(chat.items)
         plain = plan.plain_request(chat, media)
@@ -334,12 +336,19 @@ class Router:
             return reply, await reply.read()
 
 
+async def _expected(http: web.Request) -> None:
+    """Let a client that asked for it send its body; aiohttp's own fails on other bytes."""
+    if http.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and http.transport is not None:
+        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 def make_runner(router: Router) -> web.AppRunner:
     """Return the server, not yet listening."""
     return web.AppRunner(
         router.application(),
         # A client that leaves cancels its request, and with it every call to an engine.
         handler_cancellation=True,
+        auto_decompress=False,  # see bodies.py
         access_log=None,
         shutdown_timeout=_SHUTDOWN_S,
     )

@@ -19,6 +19,7 @@ from ecshare.router.workers import Stage
 
 logger = logging.getLogger(__name__)
 
+_MAX_SHOWN_CHARS = 200
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 
@@ -71,6 +72,7 @@ def envelope(config: RouterConfig) -> Middleware:
         trip = request[TRIP] = _begin(request)
         began_s = time.monotonic()
         try:
+            _check_headers(trip)
             response = await handler(request)
         except ConnectionResetError:
             if trip.answer is None:
@@ -82,7 +84,8 @@ def envelope(config: RouterConfig) -> Middleware:
             response.headers.update(trip.response_headers())
         if config.access_log:
             path, spent_ms = ",".join(trip.path) or "-", (time.monotonic() - began_s) * 1000
-            what = f"{request.method} {request.path} {response.status}"
+            # The raw path: a line break in the other would begin a line of the client's own.
+            what = f"{request.method} {_path(request)} {response.status}"
             logger.info("%s %s %s %.0f ms", trip.request_id, what, path, spent_ms)
         return response
 
@@ -133,6 +136,15 @@ def _begin(request: web.Request) -> Trip:
     return Trip(request_id, headers | {"X-Request-Id": request_id})
 
 
+def _check_headers(trip: Trip) -> None:
+    """Refuse headers that cannot be passed on; raises ApiError naming the first."""
+    for name, value in trip.headers.items():
+        try:
+            value.encode()  # aiohttp reads bytes that are no UTF-8 as lone surrogates
+        except UnicodeEncodeError as exc:
+            raise ApiError(400, f"The header `{name}` is not UTF-8 text.") from exc
+
+
 def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> web.Response:
     match error:
         case RefusalError():
@@ -160,11 +172,15 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
 def _of_http(error: web.HTTPException, request: web.Request, config: RouterConfig) -> ApiError:
     match error.status:
         case 404:
-            return ApiError(404, f"There is no {request.path}.", code="unknown_url")
+            return ApiError(404, f"There is no {_path(request)}.", code="unknown_url")
         case 405:
-            message = f"{request.path} does not take {request.method}."
+            message = f"{_path(request)} does not take {request.method}."
             return ApiError(405, message, code="wrong_method")
         case 413:
             return too_large(config)
         case _:
             return ApiError(error.status, error.reason)
+
+
+def _path(request: web.Request) -> str:
+    return request.rel_url.raw_path[:_MAX_SHOWN_CHARS]

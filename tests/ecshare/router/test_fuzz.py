@@ -5,7 +5,6 @@ import asyncio
 import gzip
 import json
 import random
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -64,7 +63,7 @@ def with_text(text: bytes) -> bytes:
         TEXT.replace(b": 1}", b": " + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         TEXT.decode().encode("utf-16"),
         b"\xef\xbb\xbf" + TEXT,
-        gzip.compress(TEXT),
+        gzip.compress(TEXT, mtime=0),
     ],
     ids=lambda body: repr(body[:24]),
 )
@@ -75,34 +74,6 @@ async def test_an_unreadable_body_is_400(body: bytes) -> None:
         error = json.loads(answer)["error"]
         assert error["type"] == "invalid_request_error"
         assert error["message"]
-        assert not f.d.bodies
-
-
-@pytest.mark.parametrize(
-    ("encoding", "body"),
-    [
-        ("gzip", TEXT),
-        ("gzip", gzip.compress(TEXT)[:-12]),
-        ("gzip", gzip.compress(TEXT)[:20] + b"\xff" * 20),
-        ("deflate", b"\xff" * 40),
-        ("nonsense", b"\xff" * 40),
-    ],
-)
-async def test_a_broken_content_encoding_is_400(encoding: str, body: bytes) -> None:
-    async with fleet() as f:
-        response, answer = await f.post(body, {"Content-Encoding": encoding})
-        assert response.status == 400
-        assert json.loads(answer)["error"]["type"] == "invalid_request_error"
-        assert not f.d.bodies
-
-
-@pytest.mark.parametrize(
-    ("encoding", "body"), [("deflate", zlib.compress(TEXT)[:20]), ("br", b"\xff" * 40)]
-)
-async def test_what_the_http_server_itself_cannot_decode_is_400(encoding: str, body: bytes) -> None:
-    async with fleet() as f:
-        response, _ = await f.post(body, {"Content-Encoding": encoding})
-        assert response.status == 400
         assert not f.d.bodies
 
 
