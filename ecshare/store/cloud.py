@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in S3 through obstore: the fast road.
+"""Objects in S3, Azure and Google Cloud through obstore: the fast road.
 
 obstore's blocking calls in our own threads cost less than half the CPU of its coroutines, and
 an eighth to a thirtieth of what s3fs costs. Bodies go out as they lie in memory, without a copy,
@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import obstore
 from obstore import exceptions as foreign
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, S3Store
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.azureoptions import AzurePlan
+from ecshare.store.cloudoptions import CloudPlan
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreDenied,
+    StoreUnavailable,
+)
+from ecshare.store.gcsoptions import GCSPlan
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, check_stop, cut
 from ecshare.store.s3options import S3Plan
@@ -47,12 +56,21 @@ _BACKOFF: "BackoffConfig" = {
 }
 _LISTED = 1000  # a page of S3
 _NOT_SATISFIABLE = 416
+_TOO_SHORT = "but object was only"
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
 _DENIED = {
     "AccessDenied", "AccountProblem", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId",
-    "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch",
+    "InvalidAuthenticationInfo", "InvalidToken", "PublicAccessNotPermitted",
+    "RequestTimeTooSkewed", "SignatureDoesNotMatch",
+}  # fmt: skip
+
+_NO_BUCKET = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
+_ARCHIVED = {"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"}
+# Azure answers 409 to more than a create-only write of what is there.
+_OTHER_CONFLICTS = _ARCHIVED | {
+    "AccountBeingCreated", "ContainerBeingDeleted", "ContainerDisabled", "PublicAccessNotPermitted",
 }  # fmt: skip
 
 # Answered with 400 too, but it says nothing about what the server understands.
@@ -79,39 +97,52 @@ MEANING: dict[type[Exception], type[Exception]] = {
 }
 """What each exception of obstore, and each builtin that it raises, becomes here."""
 
+Cloud = S3Store | AzureStore | GCSStore
+_KINDS: dict[type[CloudPlan], type[Cloud]] = {
+    S3Plan: S3Store,
+    AzurePlan: AzureStore,
+    GCSPlan: GCSStore,
+}
 _FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
 
 
-def open_cloud(plan: S3Plan, io_timeout_s: float) -> "CloudObjects":
-    """Return the store that `plan` describes. Touches no network."""
-    limit = timedelta(seconds=io_timeout_s)
+def open_cloud(plan: CloudPlan, io_timeout_s: float, path: str = "options") -> "CloudObjects":
+    """Return the store that `plan` describes. Touches no network.
 
+    ConfigError, naming `path`: obstore cannot use what the options or the environment say.
+    """
+    try:
+        if isinstance(plan, S3Plan):
+            plain = _open(plan, io_timeout_s, disable_bulk_delete=True)
+            checked = _open(plan, io_timeout_s, checksum_algorithm="crc64nvme")
+        else:
+            plain = checked = _open(plan, io_timeout_s)
+    except _FOREIGN as exc:
+        words = str(exc).partition("\n")[0][:300]
+        raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from exc
+    return CloudObjects(plain, checked=checked, io_timeout_s=io_timeout_s)
+
+
+def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
+    limit = timedelta(seconds=io_timeout_s)
     client: Any = {
         **plan.client,
         "timeout": limit,
         "connect_timeout": min(limit, timedelta(seconds=5)),
     }
-
-    def bucket(**extra: Any) -> S3Store:
-        config: Any = {**plan.config, **extra}
-        credentials: Any = plan.credentials
-        return S3Store(
-            plan.bucket,
-            prefix=plan.prefix or None,
-            config=config,
-            client_options=client,
-            retry_config={
-                "max_retries": _RETRIES,
-                "retry_timeout": limit,
-                "backoff": _BACKOFF,
-            },
-            credential_provider=credentials,
-        )
-
-    return CloudObjects(
-        bucket(disable_bulk_delete=True),
-        checked=bucket(checksum_algorithm="crc64nvme"),
-        io_timeout_s=io_timeout_s,
+    config: Any = {**plan.config, **plan.secrets, **extra}
+    credentials: Any = plan.credentials
+    return _KINDS[type(plan)](
+        plan.bucket,
+        prefix=plan.prefix or None,
+        config=config,
+        client_options=client,
+        retry_config={
+            "max_retries": _RETRIES,
+            "retry_timeout": limit,
+            "backoff": _BACKOFF,
+        },
+        credential_provider=credentials,
     )
 
 
@@ -122,12 +153,16 @@ class CloudObjects:
     lowered; a thread that acts on the older value repeats the lesson, no more.
     """
 
-    def __init__(self, plain: S3Store, *, checked: S3Store, io_timeout_s: float) -> None:
+    def __init__(self, plain: Cloud, *, checked: Cloud, io_timeout_s: float) -> None:
+        """`checked`: sends checksums, and deletes many at once; `plain` itself, where nothing can
+        do without what it does."""
         self._plain = plain
         self._checked = checked
         # How to write, from the best way to the one that every server understands.
-        self._puts: Sequence[tuple[S3Store, Literal["create", "overwrite"]]]
-        self._puts = [(checked, "create"), (plain, "create"), (plain, "overwrite")]
+        self._puts: Sequence[tuple[Cloud, Literal["create", "overwrite"]]]
+        self._puts = [(plain, "create"), (plain, "overwrite")]
+        if checked is not plain:
+            self._puts = [(checked, "create"), *self._puts]
         self._ranges = True
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
 
@@ -236,9 +271,10 @@ class CloudObjects:
         except StoreUnavailable as exc:
             if "non-partial response" in str(exc.__cause__):
                 self._ranges = False
-                logger.info("the S3 server ignores ranges: objects are fetched whole")
+                logger.info("the server ignores ranges: objects are fetched whole")
                 raise _RangesIgnored(str(exc)) from exc
-            if _status(exc.__cause__) == _NOT_SATISFIABLE:
+            # The words: obstore's own, where a server answers with no bytes instead.
+            if _status(exc.__cause__) == _NOT_SATISFIABLE or _TOO_SHORT in str(exc.__cause__):
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
@@ -257,7 +293,7 @@ class CloudObjects:
                 continue
             if n and not replace:  # which would not show that create-only is understood
                 self._puts = ways[n:]
-                logger.info("the S3 server refuses checksums or create-only writes: doing without")
+                logger.info("the server refuses checksums or create-only writes: doing without")
             return True
         raise AssertionError("the last way returns or raises")
 
@@ -274,7 +310,9 @@ class CloudObjects:
             with mapped_errors(keys[0]):
                 obstore.delete(self._checked, keys)
         except ObjectMissing:
-            return
+            # S3 does not mind; others stop there, and what comes behind is not deleted yet.
+            for key in keys if len(keys) > 1 else ():
+                self._delete([key])
         except _Misunderstood:
             # Some servers know no request that deletes many; this store asks for one at a time.
             with contextlib.suppress(ObjectMissing), mapped_errors(keys[0]):
@@ -357,17 +395,19 @@ def _meant(exc: Exception, key: str) -> Exception:
     status, answer = _status(exc), _ANSWER.search(str(exc))
     code = answer[1] if answer else ""
     # obstore has one class for everything a listing may suffer, and one for both kinds of 404.
-    if code == "NoSuchBucket":
-        return StoreUnavailable("the bucket does not exist; make it first, or name another")
+    if code in _NO_BUCKET:
+        what = _NO_BUCKET[code]
+        return StoreUnavailable(f"the {what} does not exist; make it first, or name another")
     if meaning is ObjectMissing:
         return ObjectMissing(f"no object {key}")
-    if meaning is FileExistsError:
+    if meaning is FileExistsError and code not in _OTHER_CONFLICTS:
         return FileExistsError(key)
     if answer:
-        words = f"S3 answered {status} {code}: {answer[2] or 'no more'}"
+        said = (answer[2] or "").partition("\n")[0].strip()  # Azure's goes on with a number
+        words = f"the store answered {status} {code}: {said or 'no more'}"
     else:
         words = str(exc).partition("\n")[0]
-    if code == "InvalidObjectState":  # S3 has moved it to an archive: of no use to anybody
+    if code in _ARCHIVED:  # of no use to anybody
         return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
         return StoreDenied(words)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ecshare.store.accounts import AZURE, GCS, azure_account, gcs_endpoint
 from ecshare.store.errors import ConfigError
 
 MIB = 1 << 20
@@ -30,13 +31,18 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """What every connector needs to know about its store."""
 
     url: str
-    """Where the objects live: `/folder`, `file:///folder`, `s3://bucket/prefix`, or any url that
-    an installed fsspec filesystem understands."""
+    """Where the objects live: `/folder`, `file:///folder`, `s3://bucket/prefix`,
+    `az://container/prefix`, `abfs://container@account.dfs.core.windows.net/prefix`,
+    `gs://bucket/prefix`, or any url that an installed fsspec filesystem understands."""
 
     storage_options: dict[str, Any] = {}
-    """Options of that filesystem, named as fsspec names them (for S3: `key`, `secret`, `token`,
-    `endpoint_url`, `anon`, `client_kwargs`, ...). Left out, S3 takes the usual credentials: AWS
-    environment variables, profiles, roles."""
+    """Options of that filesystem, named as fsspec names them. For S3: `key`, `secret`, `token`,
+    `endpoint_url`, `anon`, `client_kwargs`, ...; left out, the usual credentials are searched: AWS
+    environment variables, profiles, roles. For Azure: `account_name`, `account_key`, `sas_token`,
+    `connection_string`, `client_id`, `client_secret`, `tenant_id`, `account_host`, `anon`; left
+    out, its environment variables, workload and managed identity. For Google Cloud: `token` (a
+    file of a service account, or `"anon"`), `endpoint_url`; left out, the application default
+    credentials. Google Cloud was tried against an imitation of its API only."""
 
     epoch: Annotated[str, Meta(max_length=128)] = ""
     """Any text; engines share objects only where it is the same. Change it after the weights were
@@ -93,10 +99,17 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def store_id(self) -> str:
         """16 hex digits that tell this store from others: url and endpoint, no credentials.
 
-        Two ways to write one store may give two ids: what is kept by it is then kept twice.
+        Of Azure the account, too: containers are named within one. Two ways to write one store
+        may give two ids: what is kept by it is then kept twice.
         """
         place = self.url.removeprefix("file://").rstrip("/")
-        return hashlib.sha256(f"{self.endpoint_url}\n{place}".encode()).hexdigest()[:16]
+        protocol = self.url.partition("://")[0]
+        if protocol in AZURE:
+            account = azure_account(self.url, self.storage_options)
+            return _digest(f"{account.endpoint}\n{account.name}\n{place}")
+        if protocol in GCS:
+            return _digest(f"{gcs_endpoint(self.storage_options)}\n{place}")
+        return _digest(f"{self.endpoint_url}\n{place}")
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.for_log().items())
@@ -163,6 +176,10 @@ def _sentence(message: str, path: str) -> str:
     where = f"{path}.{at['path']}" if at and at["path"] else path
     what = (message[: at.start()] if at else message).replace("`", "")
     return f"{where}: {what[:1].lower()}{what[1:]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _kind(value: Any) -> str:

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a store, and the way from a url to one.
 
-| url                                            | store                  | road    |
-|------------------------------------------------|------------------------|---------|
-| `/folder`, `file:///folder`                    | `directory.Directory`  | files   |
-| `s3://bucket/prefix`, options known to obstore | `cloud.CloudObjects`   | obstore |
-| anything else fsspec can open                  | `remote.RemoteObjects` | fsspec  |
+| url                                                | store                  | road    |
+|----------------------------------------------------|------------------------|---------|
+| `/folder`, `file:///folder`                        | `directory.Directory`  | files   |
+| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudObjects`   | obstore |
+| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudObjects`   | obstore |
+| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudObjects`   | obstore |
+| the same, with an option that obstore has not      | `remote.RemoteObjects` | fsspec  |
+| anything else fsspec can open                      | `remote.RemoteObjects` | fsspec  |
 """
 
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from ecshare.store.accounts import AZURE, GCS
 from ecshare.store.buffers import fresh_buffer
 from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, ObjectUnreadable
 from ecshare.store.keys import PROBE_KEY
+
+if TYPE_CHECKING:
+    from ecshare.store.cloudoptions import CloudPlan
 
 logger = logging.getLogger(__name__)
 
@@ -265,17 +272,33 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
 
 
 def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
+    from ecshare.store.cloudoptions import CloudPlan
     from ecshare.store.remote import open_remote
 
-    if protocol not in ("s3", "s3a"):
+    found = _plan(config, protocol, path)
+    if found is None:
         return open_remote(config, path), "fsspec"
-    from ecshare.store.s3options import S3Plan, plan
-
-    found = plan(config, path)
-    if isinstance(found, S3Plan):
+    if isinstance(found, CloudPlan):
         try:
             from ecshare.store.cloud import open_cloud
         except ImportError:
             return open_remote(config, path), "fsspec, because obstore is not installed"
-        return open_cloud(found, config.io_timeout_s), "obstore"
+        return open_cloud(found, config.io_timeout_s, path), "obstore"
     return open_remote(config, path, found), f"fsspec, because {found}"
+
+
+def _plan(config: StoreConfig, protocol: str, path: str) -> "CloudPlan | str | None":
+    """What obstore is to be told; or why it will not do; None: it does not know the protocol."""
+    if protocol in ("s3", "s3a"):
+        from ecshare.store import s3options
+
+        return s3options.plan(config, path)
+    if protocol in AZURE:
+        from ecshare.store import azureoptions
+
+        return azureoptions.plan(config, path)
+    if protocol in GCS:
+        from ecshare.store import gcsoptions
+
+        return gcsoptions.plan(config, path)
+    return None

@@ -6,48 +6,39 @@ url then takes the fsspec road, and the log says for which option.
 """
 
 import ipaddress
-import os
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ecshare.store.config import StoreConfig, masked_url, suggestion
+from ecshare.store.cloudoptions import (
+    FSSPEC_MOOT,
+    ODD_PREFIX,
+    CloudPlan,
+    Credentials,
+    Options,
+    bucket_and_prefix,
+    checked_endpoint,
+    from_environment,
+    is_plain,
+)
+from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError
 
-Credentials = Callable[[], dict[str, Any]]
-
-# Options about caches, block sizes and event loops of fsspec: nothing here to apply them to.
-_MOOT = {
-    "asynchronous", "batch_size", "cache_regions", "default_block_size", "default_cache_type",
-    "default_fill_cache", "fixed_upload_size", "listings_expiry_time", "loop", "max_concurrency",
-    "max_paths", "skip_instance_cache", "use_listings_cache", "use_ssl", "version_aware",
-}  # fmt: skip
+_MOOT = FSSPEC_MOOT | {"cache_regions", "fixed_upload_size", "use_ssl"}
 _TRANSLATED = {
     "anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "password", "profile",
     "requester_pays", "secret", "token", "username",
 }  # fmt: skip
 _S3FS_ONLY = {"event_hooks", "s3_additional_kwargs", "session", "session_vars"}
-# obstore percent-encodes other characters, s3fs does not: two engines would not meet.
-_PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 _CREDENTIALS_TTL = timedelta(minutes=10)  # botocore renews its own; this is how often we ask it
 
 
-@dataclass(frozen=True)
-class S3Plan:
-    """All that obstore needs to open a bucket."""
-
-    bucket: str
-    prefix: str
-    config: Mapping[str, Any]
-    """Of obstore's S3Config; no secrets."""
-    client: Mapping[str, Any]
-    """Of obstore's ClientConfig."""
-    credentials: Credentials | None = field(repr=False)
-    """None: anonymous, or obstore's own search."""
+class S3Plan(CloudPlan):
+    """A bucket of S3."""
 
 
 def plan(config: StoreConfig, path: str) -> S3Plan | str:
@@ -56,10 +47,15 @@ def plan(config: StoreConfig, path: str) -> S3Plan | str:
     `path` is the user's, for ConfigError: an option is unknown, of the wrong type, or there are no
     credentials.
     """
-    options = _Options({k: v for k, v in config.storage_options.items() if v is not None}, path)
-    bucket, prefix = _bucket(config.url, f"{path}.url")
-    if not _PLAIN_PREFIX.fullmatch(prefix):
-        return "the prefix has characters that obstore would encode"
+    options = _Options(config.storage_options, path, _MOOT | _TRANSLATED | _S3FS_ONLY)
+    bucket, prefix = bucket_and_prefix(
+        config.url.partition("://")[2],
+        _BUCKET,
+        f"{masked_url(config.url)!r} names no bucket; write s3://bucket/prefix",
+        f"{path}.url",
+    )
+    if not is_plain(prefix):
+        return ODD_PREFIX
     only = options.untranslatable()
     if only:
         return f"only s3fs knows the option {only}"
@@ -72,9 +68,11 @@ def plan(config: StoreConfig, path: str) -> S3Plan | str:
         credentials = account.credentials
         endpoint = endpoint or account.endpoint
         region = region or account.region
-    endpoint = endpoint or _env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    region = region or _env("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
-    url = _endpoint(endpoint, options.where("endpoint_url"))
+    endpoint = endpoint or from_environment(
+        "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
+    )
+    region = region or from_environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+    url = checked_endpoint(endpoint, options.where("endpoint_url"))
     style = options.text("config_kwargs", "s3", "addressing_style") or "auto"
     # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
     virtual = style == "virtual" or (style == "auto" and not url and "." not in bucket)
@@ -105,23 +103,13 @@ class _Account:
     endpoint: str = ""
 
 
-class _Options:
-    """`storage_options`, read by name and type; every refusal names the user's path."""
-
-    def __init__(self, raw: Mapping[str, Any], path: str) -> None:
-        self._raw = raw
-        self._path = f"{path}.storage_options"
-        known = sorted(_MOOT | _TRANSLATED | _S3FS_ONLY)
-        for name in raw:
-            if name not in known:
-                raise ConfigError(f"{self.where(name)}: unknown option; {suggestion(name, known)}")
-
-    def where(self, *names: str) -> str:
-        return ".".join((self._path, *names))
+class _Options(Options):
+    """Those of S3."""
 
     def untranslatable(self) -> str | None:
         """The first option that obstore has no word for."""
-        for name in sorted(_S3FS_ONLY & set(self._raw)):
+        name = self.first_of(_S3FS_ONLY)
+        if name:
             return name
         inner = {
             ("client_kwargs",): {"endpoint_url", "region_name", "verify"},
@@ -129,30 +117,16 @@ class _Options:
             ("config_kwargs", "s3"): {"addressing_style", "payload_signing_enabled"},
         }
         for names, translated in inner.items():
-            for name in self._get(dict, *names) or {}:
+            for name in self.get(dict, *names) or {}:
                 if name not in translated:
                     return ".".join((*names, name))
         if self.text("config_kwargs", "signature_version") not in ("", "s3v4"):
             return "config_kwargs.signature_version"
         return None
 
-    def text(self, *names: str) -> str:
-        """The string there, or "" where there is none."""
-        value = self._get(str, *names)
-        if value == "":
-            raise ConfigError(f"{self.where(*names)}: is empty; leave it out, or fill it in")
-        return value or ""
-
-    def flag(self, *names: str, default: bool = False) -> bool:
-        value = self._get(bool, *names)
-        return default if value is None else bool(value)
-
-    def any(self, *names: str) -> Any:
-        return self._get(object, *names)
-
     def account(self) -> _Account | None:
         """The keys written into the options, if they are."""
-        name = "key" if "key" in self._raw else "username"
+        name = "key" if "key" in self else "username"
         key, secret = self.text(name), self.text("secret") or self.text("password")
         if not key and not secret:
             return None
@@ -160,33 +134,6 @@ class _Options:
             missing = "secret" if key else "key"
             raise ConfigError(f"{self.where(missing)}: missing; key and secret come together")
         return _Account(credentials=_static(key, secret, self.text("token") or None))
-
-    def _get(self, kind: type, *names: str) -> Any:
-        value: Any = self._raw
-        for depth, name in enumerate(names):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{self.where(*names[:depth])}: expected an object of options")
-            value = value.get(name)
-            if value is None:
-                return None
-        if not isinstance(value, kind):
-            wanted = {str: "a string", bool: "true or false", dict: "an object"}[kind]
-            raise ConfigError(
-                f"{self.where(*names)}: expected {wanted}, got {type(value).__name__}"
-            )
-        return value
-
-
-def _bucket(url: str, option: str) -> tuple[str, str]:
-    bucket, _, prefix = url.partition("://")[2].partition("/")
-    prefix = prefix.strip("/")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", bucket):
-        raise ConfigError(
-            f"{option}: {masked_url(url)!r} names no bucket; write s3://bucket/prefix"
-        )
-    if prefix and any(level in ("", ".", "..") for level in prefix.split("/")):
-        raise ConfigError(f"{option}: the prefix {prefix!r} has an empty or dotted level")
-    return bucket, prefix
 
 
 def _static(key: str, secret: str, token: str | None) -> Credentials:
@@ -239,21 +186,9 @@ def _search(profile: str, path: str) -> _Account:
         credentials=provide,
         region=str(session.get_config_variable("region") or ""),
         # The environment comes before the profile's file.
-        endpoint=_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        endpoint=from_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         or str(profile_options.get("endpoint_url") or ""),
     )
-
-
-def _env(*names: str) -> str:
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
-
-
-def _endpoint(url: str, option: str) -> str:
-    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
-        raise ConfigError(
-            f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
-        )
-    return url.rstrip("/")
 
 
 def _with_bucket(url: str, bucket: str, virtual: bool) -> str:
@@ -273,10 +208,10 @@ def _safe(url: str) -> bool:
 
 
 def _certificates(options: _Options) -> dict[str, Any]:
-    verify = options.any("client_kwargs", "verify")
+    verify = options.get(object, "client_kwargs", "verify")
     option = options.where("client_kwargs", "verify")
     if verify is None:
-        verify, option = _env("AWS_CA_BUNDLE") or True, "AWS_CA_BUNDLE"
+        verify, option = from_environment("AWS_CA_BUNDLE") or True, "AWS_CA_BUNDLE"
     if isinstance(verify, bool):
         return {} if verify else {"allow_invalid_certificates": True}
     try:

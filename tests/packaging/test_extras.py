@@ -70,6 +70,11 @@ def test_what_is_imported_is_declared(path: Path) -> None:
     assert imported(path) <= declared(*extras)
 
 
+@pytest.mark.parametrize("extra", ["s3", "gcs", "azure"])
+def test_every_cloud_has_the_fast_road(extra: str) -> None:
+    assert imported(ROOT / "ecshare/store/cloud.py") <= declared(extra)
+
+
 def test_the_bare_package_is_small() -> None:
     assert declared() == {"blake3", "fsspec", "msgspec", "xxhash"}
 

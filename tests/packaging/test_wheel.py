@@ -19,6 +19,8 @@ import pytest
 
 from ecshare.testing.processes import Server
 from ecshare.testing.s3 import SeaweedFS
+from tests.ecshare.store.azurite import CONTAINER, Azurite
+from tests.ecshare.store.gcs_server import BUCKET, GCS
 
 ROOT = Path(__file__).parents[2]
 PINNED = ("--constraint", str(ROOT / "constraints.txt"))
@@ -224,3 +226,16 @@ def test_s3fs_alone_reaches_s3(wheel: str, empty: Empty, seaweed: SeaweedFS) -> 
     assert empty.run("-c", "import obstore").returncode == 1
     said = _checked(empty.doctor(f"{seaweed.url}/s3fs", **seaweed.storage_options))
     assert "takes objects, gives them back" in said
+
+
+@pytest.mark.azure
+def test_the_extra_for_azure(wheel: str, empty: Empty, azurite: Azurite) -> None:
+    empty.install(f"{wheel}[azure]", *PINNED)
+    ran = empty.doctor(f"az://{CONTAINER}/wheel", **azurite.storage_options())
+    assert "takes objects, gives them back" in _checked(ran)
+
+
+def test_the_extra_for_google(wheel: str, empty: Empty, gcs: GCS) -> None:
+    empty.install(f"{wheel}[gcs]", *PINNED)
+    ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.url, token="anon")
+    assert "takes objects, gives them back" in _checked(ran)

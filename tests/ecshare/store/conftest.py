@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real S3 servers, one of each for the whole run; every test gets a prefix of its own."""
+"""Object stores on loopback, one of each for the whole run; every test gets its own prefix."""
 
 import uuid
 from collections.abc import Iterator
@@ -10,6 +10,17 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.testing.s3 import BUCKET, Rclone, SeaweedFS
+from tests.conftest import CACHE
+from tests.ecshare.store import gcs_server
+from tests.ecshare.store.azurite import (
+    ACCOUNT,
+    CONTAINER,
+    OTHER_ACCOUNT,
+    Azurite,
+    NoNpmError,
+    installed,
+)
+from tests.ecshare.store.gcs_server import GCS
 
 
 @dataclass(frozen=True)
@@ -37,3 +48,37 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     with Rclone(tmp_path_factory.mktemp("rclone")) as server:
         yield Bucket(server.base_url, server.storage_options)
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    try:
+        program = installed(CACHE)
+    except NoNpmError as exc:
+        pytest.skip(str(exc))
+    with Azurite(program, tmp_path_factory.mktemp("azurite")) as server:
+        for account in (ACCOUNT, OTHER_ACCOUNT):
+            server.make_container(account)
+        yield server
+
+
+def azure_config(azurite: Azurite, url: str = "", **options: Any) -> StoreConfig:
+    """Options of a store of one's own on it; `options` replace single storage options."""
+    return StoreConfig(
+        url=url or f"az://{CONTAINER}/{uuid.uuid4().hex}/cache",
+        storage_options={**azurite.storage_options(), **options},
+    )
+
+
+@pytest.fixture
+def gcs() -> Iterator[GCS]:
+    with gcs_server.serving() as server:
+        yield server
+
+
+def gcs_config(gcs: GCS, url: str = "", **options: Any) -> StoreConfig:
+    """Options of a store on it; `options` replace single storage options."""
+    return StoreConfig(
+        url=url or f"gs://{gcs_server.BUCKET}/a/cache",
+        storage_options={"endpoint_url": gcs.url, "token": "anon", **options},
+    )

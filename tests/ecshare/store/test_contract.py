@@ -13,7 +13,9 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.objects import ObjectStore, open_store
 from ecshare.store.remote import RemoteObjects, open_remote
 from ecshare.testing.stores import StoreContract
-from tests.ecshare.store.conftest import Bucket
+from tests.ecshare.store.azurite import Azurite
+from tests.ecshare.store.conftest import Bucket, azure_config, gcs_config
+from tests.ecshare.store.gcs_server import GCS
 
 
 class TestMemory(StoreContract):
@@ -107,5 +109,26 @@ class TestRcloneThroughS3fs(StoreContract):
     async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
         store = open_store(rclone.config(s3_additional_kwargs={}), "options")
         assert isinstance(store, RemoteObjects)
+        yield store
+        await store.close()
+
+
+@pytest.mark.azure
+class TestAzureThroughObstore(StoreContract):
+    @pytest.fixture
+    async def store(self, azurite: Azurite) -> AsyncIterator[ObjectStore]:
+        store = open_store(azure_config(azurite), "options")
+        assert not isinstance(store, RemoteObjects)
+        yield store
+        await store.close()
+
+
+class TestGoogleThroughObstore(StoreContract):
+    """An imitation of its XML API answers: Google's own service was not asked."""
+
+    @pytest.fixture
+    async def store(self, gcs: GCS) -> AsyncIterator[ObjectStore]:
+        store = open_store(gcs_config(gcs), "options")
+        assert not isinstance(store, RemoteObjects)
         yield store
         await store.close()

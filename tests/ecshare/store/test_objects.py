@@ -64,12 +64,18 @@ def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> 
         f"{PATH}.url: s3:// needs obstore: pip install obstore botocore (ecshare's extra [s3])"
     )
     assert refusal("gs://bucket").endswith("pip install obstore (ecshare's extra [gcs])")
-    assert refusal("az://bucket").endswith("pip install obstore (ecshare's extra [azure])")
+    assert refusal("az://bucket", account_name="a").endswith(
+        "pip install obstore (ecshare's extra [azure])"
+    )
     assert refusal("sftp://host/x").endswith("Install something to access sftp")
     assert refusal("s3://bucket", **KEYS, event_hooks={}) == (
         f"{PATH}: only s3fs knows the option event_hooks; that needs s3fs: "
         "pip install s3fs (ecshare's extra [s3fs])"
     )
+    assert refusal("gs://bucket", requester_pays=True) == (
+        f"{PATH}: only gcsfs knows the option requester_pays; that needs gcsfs: pip install gcsfs"
+    )
+    assert refusal("az://box", account_name="a", timeout=3).endswith("adlfs: pip install adlfs")
 
 
 def test_options_a_filesystem_does_not_take_are_refused() -> None:
@@ -85,6 +91,8 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("memory://x", {}),
         ("s3://bucket/x", KEYS),
         ("s3://bucket/x", {**KEYS, "s3_additional_kwargs": {}}),
+        ("az://container/x", {"account_name": "a", "sas_token": "hidden"}),
+        ("gs://bucket/x", {"token": "hidden"}),
     ):
         open_store(StoreConfig(url=url, storage_options=options), PATH)
     assert caplog.messages == [
@@ -93,6 +101,8 @@ def test_the_road_is_logged_once_and_without_secrets(
         "store s3://bucket/x is reached by obstore",
         "store s3://bucket/x is reached by fsspec, because only s3fs knows the option "
         "s3_additional_kwargs",
+        "store az://container/x is reached by obstore",
+        "store gs://bucket/x is reached by obstore",
     ]
 
 
@@ -105,6 +115,8 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
         ("ecshare.store.remote", "torch vllm obstore s3fs botocore"),
         ("ecshare.store.s3options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.azureoptions", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.gcsoptions", "torch vllm fsspec obstore botocore"),
         ("ecshare.store.cloud", "torch vllm fsspec s3fs botocore"),
     ],
 )

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of S3, Azure and Google Cloud have in common, as obstore is to be told them.
+
+Options keep the names they have in s3fs, adlfs and gcsfs. What has no counterpart in obstore is
+not guessed at: the url then takes the fsspec road, and the log says for which option.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from ecshare.store.config import masked_url, suggestion
+from ecshare.store.errors import ConfigError
+
+Credentials = Callable[[], dict[str, Any]]
+
+FSSPEC_MOOT = {
+    "asynchronous", "batch_size", "default_block_size", "default_cache_type", "default_fill_cache",
+    "listings_expiry_time", "loop", "max_concurrency", "max_paths", "skip_instance_cache",
+    "use_listings_cache", "version_aware",
+}  # fmt: skip
+"""Options about caches, block sizes and event loops of fsspec: nothing here to apply them to."""
+
+# obstore percent-encodes other characters, fsspec does not: two engines would not meet.
+_PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
+ODD_PREFIX = "the prefix has characters that obstore would encode"
+
+
+@dataclass(frozen=True)
+class CloudPlan:
+    """All that obstore needs to open a bucket."""
+
+    bucket: str
+    """Or container, as Azure calls it."""
+    prefix: str
+    config: Mapping[str, Any]
+    """Of obstore's S3Config, AzureConfig or GCSConfig; no secrets."""
+    client: Mapping[str, Any]
+    """Of obstore's ClientConfig."""
+    credentials: Credentials | None = field(repr=False)
+    """None: anonymous, or obstore's own search."""
+    secrets: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What else belongs to `config`."""
+
+
+class Options:
+    """`storage_options`, read by name and type; every refusal names the user's path."""
+
+    def __init__(self, raw: Mapping[str, Any], path: str, known: Collection[str]) -> None:
+        self._raw = {name: value for name, value in raw.items() if value is not None}
+        self._path = f"{path}.storage_options"
+        for name in self._raw:
+            if name not in known:
+                hint = suggestion(name, sorted(known))
+                raise ConfigError(f"{self.where(name)}: unknown option; {hint}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._raw
+
+    def where(self, *names: str) -> str:
+        """The user's path of an option."""
+        return ".".join((self._path, *names))
+
+    def first_of(self, names: Collection[str]) -> str | None:
+        """The first of `names` that was given, in alphabetical order."""
+        return next((name for name in sorted(names) if name in self._raw), None)
+
+    def text(self, *names: str) -> str:
+        """The string there, or "" where there is none."""
+        value = self.get(str, *names)
+        if value == "":
+            raise ConfigError(f"{self.where(*names)}: is empty; leave it out, or fill it in")
+        return value or ""
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """The boolean there."""
+        value = self.get(bool, *names)
+        return default if value is None else bool(value)
+
+    def get(self, kind: type, *names: str) -> Any:
+        """What is there, of that type, or None. ConfigError: it is of another."""
+        value: Any = self._raw
+        for depth, name in enumerate(names):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{self.where(*names[:depth])}: expected an object of options")
+            value = value.get(name)
+            if value is None:
+                return None
+        if not isinstance(value, kind):
+            wanted = {str: "a string", bool: "true or false", dict: "an object"}[kind]
+            raise ConfigError(
+                f"{self.where(*names)}: expected {wanted}, got {type(value).__name__}"
+            )
+        return value
+
+
+def bucket_and_prefix(
+    place: str, name: re.Pattern[str], refusal: str, option: str
+) -> tuple[str, str]:
+    """Split `bucket/prefix`. ConfigError: the bucket does not match `name`; or an odd prefix."""
+    bucket, _, prefix = place.partition("/")
+    prefix = prefix.strip("/")
+    if not name.fullmatch(bucket):
+        raise ConfigError(f"{option}: {refusal}")
+    if prefix and any(level in ("", ".", "..") for level in prefix.split("/")):
+        raise ConfigError(f"{option}: the prefix {prefix!r} has an empty or dotted level")
+    return bucket, prefix
+
+
+def is_plain(prefix: str) -> bool:
+    """Whether obstore stores below `prefix` as it is written."""
+    return bool(_PLAIN_PREFIX.fullmatch(prefix))
+
+
+def checked_endpoint(url: str, option: str) -> str:
+    """Return `url` without a slash at its end. ConfigError: it is no http or https url."""
+    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ConfigError(
+            f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
+        )
+    return url.rstrip("/")
+
+
+def from_environment(*names: str) -> str:
+    """The first of these variables that is not empty, or ""."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
