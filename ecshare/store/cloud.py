@@ -185,7 +185,11 @@ class CloudObjects:
                 return
         first = await self._threads.run(self._first, key, target)
         if first.at < first.size:
-            await self._pieces(key, cut(Span(first.at, first.size), PIECE_BYTES), first, target)
+            rest = cut(Span(first.at, first.size), PIECE_BYTES)
+            try:
+                await self._pieces(key, rest, first, target)
+            except _RangesIgnored:
+                await self._threads.run(self._rest, key, first, target)
 
     async def _get_spans(self, key: str, sink: Sink, spans: Sequence[Span]) -> None:
         """Ask for all spans at once; take the bytes once it is known that they are there."""
@@ -257,6 +261,14 @@ class CloudObjects:
             sink.begin(first.size)
             first.pour(sink, may_stop=self._ranges)
         return first
+
+    def _rest(self, key: str, first: "_Answer", sink: Sink) -> None:
+        """Ask for all of it again; give `sink` what `first` has left."""
+        with mapped_errors(key):
+            again = _Answer(key, obstore.get(self._plain, key))
+        with contextlib.closing(again):
+            again.check_same(first)
+            again.pour(sink, begin=first.at)
 
     def _piece(self, key: str, piece: Span, first: "_Answer", sink: Sink) -> None:
         with contextlib.closing(self._open(key, piece)) as answer:
@@ -337,13 +349,22 @@ class _Answer:
         """
         self._chunks = None
 
-    def pour(self, sink: Sink, *, may_stop: bool = False) -> None:
-        """Give the body to `sink` as it comes in. `may_stop`: not all of it, if that were slow."""
+    def check_same(self, first: "_Answer") -> None:
+        """StoreUnavailable: it is not the object that `first` began."""
+        if (self.size, self.version) != (first.size, first.version):
+            raise StoreUnavailable(f"{self._key} changed while it was read")
+
+    def pour(self, sink: Sink, *, begin: int = 0, may_stop: bool = False) -> None:
+        """Give the body to `sink` as it comes in. `begin`: where what `sink` has not yet begins.
+
+        `may_stop`: not all of it, if that were slow.
+        """
         started_s = time.monotonic()
         while (chunk := self._next()) is not None:
             if self.at + len(chunk) > self.stop:
                 raise StoreUnavailable(f"{self._key}: the server sent more than it announced")
-            sink.write(self.at, chunk)
+            if begin < self.at + len(chunk):
+                sink.write(max(self.at, begin), chunk[max(0, begin - self.at) :])
             self.at += len(chunk)
             if may_stop and self.at >= _TRIAL_BYTES:
                 left_s = (self.stop - self.at) / self.at * (time.monotonic() - started_s)
@@ -356,10 +377,8 @@ class _Answer:
     def pour_piece(self, sink: Sink, piece: Span, first: "_Answer") -> None:
         """Give the body to `sink`: it must be that `piece` of the object that `first` began."""
         check_stop(self.size, piece.stop)
-        if (self.size, self.version) != (first.size, first.version) or (self.at, self.stop) != (
-            piece.start,
-            piece.stop,
-        ):
+        self.check_same(first)
+        if (self.at, self.stop) != (piece.start, piece.stop):
             raise StoreUnavailable(f"{self._key} changed while it was read")
         self.pour(sink)
 

@@ -19,6 +19,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, open_store, probe, read
+from ecshare.testing.stores import Listener
 from tests.ecshare.store.conftest import Bucket
 from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 
@@ -138,16 +139,34 @@ async def test_an_object_that_changes_between_its_pieces_is_refused(
         await read(store, KEY, LIMIT)
 
 
-async def test_a_slow_server_without_ranges_is_asked_without_them_from_then_on(
+async def test_a_slow_server_without_ranges_is_asked_for_all_and_without_them_from_then_on(
+    serve: Serve, slow: Slow
+) -> None:
+    """The first object, too, comes whole, and each byte of it once."""
+    slow.takes_ranges = False
+    server, store = serve(slow)
+    sink = Listener(LIMIT)
+    await store.get(KEY, sink)
+    assert sink.body == slow.body
+    assert sum(stop - start for start, stop in sink.spans) == len(slow.body)
+    for _ in range(2):
+        assert await read(store, KEY, LIMIT) == slow.body
+    assert sum("range" not in headers for _, headers in server.asked) == 4
+
+
+async def test_an_object_that_changes_before_it_is_asked_for_again_is_refused(
     serve: Serve, slow: Slow
 ) -> None:
     slow.takes_ranges = False
-    server, store = serve(slow)
-    with pytest.raises(StoreUnavailable):
+    tags = iter(['"e"', *["new"] * 100])
+
+    def answer(asked: Asked) -> None:
+        slow.tags[0] = next(tags)
+        slow(asked)
+
+    _, store = serve(answer)
+    with pytest.raises(StoreUnavailable, match="changed while it was read"):
         await read(store, KEY, LIMIT)
-    for _ in range(2):
-        assert await read(store, KEY, LIMIT) == slow.body
-    assert sum("range" not in headers for _, headers in server.asked) == 3
 
 
 @pytest.mark.parametrize(
