@@ -78,7 +78,7 @@ Beside `type` and `module_path` it takes every option of KVShareConnector, and t
 ROUTER = """
 ## Router
 
-Arguments of `python -m ecshare.router`.
+Arguments of `ecshare router`, which is also `python -m ecshare.router`.
 """
 
 

@@ -113,6 +113,8 @@ def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
                 assert module in ENGINES or module in modules_with_help(), words
             case [python, program, *_] if Path(python).name in ("python", "bash"):
                 assert program in RUN_BY_TESTS, words
+            case ["ecshare", command, *_]:
+                assert command in ("doctor", "router"), words
             case [program, *_]:
                 known = program in ("git", "cd", "curl", "pip", "export", "vllm")
                 assert known or program in RUN_BY_TESTS, words
