@@ -27,6 +27,11 @@ _PLACES = {
     "KVShareTier": f"among the secondary_tiers of vLLM's {OFFLOADING}",
 }
 _KINDS = {"ec": "ECShareConnector", "kv": "KVShareConnector"}
+_MODULES = {
+    "ECShareConnector": "ecshare.connector",
+    "KVShareConnector": "kvshare.connector",
+    "KVShareTier": "kvshare.tier",
+}
 
 # By vLLM's registries, 0.30 to 0.32.
 COMES_WITH_VLLM = {
@@ -79,6 +84,7 @@ def read_argument(text: str) -> tuple[list[Subject], list[Stranger]]:
         return [Subject(parse(StoreConfig, {"url": text}, "options"), "options")], []
     try:
         said: dict[str, Any] = json.loads(text)
+        json.dumps(said, ensure_ascii=False).encode()  # half a character is no text
     except (ValueError, RecursionError) as exc:
         raise ConfigError(f"argument store: not JSON ({exc})") from exc
     found = list(_transfer_config(said, ""))
@@ -94,20 +100,24 @@ def read_argument(text: str) -> tuple[list[Subject], list[Stranger]]:
 
 def _transfer_config(said: Mapping[str, Any], above: str) -> Iterator[Subject | Stranger]:
     """Yield what `said`, at the path `above`, configures. Nothing: it is no transfer config."""
+    for whole in ("ec_transfer_config", "kv_transfer_config"):  # both, as vLLM's own options hold
+        if whole in said:
+            if not isinstance(said[whole], Mapping):
+                raise ConfigError(f"{above}{whole}: expected an object of options")
+            yield from _transfer_config(said[whole], f"{above}{whole}.")
     for kind, default in _KINDS.items():
         name_field, extra_field = f"{kind}_connector", f"{kind}_connector_extra_config"
         if name_field not in said and extra_field not in said:
             continue
         name, extra = said.get(name_field, default), said.get(extra_field, {})
-        path = f"{above}{extra_field}"
+        path, module = f"{above}{extra_field}", said.get(f"{name_field}_module_path")
         if kind == "kv" and name == MULTI:
             yield from _children(extra, path)
         elif kind == "kv" and name == OFFLOADING:
             yield from _tiers(extra, path, f"{above}{name_field}")
-        elif name == default:
+        elif name == default and module in (None, "", _MODULES[default]):
             yield Subject(parse(_CONFIGS[default], extra, path), path)
         else:
-            module = said.get(f"{name_field}_module_path")
             yield _stranger(name, module, f"{above}{name_field}", COMES_WITH_VLLM)
 
 
@@ -124,12 +134,23 @@ def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Subject | Stranger
         whose = "it comes with vLLM, and has no KVShareTier among its secondary_tiers"
         yield Stranger(name_path, OFFLOADING, whose)
         return
-    for place, tier in _objects(extra, path, "secondary_tiers", f"list the tiers of {OFFLOADING}"):
-        if tier.get("type") == "KVShareTier":
-            yield _tier(tier, place)
-        else:
-            name, module = tier.get("type"), tier.get("module_path")
+    fix = f"list the tiers of {OFFLOADING}"
+    tiers = list(_objects(extra, path, "secondary_tiers", fix))
+    if extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
+        raise ConfigError(
+            f"{path}.spec_name: vLLM's default takes no secondary_tiers; "
+            "write TieringOffloadingSpec"
+        )
+    for place, tier in tiers:
+        name, module = tier.get("type"), tier.get("module_path")
+        if name != "KVShareTier" or module not in (None, _MODULES[name]):
             yield _stranger(name, module, f"{place}.type", VLLM_TIERS)
+        elif module is None:
+            raise ConfigError(
+                f"{place}.module_path: missing; vLLM finds {name} in {_MODULES[name]} only"
+            )
+        else:
+            yield _tier(tier, place)
 
 
 def _tier(tier: Mapping[str, Any], path: str) -> Subject:
@@ -153,7 +174,7 @@ def _objects(extra: Any, path: str, name: str, fix: str) -> Iterator[tuple[str, 
 def _stranger(name: Any, module: Any, path: str, of_vllm: set[str]) -> Stranger:
     if not isinstance(name, str):
         raise ConfigError(f"{path}: expected a name, such as {' or '.join(_CONFIGS)}")
-    if name in _PLACES:
+    if name in _PLACES and module in (None, "", _MODULES[name]):
         raise ConfigError(f"{path}: {name} does not go here, but {_PLACES[name]}")
     if module:
         return Stranger(path, name, f"it comes from {module}")

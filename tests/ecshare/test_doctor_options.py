@@ -73,6 +73,19 @@ FORMS = [
     (EncoderConfig, lambda said: connector("ECShareConnector", "ec", **said), EC_EXTRA),
     (EncoderConfig, lambda said: {EC_EXTRA: said}, EC_EXTRA),
     (KVConfig, lambda said: connector("KVShareConnector", **said), KV_EXTRA),
+    (
+        EncoderConfig,
+        lambda said: {"ec_transfer_config": connector("ECShareConnector", "ec", **said)},
+        f"ec_transfer_config.{EC_EXTRA}",
+    ),
+    (
+        KVConfig,
+        lambda said: (
+            connector("KVShareConnector", **said)
+            | {"kv_connector_module_path": "kvshare.connector"}
+        ),
+        KV_EXTRA,
+    ),
     (TierConfig, lambda said: offloading(tier(**said)), f"{KV_EXTRA}.secondary_tiers[0]"),
     (
         KVConfig,
@@ -133,6 +146,15 @@ def test_connectors_of_others_are_named_beside_ours() -> None:
     ]
 
 
+def test_both_configurations_of_an_engine_may_be_given_at_once() -> None:
+    one, two = (connector("ECShareConnector", "ec", url="/a"), connector("Q"))
+    subjects, strangers = read_argument(
+        json.dumps({"ec_transfer_config": one, "kv_transfer_config": two})
+    )
+    assert [each.path for each in subjects] == [f"ec_transfer_config.{EC_EXTRA}"]
+    assert [each.path for each in strangers] == ["kv_transfer_config.kv_connector"]
+
+
 def test_what_comes_with_vllm_is_known() -> None:
     ours = {"ECShareConnector", "KVShareConnector"}  # an engine in this process registers them
     registered = {*ECConnectorFactory._registry, *KVConnectorFactory._registry} - ours
@@ -184,6 +206,10 @@ OURS = "ECShareConnector, KVShareConnector, KVShareTier"
             f"{KV_EXTRA}: expected an object of options",
         ),
         (
+            connector("OffloadingConnector") | {KV_EXTRA: []},
+            f"{KV_EXTRA}: expected an object of options",
+        ),
+        (
             connector(
                 "MultiConnector",
                 connectors=[connector("NixlConnector"), connector("KVShareConnector", url=3)],
@@ -195,6 +221,24 @@ OURS = "ECShareConnector, KVShareConnector, KVShareTier"
             offloading(tier(url="/x", epoch="e", save="durable")),
             f"{KV_EXTRA}.secondary_tiers[0].save: unknown option",
         ),
+        (
+            connector("KVShareConnector", url="/x") | {"kv_connector_module_path": "theirs"},
+            "kv_connector: 'KVShareConnector' is not ours, it comes from theirs",
+        ),
+        (
+            offloading(tier(url="/x", epoch="e") | {"module_path": "theirs"}),
+            f"{KV_EXTRA}.secondary_tiers[0].type: 'KVShareTier' is not ours, it comes from theirs",
+        ),
+        (
+            offloading({"type": "KVShareTier", "url": "/x", "epoch": "e"}),
+            f"{KV_EXTRA}.secondary_tiers[0].module_path: missing; vLLM finds KVShareTier in",
+        ),
+        (
+            connector("OffloadingConnector", secondary_tiers=[tier(url="/x", epoch="e")]),
+            f"{KV_EXTRA}.spec_name: vLLM's default takes no secondary_tiers",
+        ),
+        ({"kv_transfer_config": 1}, "kv_transfer_config: expected an object of options"),
+        ({"url": "/\ud800"}, "argument store: not JSON"),
         ({"url": "/x", "wait": 1}, "options.wait: unknown option; did you mean 'wait_s'?"),
         ({"url": "/x", "chunk_token": 1}, "did you mean 'chunk_tokens'?"),
         (
