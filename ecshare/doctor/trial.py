@@ -32,6 +32,8 @@ class Trial(NamedTuple):
     """Whether the bytes that came back are those that were put."""
     creates_once: bool
     """Whether a second put of a key was refused."""
+    left: str = ""
+    """The key of an object that could not be removed, and why; "": they all were."""
 
 
 async def try_out(
@@ -77,7 +79,8 @@ def fix(exc: StoreError) -> str:
 async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotonic) -> Trial:
     """Put, read and remove a large object, under a new key each time; return the best figures.
 
-    `now_s`: the clock. It stops after a few seconds, with what it has.
+    `now_s`: the clock. It stops after a few seconds, with what it has, or when an object cannot be
+    removed again.
 
     Raises StoreError: the store failed. What was put is removed, as far as it lets us.
     """
@@ -85,8 +88,9 @@ async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotoni
     puts_s: list[float] = []
     gets_s: list[float] = []
     is_same = creates_once = True
+    left = ""
     ends_s = now_s() + _ENOUGH_S
-    while len(gets_s) < _ROUNDS and (not gets_s or now_s() < ends_s):
+    while len(gets_s) < _ROUNDS and not left and (not gets_s or now_s() < ends_s):
         # Not below a level of its own: a folder store would keep an empty folder.
         key = f"doctor-{secrets.token_hex(8)}"
         try:
@@ -104,8 +108,11 @@ async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotoni
             with contextlib.suppress(StoreError):
                 await store.delete([key])
             raise
-        await store.delete([key])
-    return Trial(len(gets_s), min(puts_s), min(gets_s), is_same, creates_once)
+        try:
+            await store.delete([key])
+        except StoreError as exc:
+            left = f"{key} ({words(exc)})"
+    return Trial(len(gets_s), min(puts_s), min(gets_s), is_same, creates_once, left)
 
 
 async def _look_up(store: ObjectStore) -> float | None:
@@ -132,6 +139,10 @@ async def _stored(store: ObjectStore) -> AsyncIterator[Finding]:
         return
     if not trial.is_same:
         yield Finding("store", Level.PROBLEM, "returns other bytes than were put; do not use it")
+        return
+    if trial.left:
+        text = "takes objects and gives them back, but does not remove them; engines could not"
+        yield Finding("store", Level.PROBLEM, f"{text} replace damaged ones. Left: {trial.left}")
         return
     put, get = (_LARGE_BYTES / max(each, 1e-9) / 1e6 for each in (trial.put_s, trial.get_s))
     text = (

@@ -18,7 +18,9 @@ from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import Directory
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
 from ecshare.store.objects import Sink, Span, open_store
-from ecshare.testing.processes import Port
+from ecshare.testing.faultproxy import FaultProxy, Method
+from ecshare.testing.faults import Fault
+from ecshare.testing.processes import LOOPBACK, Port
 from ecshare.testing.s3 import SeaweedFS
 from tests.ecshare.conftest import Doctor, start
 
@@ -301,6 +303,27 @@ def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
         (problem,) = problems(text)
         assert re.search(words, problem)
         assert "ok      store" not in text
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        (("PUT",), "may be read, but not written: the store answered 403 AccessDenied"),
+        (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
+    ],
+)
+def test_what_a_server_does_not_let_us_do_is_named(
+    doctor: Doctor, seaweed: SeaweedFS, methods: Sequence[Method], words: str
+) -> None:
+    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
+        for method in methods:  # some servers remove several objects by a POST
+            proxy.fail(Fault.answer(403), on=method)
+        storage = seaweed.storage_options | {"endpoint_url": proxy.url}
+        status, text = doctor(url=f"{seaweed.url}/denied", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert re.search(words, problem)
 
 
 def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
