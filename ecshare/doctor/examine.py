@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, printable, words
 from ecshare.doctor.options import Stranger, Subject
-from ecshare.doctor.trial import fix, try_out
+from ecshare.doctor.trial import fix, missing_folder, try_out
 from ecshare.store.config import StoreConfig, masked_url
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostfolder import check_private, default_root, fitting
@@ -95,11 +95,7 @@ async def _examined(opened: _Opened, *, write: bool, sample: int) -> AsyncIterat
         return
     yield Finding("options", Level.OK, text)
     if opened.store is None:
-        text = (
-            f"there is no folder {printable(config.folder)}, or this user may not see it; is the "
-            "name right, and the volume mounted? An engine would make it, and find nothing there"
-        )
-        yield Finding("store", Level.PROBLEM, text)
+        yield missing_folder(config.folder)
         return
     async for finding in _bounded(try_out(opened.store, config, write=write), config):
         yield finding

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from ecshare.doctor.endpoint import oddity
-from ecshare.doctor.findings import Finding, Level, words
-from ecshare.store.config import MIB, StoreConfig
+from ecshare.doctor.findings import Finding, Level, printable, words
+from ecshare.store.config import MIB, StoreConfig, masked_url
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
 from ecshare.store.objects import Memory, ObjectStore, probe
+from ecshare.store.remote import RemoteObjects
 
 _LOOK_UPS = 5
 _ROUNDS = 3
@@ -44,6 +45,9 @@ async def try_out(
     Raises StoreError: it fails later than at first.
     """
     try:
+        if isinstance(store, RemoteObjects) and not await store.has_root():
+            yield missing_folder(config.url)  # on a server of files, where a put would make it
+            return
         # As an engine does at start. A listing tells a bucket that is missing from an empty one.
         await probe(store, write=False)
         median_s = await _look_up(store)
@@ -61,6 +65,15 @@ async def try_out(
     if write:
         async for finding in _stored(store):
             yield finding
+
+
+def missing_folder(folder: str) -> Finding:
+    """Say that the store is a folder that is not there."""
+    text = (
+        f"there is no folder {printable(masked_url(folder))}, or this user may not see it; is the "
+        "name right, and the volume mounted? An engine would make it, and find nothing there"
+    )
+    return Finding("store", Level.PROBLEM, text)
 
 
 def fix(exc: StoreError) -> str:

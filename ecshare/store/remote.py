@@ -264,6 +264,17 @@ class RemoteObjects:
             if is_safe_key(key):
                 yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
 
+    async def has_root(self) -> bool:
+        """Whether the folder that all lies below is there; True where a put makes no folders."""
+        if self._atomic_writes:
+            return True
+        try:
+            with mapped_errors("the store"):
+                await self._call("info", self._root or "/")
+        except ObjectMissing:
+            return False
+        return True
+
     async def close(self) -> None:
         """See ObjectStore."""
         self._threads.close()

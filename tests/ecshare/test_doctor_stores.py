@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from ecshare.doctor import contents, trial
 from ecshare.store.config import MIB, StoreConfig
@@ -49,6 +51,25 @@ def test_a_misspelt_folder_is_said_and_not_made(
         assert f"PROBLEM store: there is no folder {folder}, or this user may not see it" in text
         assert "host cache" not in text, "what comes next rests on the store"
     assert tree(tmp_path) == before
+
+
+# A filesystem of files that fsspec reaches, as those of servers (SFTP, SMB, ...).
+OnServer = type("OnServer", (LocalFileSystem,), {"protocol": "onserver"})
+
+
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)])
+def test_a_misspelt_folder_on_a_server_is_said_and_not_made(
+    doctor: Doctor, tmp_path: Path, arguments: Sequence[str]
+) -> None:
+    fsspec.register_implementation("onserver", OnServer, clobber=True)
+    before = tree(tmp_path)
+    status, text = doctor(*arguments, url=f"onserver://{tmp_path}/stroe")
+    assert status == 1
+    assert f"PROBLEM store: there is no folder onserver://{tmp_path}/stroe, or" in text
+    assert tree(tmp_path) == before
+    status, text = doctor(*arguments, url=f"onserver://{tmp_path}/store")
+    assert status == 0, text
+    assert tree(tmp_path).keys() == before.keys()
 
 
 @pytest.mark.parametrize("has_host_cache", [False, True])
