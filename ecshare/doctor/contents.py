@@ -21,11 +21,12 @@ from ecshare.store.keys import (
     manifest_key,
     namespace_prefix,
 )
-from ecshare.store.manifest import Manifest, differences, list_manifests, nearest
+from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
 from ecshare.store.objects import ObjectStore, read
 
 _MOST_COUNTED = 100_000
 _MOST_NAMED = 20
+_MOST_ASKED = 1000  # manifests; whoever may write there can invent as many namespaces as they like
 _LARGEST_SAMPLED = 256 * MIB
 _KINDS = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 
@@ -49,7 +50,7 @@ async def contents(
     manifests = await list_manifests(store, kind)
     counts, is_all = await _count(store, kind_prefix(kind), sample)
     orphans = await _orphans(store, kind, counts, manifests)
-    if not manifests and not orphans:
+    if not manifests and not any(count.num_objects for count in counts.values()):
         yield Finding(what, Level.NOTE, "no engine that stores any has used this store yet")
     for manifest in manifests:
         space = manifest.namespace
@@ -65,8 +66,14 @@ async def contents(
             yield Finding(what, Level.NOTE, text)
     for finding in _without_manifest(kind, orphans, is_all):
         yield finding
+    async for finding in _damaged(store, kind, counts, {*orphans, *_names(manifests)}):
+        yield finding
     for finding in _compared(kind, manifests):
         yield finding
+
+
+def _names(manifests: list[Manifest]) -> set[str]:
+    return {manifest.namespace for manifest in manifests}
 
 
 async def _count(store: ObjectStore, prefix: str, sample: int) -> tuple[dict[str, _Count], bool]:
@@ -96,12 +103,26 @@ async def _orphans(
     store: ObjectStore, kind: Kind, counts: Mapping[str, _Count], manifests: list[Manifest]
 ) -> dict[str, _Count]:
     """Return the namespaces that have objects, and no manifest: not even a damaged one."""
-    known = {manifest.namespace for manifest in manifests}
-    doubtful = [name for name, count in counts.items() if count.num_objects and name not in known]
+    doubtful = _largest(counts, but=_names(manifests))[:_MOST_ASKED]
     there = await store.exists([manifest_key(kind, name) for name in doubtful])
-    missing = [name for name, has in zip(doubtful, there, strict=True) if not has]
-    missing.sort(key=lambda name: counts[name].num_objects, reverse=True)
-    return {name: counts[name] for name in missing}
+    return {name: counts[name] for name, has in zip(doubtful, there, strict=True) if not has}
+
+
+def _largest(counts: Mapping[str, _Count], *, but: set[str]) -> list[str]:
+    """Return the namespaces with objects, the largest first, without some."""
+    names = [name for name, count in counts.items() if count.num_objects and name not in but]
+    return sorted(names, key=lambda name: counts[name].num_objects, reverse=True)
+
+
+async def _damaged(
+    store: ObjectStore, kind: Kind, counts: Mapping[str, _Count], known: set[str]
+) -> AsyncIterator[Finding]:
+    for name in _largest(counts, but=known)[:_MOST_NAMED]:
+        try:
+            await read_manifest(store, kind, name)  # whole: one of too many to be shown
+        except ObjectCorrupt:
+            text = f"namespace {name}: its manifest is damaged; engines that store there replace it"
+            yield Finding(_KINDS[kind], Level.NOTE, text)
 
 
 def _without_manifest(kind: Kind, orphans: Mapping[str, _Count], is_all: bool) -> Iterator[Finding]:

@@ -45,7 +45,9 @@ def oddity(config: StoreConfig) -> str | None:
                 return None
             status, reason = answer.status, printable(answer.reason or "")
             kind = printable(answer.headers.get("Content-Type") or "no content type")
-    except (OSError, http.client.HTTPException, ValueError) as exc:
+    except http.client.HTTPException:
+        return f"{shown} answers, but not by HTTP: that is no S3 server; set endpoint_url to one"
+    except (OSError, ValueError) as exc:
         cause = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         if isinstance(cause, ssl.SSLError):
             return None

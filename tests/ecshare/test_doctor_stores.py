@@ -2,8 +2,10 @@
 """The doctor and stores that are not what they should be: missing, refused, no S3, half expired."""
 
 import asyncio
+import contextlib
 import re
 import shutil
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from ecshare.doctor import contents, trial
+from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import Directory
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
@@ -247,6 +250,29 @@ def test_an_http_server_that_is_no_s3_server_is_named(
     assert "ok      store" not in text, "it is found out before anything else is said"
 
 
+def test_a_server_that_speaks_no_http_is_named(doctor: Doctor) -> None:
+    """As SSH's, on a port that somebody took for S3's."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                        connection.recv(1 << 16)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=2)
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert status == 1
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: {url} answers, but not by HTTP: that is no S3 server")
+
+
 def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
     with (
         http_server(PLAIN["page"]) as elsewhere,
@@ -412,7 +438,44 @@ def test_an_expired_manifest_in_a_bucket_is_noted(
 def test_a_damaged_manifest_is_not_a_missing_one(doctor: Doctor, tmp_path: Path) -> None:
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
     (tmp_path / "store" / manifest_key(Kind.EC, NAMESPACE)).write_text("{")
-    assert "without a manifest" not in doctor()[1]
+    status, text = doctor()
+    assert status == 0
+    assert "without a manifest" not in text
+    assert f"note    embeddings: namespace {NAMESPACE}: its manifest is damaged;" in text
+    assert text.count("no engine that stores any has used") == 1, "of the other kind"
+
+
+def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_MOST_READ", 1)
+    for n in range(3):
+        facts = FACTS | {"epoch": f"{n}"}
+        start(tmp_path, facts, "", object_key(Kind.EC, namespace_digest(facts), "picture"))
+    text = doctor()[1]
+    assert text.count(": 1 objects, ") == 1
+    assert "without a manifest" not in text
+    assert "damaged;" not in text
+
+
+def test_invented_namespaces_do_not_hold_the_doctor_up(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "_MOST_ASKED", 2)
+    asked: list[str] = []
+    exists = Directory.exists
+
+    async def counted(store: Directory, keys: Sequence[str]) -> list[bool]:
+        asked.extend(keys)
+        return await exists(store, keys)
+
+    monkeypatch.setattr(Directory, "exists", counted)
+    for n in range(5):
+        path = tmp_path / "store" / object_key(Kind.EC, f"{n}" * 32, "x")
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    assert doctor("--read-only")[1].count("without a manifest") == 2
+    assert len([key for key in asked if "manifests" in key]) == 2
 
 
 def test_the_search_for_them_is_bounded(
