@@ -130,7 +130,8 @@ def _without_manifest(kind: Kind, orphans: Mapping[str, _Count], is_all: bool) -
     for name, count in list(orphans.items())[:_MOST_NAMED]:
         text = (
             f"namespace {name}: {count.num_objects:,}{more} objects without a manifest: it expired "
-            "or was removed; engines that run now write it again within hours"
+            "or was removed; engines that run now write it again within hours (look-up buffers "
+            "have none)"
         )
         yield Finding(what, Level.NOTE, text)
     if len(orphans) > _MOST_NAMED:

@@ -389,7 +389,7 @@ def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
 def line(namespace: str, num_objects: int, more: str = "") -> str:
     return (
         f"namespace {namespace}: {num_objects}{more} objects without a manifest: it expired or was "
-        "removed; engines that run now write it again within hours"
+        "removed; engines that run now write it again within hours (look-up buffers have none)"
     )
 
 
