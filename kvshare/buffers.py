@@ -11,7 +11,7 @@ Objects go straight to the store: what can be replaced or taken must not lie in 
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from kvshare.taking import Taker
 logger = logging.getLogger(__name__)
 
 _TRIES = 8
+_MOST_DAMAGED = 10_000  # that are remembered
 
 
 class KVCacheBufferBase(ABC):
@@ -210,6 +211,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         super()._start(path)
         markers = namespace_digest({**self._facts, "what": "taken"})
         self._taker = Taker(self._store, self._namespace, markers)
+        self._damaged: OrderedDict[str, None] = OrderedDict()
         self._session.start(self._taker.check(path), f"{path}.url")
         self._session.run_beside(self._taker.keep_swept())
 
@@ -269,8 +271,12 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         return None
 
     async def _offered(self, key: str) -> list[Tensor] | None:
-        """Return an entry's tensors. None: it is taken, or was damaged and is removed."""
-        if await self._taker.is_taken(key):
+        """Return an entry's tensors. None: it is taken, or was found damaged.
+
+        A damaged entry stays: it may be damaged on its way to this host alone. It is not read
+        again here.
+        """
+        if key in self._damaged or await self._taker.is_taken(key):
             return None
         try:
             return await self._read(key)
@@ -278,7 +284,9 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
             return None
         except ObjectCorrupt as exc:
             self._failed("corrupt", exc)
-            await self._taker.take(key)
+            self._damaged[key] = None
+            if len(self._damaged) > _MOST_DAMAGED:
+                self._damaged.popitem(last=False)
             return None
 
     async def _read(self, key: str) -> list[Tensor]:

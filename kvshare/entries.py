@@ -117,7 +117,7 @@ async def _begins(store: ObjectStore, entry: Entry, wanted: Sequence[int]) -> bo
     except ObjectMissing:
         return False
     except ObjectCorrupt:
-        return True  # it is too short: reading it whole shows that, and has it removed
+        return True  # it is too short: reading it whole shows that
     return sink.body == sought
 
 

@@ -30,7 +30,17 @@ from ecshare.store.errors import (
 )
 from ecshare.store.gcsoptions import GCSPlan
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, check_stop, cut
+from ecshare.store.objects import (
+    Buffer,
+    ObjectInfo,
+    Sink,
+    Span,
+    Stated,
+    Window,
+    check_stop,
+    cut,
+    md5_of_etag,
+)
 from ecshare.store.s3options import S3Plan
 from ecshare.store.threads import Threads, together
 
@@ -233,6 +243,11 @@ class CloudObjects:
         """See ObjectStore."""
         return await self._threads.each(self._exists, [check_key(key) for key in keys])
 
+    async def stated(self, key: str) -> Stated:
+        """See ObjectStore. An ETag in the form of an MD5 is one, or, of an encrypted object, is
+        none of what is read: then it proves no damage."""
+        return await self._threads.run(self._stated, check_key(key))
+
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
         if keys:
@@ -316,6 +331,11 @@ class CloudObjects:
         except ObjectMissing:
             return False
         return True
+
+    def _stated(self, key: str) -> Stated:
+        with mapped_errors(key):
+            meta = obstore.head(self._plain, key)
+        return Stated(meta["size"], md5_of_etag(meta["e_tag"]))
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:

@@ -8,6 +8,7 @@ file or none and the first writer wins. Names that begin with a dot are ours and
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import stat
@@ -23,7 +24,16 @@ from ecshare.store.errors import (
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.leftovers import temporary_name
 from ecshare.store.links import link_open_file
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
+from ecshare.store.objects import (
+    MOST_HASHED_BYTES,
+    Buffer,
+    ObjectInfo,
+    Sink,
+    Span,
+    Stated,
+    Window,
+    cut,
+)
 from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -89,6 +99,11 @@ class Directory:
         """See ObjectStore."""
         return await self._threads.each(self._exists, keys)
 
+    async def stated(self, key: str) -> Stated:
+        """See ObjectStore. The file is read once more, and from the disk where the system lets us
+        ask for that."""
+        return await self._threads.run(self._stated, key)
+
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
         await self._threads.each(self._delete, keys)
@@ -141,6 +156,12 @@ class Directory:
         except ObjectMissing:
             return False
         return True
+
+    def _stated(self, key: str) -> Stated:
+        with self._own_errors(key):
+            file = _File(self._path(key))
+            _check_kind(file.status, key)
+            return Stated(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
 
     def _is_stored(self, key: str) -> bool:
         """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""
@@ -343,6 +364,16 @@ class _File:
                 raise StoreUnavailable(f"{key} became shorter while it was read")
             sink.write(start, buffer[:n])
             start += n
+
+    def md5(self) -> str:
+        """Of its content, which no page cache has answered for where the system allows that."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        digest = hashlib.md5(usedforsecurity=False)
+        at = 0
+        while piece := os.pread(self._fd, _READ_BYTES, at):
+            digest.update(piece)
+            at += len(piece)
+        return digest.hexdigest()
 
     def sync(self) -> None:
         """Have the bytes on the disk."""

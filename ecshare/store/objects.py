@@ -12,6 +12,7 @@
 """
 
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Protocol
@@ -31,8 +32,11 @@ logger = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
 
+MOST_HASHED_BYTES = 512 << 20
+"""Of a larger object nobody computes an MD5: see `ObjectStore.stated`."""
 _COPY_BYTES = 512 << 10
 _PROBE_LIMIT_BYTES = 1 << 16
+_MD5 = re.compile("[0-9a-f]{32}")
 
 
 class ObjectInfo(Struct, frozen=True):
@@ -42,6 +46,14 @@ class ObjectInfo(Struct, frozen=True):
     num_bytes: int
     modified_s: float
     """Seconds since the epoch, by the store's clock."""
+
+
+class Stated(Struct, frozen=True):
+    """What a store says of an object, without sending it."""
+
+    num_bytes: int
+    md5: str = ""
+    """Of all its bytes, in hexadecimal digits; "": the store does not say."""
 
 
 class Span(Struct, frozen=True):
@@ -195,6 +207,13 @@ class ObjectStore(Protocol):
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """Say of each key whether `get` would find it."""
 
+    async def stated(self, key: str) -> Stated:
+        """Return what the store itself knows of the object, by another way than `get` where it
+        can. For doubts about what came: it may cost as much as reading the object.
+
+        Raises ObjectMissing.
+        """
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove these; one that is missing is no error."""
 
@@ -215,6 +234,12 @@ async def read(store: ObjectStore, key: str, limit_bytes: int) -> memoryview:
     except ObjectCorrupt as exc:
         raise ObjectCorrupt(f"{key}: {exc}") from exc
     return sink.body
+
+
+def md5_of_etag(etag: object) -> str:
+    """Return the MD5 that an ETag is in S3, for an object that was written at once; else ""."""
+    text = etag.strip('"').lower() if isinstance(etag, str) else ""
+    return text if _MD5.fullmatch(text) else ""
 
 
 def open_store(config: StoreConfig, path: str) -> ObjectStore:

@@ -6,6 +6,7 @@ the others (memory, sftp, smb, ...) in a few threads.
 """
 
 import asyncio
+import base64
 import contextlib
 import inspect
 import re
@@ -28,7 +29,16 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window, cut
+from ecshare.store.objects import (
+    Buffer,
+    ObjectInfo,
+    Sink,
+    Span,
+    Stated,
+    Window,
+    cut,
+    md5_of_etag,
+)
 from ecshare.store.threads import Threads, bounded, together
 
 _S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
@@ -244,6 +254,15 @@ class RemoteObjects:
 
         return await together(map(one, keys))
 
+    async def stated(self, key: str) -> Stated:
+        """See ObjectStore. MD5s are known of s3fs and gcsfs."""
+        with mapped_errors(key):
+            found = await self._call("info", self._path(key))
+        size = found.get("size")
+        if not isinstance(size, int):
+            raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
+        return Stated(size, _md5(found))
+
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
         for key in keys:
@@ -373,6 +392,13 @@ def _code(exc: BaseException) -> str:
     response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
     error = response.get("Error", {}) if isinstance(response, dict) else {}
     return str(error.get("Code", type(exc).__name__))
+
+
+def _md5(entry: dict[str, Any]) -> str:
+    """What s3fs calls ETag is an MD5 in hexadecimal digits, what gcsfs calls md5Hash in base64."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return md5_of_etag(base64.b64decode(entry["md5Hash"], validate=True).hex())
+    return md5_of_etag(entry.get("ETag"))
 
 
 def _modified_s(entry: dict[str, Any]) -> float:

@@ -12,6 +12,7 @@ Run it over a store of your own by inheriting and yielding an empty one:
 """
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -99,6 +100,9 @@ class StoreContract:
     """Whether writers at the same moment may be refused, even of different objects: who tries again
     stores the object."""
 
+    states_md5 = True
+    """Whether `stated` tells the MD5."""
+
     @pytest.fixture
     def store(self) -> AsyncIterator[ObjectStore]:
         """The store to test."""
@@ -113,6 +117,18 @@ class StoreContract:
         assert isinstance(found, memoryview)
         assert found.readonly
         assert bytes(found) == body
+
+    @pytest.mark.parametrize("size", [0, 4096, 20 * MIB + 3])
+    async def test_it_states_what_it_holds(self, store: ObjectStore, size: int) -> None:
+        """Damaged objects are removed by its word: a wrong MD5 is worse than none."""
+        body = os.urandom(size)
+        await store.put(KEY, body)
+        stated = await store.stated(KEY)
+        assert stated.num_bytes == size
+        md5 = hashlib.md5(body, usedforsecurity=False).hexdigest()
+        assert stated.md5 == (md5 if self.states_md5 else "")
+        with pytest.raises(ObjectMissing):
+            await store.stated(OTHER)
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
     async def test_any_buffer_can_be_put(self, store: ObjectStore, kind: type) -> None:

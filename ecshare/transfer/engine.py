@@ -182,7 +182,7 @@ class TransferEngine:
     @property
     def is_breaker_open(self) -> bool:
         """Whether the store failed repeatedly and is left alone for a while. Any thread."""
-        return self._access.is_open
+        return self._access.is_open or self._fetcher.is_open
 
     def submit(self, *jobs: Job) -> None:
         """Queue `jobs`; never blocks, never raises. Their Dones come out of `poll` or `drain`.
@@ -383,11 +383,13 @@ class TransferEngine:
 
     async def _write(self, key: str, body: Buffer, entry: Entry | None) -> Moved:
         started_s = time.monotonic()
+        replace = self._fetcher.must_replace(key)
         await self._access.ask(
-            lambda store: store.put(key, body, entry.path if entry else None),
+            lambda store: store.put(key, body, entry.path if entry else None, replace=replace),
             Urgency.SAVE,
             len(body),
         )
+        self._fetcher.is_well(key)
         return Moved("write", Tier.STORE, len(body), time.monotonic() - started_s)
 
     async def _backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
@@ -403,7 +405,7 @@ class TransferEngine:
 
     async def _store_again(self, key: str, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
         (is_stored,) = await self._access.ask(lambda store: store.exists([key]), Urgency.SAVE)
-        if is_stored:
+        if is_stored and not self._fetcher.must_replace(key):
             return False, ()
         return True, (await self._write(key, entry.body, entry),)
 
@@ -445,5 +447,6 @@ class TransferEngine:
                 lambda store: store.exists(keys), Urgency.LOOK_UP, deadline_s=deadline_s
             )
             for key, is_there in zip(keys, there, strict=True):
-                found[key] = Tier.STORE if is_there else None
+                is_sound = is_there and not self._fetcher.is_shunned(key)
+                found[key] = Tier.STORE if is_sound else None
         return tuple(found[key] for key in wanted)

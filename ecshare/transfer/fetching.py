@@ -8,9 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, ObjectUnreadable, StoreError
+from ecshare.store.errors import (
+    ObjectCorrupt,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreError,
+    StoreUnavailable,
+)
 from ecshare.store.format import (
     PROLOGUE_BYTES,
     RunningChecksum,
@@ -24,10 +30,14 @@ from ecshare.store.integrity import Integrity
 from ecshare.store.objects import Buffer, Sink
 from ecshare.store.rows import Rows
 from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.health import StoreHealth
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.removal import Allowance, Removal
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How often this host is looked at for what another process brings or stores.
 _FIRST_GLANCE_S = 0.001
@@ -35,10 +45,12 @@ _LONGEST_GLANCE_S = 0.01
 # How often the store is asked for what was announced and is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
-# A damaged object that could not be removed (read-only credentials) is not downloaded for every
-# request that asks for it.
-_SHUNNED_S = 60.0
+# A damaged object that was not removed is not downloaded for every request that asks for it.
+# The pause doubles: what damages all objects, and not this one, may be over soon.
+_FIRST_SHUNNED_S = 1.0
+_LONGEST_SHUNNED_S = 60.0
 _MAX_SHUNNED = 10_000
+_ALL_DAMAGED = "what the store sends is damaged again and again: it is left alone for a while"
 
 
 def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject | None:
@@ -152,7 +164,36 @@ class Fetcher:
         self._access = access
         self._loads = loads
         self._integrity = integrity
-        self._shunned: OrderedDict[str, float] = OrderedDict()
+        # Of what is read, not whether something is: every object may be damaged on its way.
+        self._road = StoreHealth()
+        self._removal = Removal(access, loads, integrity, Allowance())
+        self._shunned: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
+        self._replaceable: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is left alone because what it sends is damaged. Any thread."""
+        return self._road.is_open
+
+    def is_shunned(self, key: str) -> bool:
+        """Whether what lies under `key` was of no use a moment ago."""
+        until_s, _ = self._shunned.get(key, (0.0, 0.0))
+        return time.monotonic() < until_s
+
+    def _shun(self, key: str) -> None:
+        """Ask for `key` no more for a while."""
+        _, last_s = self._shunned.get(key, (0.0, 0.0))
+        pause_s = min(2 * last_s, _LONGEST_SHUNNED_S) or _FIRST_SHUNNED_S
+        _remember(self._shunned, key, (time.monotonic() + pause_s, pause_s))
+
+    def must_replace(self, key: str) -> bool:
+        """Whether a save of `key` finds a damaged object in its place, which was not removed."""
+        return key in self._replaceable
+
+    def is_well(self, key: str) -> None:
+        """Record that a good object lies under `key`, or none."""
+        self._shunned.pop(key, None)
+        self._replaceable.pop(key, None)
 
     async def serve(
         self, job: Fetch, deadline_s: float
@@ -258,22 +299,46 @@ class Fetcher:
                 return
 
     async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
-        shunned_until_s = self._shunned.get(job.key, 0.0)
-        if time.monotonic() < shunned_until_s:
+        if self.is_shunned(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
+        trial = self._road.admit()
+        if trial is None:
+            raise StoreUnavailable(_ALL_DAMAGED)
         try:
-            return await self._download(job, deadline_s, is_answered)
+            stored = await self._download_twice(job, deadline_s, is_answered)
         except ObjectUnreadable:
             self._shun(job.key)
             raise
         except ObjectCorrupt:
-            pass
-        # Once more, before anything is thrown away: it may have been damaged on the way.
+            self._count_damage(trial)
+            if await self._removal.consider(job, deadline_s):
+                self.is_well(job.key)
+            else:
+                self._shun(job.key)
+                _remember(self._replaceable, job.key, None)
+            raise
+        finally:
+            self._road.ended(trial)
+        self._road.succeeded()
+        self.is_well(job.key)
+        return stored
+
+    def _count_damage(self, trial: int) -> None:
+        was_open = self._road.is_open
+        self._road.failed(trial)
+        if self._road.is_open and not was_open:
+            logger.warning("store: %s", _ALL_DAMAGED)
+
+    async def _download_twice(
+        self, job: Fetch, deadline_s: float, is_answered: bool
+    ) -> StoredObject:
+        """As `_download`; ObjectCorrupt: twice, so that it was no single accident on the way."""
         try:
             return await self._download(job, deadline_s, is_answered)
-        except ObjectCorrupt:
-            await self._remove(job.key, deadline_s)
+        except ObjectUnreadable:
             raise
+        except ObjectCorrupt:
+            return await self._download(job, deadline_s, is_answered)
 
     async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
         incoming = self._host.receive(job.local_key, job.limit_bytes)
@@ -317,21 +382,13 @@ class Fetcher:
         body = _unsealed(job, entry.body, verify=False)
         return StoredObject(job.local_key, body.facts, body.payload, entry)
 
-    async def _remove(self, key: str, deadline_s: float) -> None:
-        """Take a damaged object out of the way of the next save: puts are create-only."""
-        try:
-            await self._access.ask(
-                lambda store: store.delete([key]), Urgency.SAVE, deadline_s=deadline_s
-            )
-        except (StoreError, TimeoutError) as exc:
-            logger.warning("store: the damaged object %s cannot be removed: %s", key, exc)
-            self._shun(key)
 
-    def _shun(self, key: str) -> None:
-        """Ask for `key` no more for a while."""
-        self._shunned[key] = time.monotonic() + _SHUNNED_S
-        if len(self._shunned) > _MAX_SHUNNED:
-            self._shunned.popitem(last=False)
+def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
+    """Add `key`; of too many the oldest is forgotten."""
+    keys[key] = value
+    keys.move_to_end(key)
+    if len(keys) > _MAX_SHUNNED:
+        keys.popitem(last=False)
 
 
 def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:

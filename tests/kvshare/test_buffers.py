@@ -260,7 +260,7 @@ def test_odd_tokens_and_masks_are_named(
         buffer.drop_select(tokens, None)
 
 
-def test_damaged_entries_are_removed_and_others_taken(
+def test_damaged_entries_are_left_and_others_taken(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -271,7 +271,7 @@ def test_damaged_entries_are_removed_and_others_taken(
     path.write_bytes(body[:-1])
     insert(buffer, TOKENS[:20], 2.0)
     assert take(buffer, TOKENS) == 2.0
-    assert not path.exists()
+    assert path.exists()
     assert buffer.counters["corrupt"] == 1
 
 
@@ -359,14 +359,14 @@ def spoil_entry(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_damaged_longer_entry_is_removed(
+def test_a_damaged_longer_entry_is_left(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
     path = spoil_entry(tmp_path)
     assert take(buffer, TOKENS[:30]) is None
-    assert not path.exists()
+    assert path.exists()
     assert buffer.counters["corrupt"] == 1
 
 
@@ -388,17 +388,25 @@ def test_damage_on_the_way_costs_no_entry(
     assert buffer.counters == {"inserted": 1, "taken": 1}
 
 
-def test_a_damaged_entry_is_removed_by_whoever_may_take_it(
-    opened: Open, folder: dict[str, Any], tmp_path: Path
+def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that it cannot come back either."""
-    buffer = opened(KVLookupBuffer, folder)
-    insert(buffer, TOKENS)
-    path = spoil_entry(tmp_path)
-    for _ in range(2):
+    buffer, other = opened(KVLookupBuffer, folder), opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    real, reads = type(buffer._store).get, []
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        await real(store, key, sink, spans)
+        if store is buffer._store and key.startswith(buffer._taker._objects):
+            sink.write(5000, b"\xff")
+            reads.append(key)
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    for _ in range(3):
         assert take(buffer, TOKENS) is None
-        path.write_bytes(b"no entry")
+    assert len(reads) == 2, "once more at once, and then not again"
     assert buffer.counters["corrupt"] == 1
+    assert take(other, TOKENS) == 1.0
 
 
 def test_tensors_of_an_entry_may_share_memory(opened: Open, folder: dict[str, Any]) -> None:
@@ -536,7 +544,7 @@ def test_tokens_that_torch_cannot_index_are_no_match() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "BOOL"])
-def test_an_entry_that_is_not_bytes_is_removed(
+def test_an_entry_that_is_not_bytes_is_damaged(
     opened: Open, folder: dict[str, Any], tmp_path: Path, dtype: str
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -547,7 +555,6 @@ def test_an_entry_that_is_not_bytes_is_removed(
     path.write_bytes(sealed(key, facts, bytes(facts.num_bytes)))
     assert take(buffer, [7]) is None
     assert buffer.counters["corrupt"] == 1
-    assert not path.exists()
 
 
 # --- exactly once ---

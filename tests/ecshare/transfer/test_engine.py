@@ -13,7 +13,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetching import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
@@ -270,6 +270,10 @@ class Failing:
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         await self._act()
         return [False for _ in keys]
+
+    async def stated(self, key: str) -> Stated:
+        await self._act()
+        raise ObjectMissing(key)
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._act()

@@ -2,6 +2,7 @@
 """How objects come to a host: once for all its processes, verified, and waited for if announced."""
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,10 +17,20 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Window
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated, Window
 from ecshare.store.rows import Rows
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Lookup, Outcome, Put, StoredObject, Tier
+from ecshare.transfer.jobs import (
+    Backfill,
+    Done,
+    Fetch,
+    Job,
+    Lookup,
+    Outcome,
+    Put,
+    StoredObject,
+    Tier,
+)
 from ecshare.transfer.staging import Staging
 
 KEY = object_key(Kind.EC, "0" * 32, "a")
@@ -58,6 +69,7 @@ class Scripted:
         self.answer_s = 0.0
         self.damage: list[Callable[[bytes], bytes]] = []
         self.is_read_only = False
+        self.states_md5 = True
 
     @property
     def creates_once(self) -> bool:
@@ -79,10 +91,19 @@ class Scripted:
     async def put(
         self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
     ) -> bool:
-        return key not in self.objects and bool(self.objects.setdefault(key, bytes(body)))
+        is_new = key not in self.objects
+        if is_new or replace:
+            self.objects[key] = bytes(body)
+        return is_new
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         return [key in self.objects for key in keys]
+
+    async def stated(self, key: str) -> Stated:
+        if key not in self.objects:
+            raise ObjectMissing(key)
+        body = self.objects[key]
+        return Stated(len(body), hashlib.md5(body).hexdigest() if self.states_md5 else "")
 
     async def delete(self, keys: Sequence[str]) -> None:
         if self.is_read_only:
@@ -123,7 +144,7 @@ def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
         engine.close()
 
 
-def finish(engine: TransferEngine, job: Fetch, timeout_s: float = 20) -> Done:
+def finish(engine: TransferEngine, job: Job, timeout_s: float = 20) -> Done:
     engine.submit(job)
     (done,) = engine.drain(timeout_s)
     if isinstance(done.value, StoredObject):
@@ -218,8 +239,22 @@ def test_damaged_rows_are_read_twice_then_removed(store: Scripted, start: Start)
     store.objects[KEY] = in_rows()
     store.damage = [flipped_row, bytes]
     assert finish(start("a"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.OK
-    store.damage = [flipped_row, flipped_row]
+    store.objects[KEY] = flipped_row(in_rows())
     assert finish(start("b"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+
+
+def test_rows_with_checksums_of_others_are_removed(store: Scripted, start: Start) -> None:
+    """As a whole such an object is sound; whoever wants some of its rows has no use for it."""
+    body = memoryview(bytearray(in_rows()))
+    with pytest.MonkeyPatch.context() as odd:
+        odd.setattr("ecshare.store.format.row_checksums", lambda *_: "0" * 128)
+        seal(body, BY_ROW, KEY)
+    store.objects[KEY] = bytes(body)
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+    engine.host.discard(KEY)
+    assert finish(engine, Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
     assert KEY not in store.objects
 
 
@@ -427,14 +462,15 @@ def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start:
 
 
 def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
-    store: Scripted, start: Start
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ecshare.transfer.fetching._FIRST_SHUNNED_S", 60.0)
     store.objects[KEY] = flipped(sealed())
     store.is_read_only = True
     engine = start()
     for _ in range(5):
         assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
-    assert len(store.gets) == 2
+    assert len(store.gets) == 3, "twice, and once more to see whether it may be removed"
 
 
 def test_an_object_that_is_kept_from_us_stays_for_others(
@@ -470,3 +506,166 @@ def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start:
     assert outcomes["one", "one"] is Outcome.OK
     assert outcomes["two", "one"] is outcomes["none", "one"] is Outcome.CORRUPT
     assert outcomes["none", "none"] is Outcome.OK
+
+
+HTML = b"<html><title>Maintenance</title></html>"
+ROADS = [
+    lambda _: HTML,
+    lambda body: b"",
+    lambda body: body[: len(body) // 2],
+    lambda body: body + b"x",
+    flipped,
+    lambda _: sealed(OTHER),
+    lambda body: HTML.ljust(len(body)),
+]
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("states_md5", [True, False])
+def test_what_every_answer_damages_stays_in_the_store(
+    store: Scripted,
+    start: Start,
+    road: Callable[[bytes], bytes],
+    states_md5: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A proxy, a network card or this host's memory is at fault, not the object."""
+    store.objects[KEY] = sealed()
+    store.states_md5 = states_md5
+    store.damage = [road] * 10
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert store.objects[KEY] == sealed()
+    reason = "of what came" if states_md5 else "states no MD5"
+    assert reason in caplog.text or "at most" in caplog.text
+
+
+def test_rows_that_every_answer_damages_stay_in_the_store(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    store.damage = [flipped_row] * 10
+    assert finish(start(), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
+    assert KEY in store.objects
+
+
+def test_an_object_is_had_soon_after_its_way_is_well_again(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    store.damage = [flipped] * 3
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    while (done := finish(engine, Fetch(KEY, 10))).outcome is Outcome.CORRUPT:
+        assert not store.damage
+        time.sleep(0.05)
+    assert done.outcome is Outcome.OK
+
+
+def test_damage_that_is_not_proven_is_replaced_by_the_next_save(
+    store: Scripted, start: Start
+) -> None:
+    """To write a good object over a good one does no harm: that needs no proof."""
+    store.states_md5 = False
+    store.objects[KEY] = flipped(sealed())
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert finish(engine, Lookup((KEY,), 10, store_only=True)).value == (False,)
+    save(engine)
+    assert store.objects[KEY] == sealed()
+    assert finish(engine, Lookup((KEY,), 10, store_only=True)).value == (True,)
+    engine.host.discard(KEY)
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+
+
+def test_what_a_host_keeps_replaces_what_is_damaged_in_the_store(
+    store: Scripted, start: Start
+) -> None:
+    store.states_md5 = False
+    engine = start()
+    store.objects[KEY] = flipped(sealed())
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert engine.host.publish(KEY, memoryview(sealed())) is not None
+    assert finish(engine, Backfill(KEY)).value is True
+    assert store.objects[KEY] == sealed()
+
+
+def test_what_is_kept_from_us_is_not_replaced(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.objects[KEY] = theirs = flipped(sealed())
+    refused = Mock(side_effect=ObjectUnreadable("cannot be read: it is another user's"))
+    monkeypatch.setattr(store, "get", refused)
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    save(engine)
+    assert store.objects[KEY] == theirs
+
+
+def test_an_object_that_others_replace_meanwhile_stays(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.objects[KEY] = flipped(sealed())
+    stated = store.stated
+
+    async def replaced_then_stated(key: str) -> Stated:
+        store.objects[key] = sealed()
+        return await stated(key)
+
+    monkeypatch.setattr(store, "stated", replaced_then_stated)
+    assert finish(start(), Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert store.objects[KEY] == sealed()
+
+
+def test_of_many_damaged_objects_few_are_removed(
+    store: Scripted, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where each is proven: something is wrong that costs less than an empty store."""
+    damaged, sound = (
+        [f"{KEY[:-2]}{number:02d}" for number in numbers] for numbers in (range(20), range(20, 40))
+    )
+    store.objects = {key: flipped(sealed(key)) for key in damaged}
+    store.objects |= {key: sealed(key) for key in sound}
+    engine = start()
+    for pair in zip(damaged, sound, strict=True):
+        assert [finish(engine, Fetch(key, 10)).outcome for key in pair] == [
+            Outcome.CORRUPT,
+            Outcome.OK,
+        ]
+    assert len(store.objects) == 40 - 4
+    assert len([each for each in caplog.messages if "none is removed" in each]) == 1
+    assert "is not removed" not in caplog.text, "not once for each"
+
+
+def test_those_that_are_found_at_the_same_moment_are_many_too(
+    store: Scripted, start: Start
+) -> None:
+    keys = [f"{KEY[:-2]}{number:02d}" for number in range(20)]
+    store.objects = {key: flipped(sealed(key)) for key in keys}
+    store.answer_s = 0.05
+    engine = start()
+    engine.submit(*(Fetch(key, 10) for key in keys))
+    assert {done.outcome for done in engine.drain(20)} == {Outcome.CORRUPT}
+    assert len(store.objects) >= 20 - 4
+
+
+def test_a_way_that_damages_everything_counts_against_the_store(
+    store: Scripted, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [f"{KEY[:-2]}{number:02d}" for number in range(8)]
+    for key in keys:
+        store.objects[key] = sealed(key)
+    store.damage = [flipped] * 100
+    engine = start()
+    outcomes = [finish(engine, Fetch(key, 10)).outcome for key in keys]
+    assert outcomes == [Outcome.CORRUPT] * 4 + [Outcome.UNAVAILABLE] * 4
+    assert engine.is_breaker_open
+    assert len(store.objects) == len(keys)
+    assert len([each for each in caplog.messages if "again and again" in each]) == 1
+    store.damage = []
+    assert finish(engine, Fetch(keys[-1], 10, is_announced=True)).outcome is Outcome.OK
+    assert not engine.is_breaker_open
+
+
+def save(engine: TransferEngine) -> None:
+    slab = Staging(torch.device("cpu"), 1 << 22).reserve(FACTS)
+    assert slab is not None
+    slab.body[PROLOGUE_BYTES:] = bytes(FACTS.num_bytes)
+    engine.submit(Put(KEY, slab))
+    engine.drain(20)
