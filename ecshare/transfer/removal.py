@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A sound store has hardly any damaged objects. So many found within a minute are no accident of
 # single objects: nothing is removed before a whole minute has passed without one.
-_MANY = 5
+_MANY = 10
 _MANY_WITHIN_S = 60.0
 # Whatever happens, one process removes no more than this.
 _MOST_AN_HOUR = 20

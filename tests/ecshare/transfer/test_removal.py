@@ -39,17 +39,17 @@ def test_the_same_one_is_one(allowance: Allowance) -> None:
 def test_many_at_once_stop_it_until_a_minute_has_passed_without_one(
     allowance: Allowance, clock: Clock
 ) -> None:
-    for number in range(5):
+    for number in range(10):
         assert not allowance.is_braking
         allowance.found(f"key-{number}")
     assert allowance.is_braking
     assert "many objects" in str(allowance.why_not())
-    for number in range(5, 10):
+    for number in range(10, 15):
         clock.now_s += 50
         allowance.found(f"key-{number}")
         assert allowance.is_braking
     clock.now_s += 61
-    allowance.found("key-10")
+    allowance.found("key-15")
     assert not allowance.is_braking
     assert allowance.why_not() is None
 
