@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an object in a folder may be replaced by, and that engines get over it."""
 
+import time
+from collections import deque
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -58,8 +60,19 @@ def unfit(name: str, whole: bytes, key: str) -> bytes:
     return bytes(made)
 
 
+# An engine that finds more than this within a minute removes nothing for a while.
+_MOST_A_MINUTE = 8
+_replaced_s: deque[float] = deque(maxlen=_MOST_A_MINUTE)
+
+
 def replace(path: Path, body: bytes) -> None:
-    """Put `body` in an object's place, as a new file: engines may have linked the old one."""
+    """Put `body` in an object's place, as a new file: engines may have linked the old one.
+
+    Waits until this is no more than single objects of a store may suffer.
+    """
+    if len(_replaced_s) == _MOST_A_MINUTE:
+        time.sleep(max(0.0, _replaced_s[0] + 61 - time.monotonic()))
+    _replaced_s.append(time.monotonic())
     path.unlink()
     path.write_bytes(body)
 
