@@ -209,7 +209,7 @@ class EncoderScheduler:
         if self._ledger is not None and now_s >= self._next_reading_s:
             self._next_reading_s = now_s + _LEDGER_READ_EVERY_S
             self._engine.submit(Run("ledger", self._ledger.read))
-        self._stats.set("now/breaker_open/scheduler", float(self._engine.is_breaker_open))
+        self._engine.note_breakers("scheduler")
         return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:

@@ -194,7 +194,7 @@ class EncoderWorker:
     def _add_up(self) -> None:
         """Add what was counted since the last call to the sums."""
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._stats.set("now/breaker_open/worker", float(self._engine.is_breaker_open))
+        self._engine.note_breakers("worker")
         news = merged(self._stats.take(), self._engine.stats.take())
         if news:
             self._totals = merged(self._totals, news)

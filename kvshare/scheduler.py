@@ -306,7 +306,7 @@ class KVScheduler:
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        self._stats.set("now/breaker_open/scheduler", float(self._engine.is_breaker_open))
+        self._engine.note_breakers("scheduler")
         return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:

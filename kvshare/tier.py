@@ -232,7 +232,7 @@ class KVShareTier(SecondaryTierManager):
     def get_stats(self) -> "OffloadingConnectorStats | None":
         """Return the counts since the last call; None if there are none."""
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._stats.set("now/breaker_open/scheduler", float(self._engine.is_breaker_open))
+        self._engine.note_breakers("scheduler")
         return offloading_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     # --- what came of it ---

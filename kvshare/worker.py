@@ -238,7 +238,7 @@ class KVWorker:
         """Return the counts since the last call; None if there are none."""
         if self._staging is not None:
             self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._stats.set("now/breaker_open/worker", float(self._engine.is_breaker_open))
+        self._engine.note_breakers("worker")
         return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
     def close(self) -> None:

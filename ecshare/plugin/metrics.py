@@ -41,8 +41,8 @@ _TRANSFERS = {
     ),
     "now/breaker_open": Metric(
         "breaker_open",
-        "1 while the store failed repeatedly and is left alone, by the half that asks it.",
-        {"half": ("scheduler", "worker")},
+        "1 while reads or writes failed repeatedly and are left alone, by half and direction.",
+        {"half": ("scheduler", "worker"), "direction": _MOVES["direction"]},
     ),
 }
 METRICS: dict[str, dict[str, Metric]] = {

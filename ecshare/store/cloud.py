@@ -56,7 +56,10 @@ _CHUNK_BYTES = 1 << 20  # handed over at once; the next one comes in meanwhile
 _TRIAL_BYTES = 4 << 20
 _SLOW_S = 0.25
 PIECE_BYTES = 8 << 20
-_REQUESTS = 32  # at once: what small objects need at 20 ms of round trip
+# At once: 32 loads, which is what small objects need at 20 ms of round trip, and 16 polls; saves
+# have threads of their own, so that those that hang leave all others to the loads.
+_REQUESTS = 48
+_SAVES = 8
 _PIECES = 8  # of one object at once
 _RETRIES = 2
 _BACKOFF: "BackoffConfig" = {
@@ -175,6 +178,7 @@ class CloudObjects:
             self._puts = [(checked, "create"), *self._puts]
         self._ranges = True
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
+        self._saving = Threads("cloud-save", _SAVES, io_timeout_s)
 
     @property
     def creates_once(self) -> bool:
@@ -237,7 +241,7 @@ class CloudObjects:
     ) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
         del file
-        return await self._threads.run(self._put, check_key(key), body, replace)
+        return await self._saving.run(self._put, check_key(key), body, replace)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """See ObjectStore."""
@@ -251,7 +255,7 @@ class CloudObjects:
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
         if keys:
-            await self._threads.run(self._delete, [check_key(key) for key in keys])
+            await self._saving.run(self._delete, [check_key(key) for key in keys])
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore."""
@@ -265,6 +269,7 @@ class CloudObjects:
     async def close(self) -> None:
         """See ObjectStore."""
         self._threads.close()
+        self._saving.close()
 
     # What follows runs in the store's threads.
 

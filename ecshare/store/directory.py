@@ -53,6 +53,8 @@ class Directory:
     def __init__(self, root: str, io_timeout_s: float) -> None:
         self._root = root
         self._threads = Threads("files", 8, io_timeout_s)
+        # Saves wait for the disk to have their bytes: no load shall wait with them.
+        self._saving = Threads("files-save", 8, io_timeout_s)
         self._links = True  # until the filesystem says otherwise; only ever set to False
 
     @classmethod
@@ -92,8 +94,8 @@ class Directory:
     ) -> bool:
         """See ObjectStore."""
         if replace:
-            return await self._threads.run(self._replace, key, body)
-        return await self._threads.run(self._put, key, body, file)
+            return await self._saving.run(self._replace, key, body)
+        return await self._saving.run(self._put, key, body, file)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """See ObjectStore."""
@@ -106,7 +108,7 @@ class Directory:
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
-        await self._threads.each(self._delete, keys)
+        await self._saving.each(self._delete, keys)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore."""
@@ -120,6 +122,7 @@ class Directory:
     async def close(self) -> None:
         """See ObjectStore."""
         self._threads.close()
+        self._saving.close()
 
     # What follows runs in the store's threads.
 

@@ -57,6 +57,8 @@ _NEEDS_GENERAL = {"s3": _S3FS, "s3a": _S3FS, "gs": _GCSFS, "gcs": _GCSFS, "az": 
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
 _PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
+_WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
+_CONNECTIONS = 64  # more than are asked for at once: saves that hang leave enough for loads
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Of one object: S3 has moved it to an archive; it is shorter than expected.
@@ -102,7 +104,12 @@ def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
         # Above 1, s3fs sends a HEAD before each GET to size the object.
         "max_concurrency": 1,
         # s3fs tries each call five times itself.
-        "config_kwargs": {**limits, "retries": {"total_max_attempts": 1}, **given},
+        "config_kwargs": {
+            **limits,
+            "max_pool_connections": _CONNECTIONS,
+            "retries": {"total_max_attempts": 1},
+            **given,
+        },
     }
 
 
@@ -133,6 +140,7 @@ class RemoteObjects:
         self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or made of it
         self._io_timeout_s = io_timeout_s
         self._threads = Threads("remote", 8, io_timeout_s)
+        self._saving = Threads("remote-save", 8, io_timeout_s)
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
         parameters = inspect.signature(pipe).parameters
         self._create_only = {"mode": "create"} if "mode" in parameters else {}
@@ -297,6 +305,7 @@ class RemoteObjects:
     async def close(self) -> None:
         """See ObjectStore."""
         self._threads.close()
+        self._saving.close()
         session = getattr(self._fs, "_s3", None)  # s3fs keeps its connections there
         if session is not None:
             await session.__aexit__(None, None, None)
@@ -333,7 +342,8 @@ class RemoteObjects:
         """The filesystem's method, as a coroutine or in a thread, within the time limit."""
         method = getattr(self._fs, f"_{verb}", None) if self._fs.async_impl else None
         if method is None:
-            return await self._threads.run(partial(getattr(self._fs, verb), *args, **options))
+            threads = self._saving if verb in _WRITES else self._threads
+            return await threads.run(partial(getattr(self._fs, verb), *args, **options))
         async with bounded(self._io_timeout_s):
             return await method(*args, **options)
 

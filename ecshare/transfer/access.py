@@ -4,8 +4,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
@@ -15,26 +15,30 @@ from ecshare.transfer.lanes import Lanes, Urgency
 
 T = TypeVar("T")
 
-_LEFT_ALONE = "the store failed repeatedly and is left alone for a while"
-
 
 class StoreAccess:
     """One store, its health, and whose turn it is.
 
-    Ownership: the I/O thread; `is_open` may be read by any.
+    Its health is two things, by the urgency of what is asked: a full disk or a refused PUT says
+    nothing about loads, so saves, and all that is done for them, never have loads and look-ups left
+    alone, nor the other way round.
+
+    Ownership: the I/O thread; `open_breakers` may be read by any.
     """
 
     def __init__(self, store: ObjectStore, timeout_s: float) -> None:
         """Use `store`, which the engine closes; no operation may take longer than `timeout_s`."""
         self._store = store
         self._timeout_s = timeout_s
-        self._health = StoreHealth()
+        self._reads = StoreHealth("loads and look-ups")
+        self._writes = StoreHealth("saves")
         self._lanes = Lanes()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the breaker is open: the store failed repeatedly and is left alone."""
-        return self._health.is_open
+    def open_breakers(self) -> frozenset[str]:
+        """Which of "read" and "write" failed repeatedly and is left alone for a while."""
+        each = {"read": self._reads, "write": self._writes}
+        return frozenset(direction for direction, health in each.items() if health.is_open)
 
     async def ask(
         self,
@@ -54,47 +58,49 @@ class StoreAccess:
         Raises:
             StoreError, TimeoutError: as the store does; its health has heard of it.
         """
-        if not self._health.is_worth_asking:
-            raise StoreUnavailable(_LEFT_ALONE)
+        health = self._writes if urgency is Urgency.SAVE else self._reads
+        if not health.is_worth_asking:
+            raise _left_alone(health)
         asked_s = time.monotonic()
         async with AsyncExitStack() as held:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
             async with _until(deadline_s):
                 await held.enter_async_context(self._lanes.admitted(urgency, cost_bytes))
-            operation = self._health.admit()
+            operation = health.admit()
             if operation is None:  # it may have gone while this waited for its turn
-                raise StoreUnavailable(_LEFT_ALONE)
-            held.callback(self._health.ended, operation)
+                raise _left_alone(health)
+            held.callback(health.ended, operation)
             begun_s = time.monotonic()
             # A job that spent most of its time in the queue says nothing about the store.
             is_fair = begun_s - asked_s <= deadline_s - begun_s
             ends_s = begun_s + self._timeout_s
             # Nor does one that asks again, with whatever is left of its own time.
             is_fair = is_fair and not (is_answered and deadline_s < ends_s)
-            return await self._timed(call, min(deadline_s, ends_s), operation, is_fair)
+            with _heard(health, operation, is_fair=is_fair):
+                async with asyncio.timeout_at(min(deadline_s, ends_s)):
+                    return await call(self._store)
 
-    async def _timed(
-        self,
-        call: Callable[[ObjectStore], Awaitable[T]],
-        deadline_s: float,
-        operation: int,
-        is_fair: bool,
-    ) -> T:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                answer = await call(self._store)
-        except (ObjectMissing, ObjectCorrupt):
-            self._health.succeeded()
-            raise
-        except StoreError:
-            self._health.failed(operation)
-            raise
-        except TimeoutError:
-            if is_fair:
-                self._health.failed(operation)
-            raise
-        self._health.succeeded()
-        return answer
+
+@contextmanager
+def _heard(health: StoreHealth, operation: int, *, is_fair: bool) -> Iterator[None]:
+    """Tell `health` how the body ended; of a time-out only if it `is_fair`."""
+    try:
+        yield
+    except (ObjectMissing, ObjectCorrupt):
+        health.succeeded()
+        raise
+    except StoreError as exc:
+        health.failed(operation, str(exc))
+        raise
+    except TimeoutError:
+        if is_fair:
+            health.failed(operation, "no answer in time")
+        raise
+    health.succeeded()
+
+
+def _left_alone(health: StoreHealth) -> StoreUnavailable:
+    return StoreUnavailable(f"{health.what} failed repeatedly and are left alone for a while")
 
 
 def _until(deadline_s: float) -> asyncio.Timeout:

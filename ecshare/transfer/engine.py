@@ -180,9 +180,16 @@ class TransferEngine:
         return self._integrity.fingerprint if self._integrity else ""
 
     @property
-    def is_breaker_open(self) -> bool:
-        """Whether the store failed repeatedly and is left alone for a while. Any thread."""
-        return self._access.is_open or self._fetcher.is_open
+    def open_breakers(self) -> frozenset[str]:
+        """Which of "read" and "write" failed repeatedly and is left alone. Any thread."""
+        damaged = {"read"} if self._fetcher.is_open else set()
+        return self._access.open_breakers | damaged
+
+    def note_breakers(self, half: str) -> None:
+        """Say in `stats` which breakers are open, for the `half` that this engine belongs to."""
+        opened = self.open_breakers
+        for direction in ("read", "write"):
+            self.stats.set(f"now/breaker_open/{half}/{direction}", float(direction in opened))
 
     def submit(self, *jobs: Job) -> None:
         """Queue `jobs`; never blocks, never raises. Their Dones come out of `poll` or `drain`.
@@ -404,10 +411,21 @@ class TransferEngine:
                 return await self._store_again(job.key, entry)
 
     async def _store_again(self, key: str, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
-        (is_stored,) = await self._access.ask(lambda store: store.exists([key]), Urgency.SAVE)
-        if is_stored and not self._fetcher.must_replace(key):
+        started_s, num_bytes = time.monotonic(), entry.num_bytes
+        replace = self._fetcher.must_replace(key)
+
+        async def put_if_lost(store: ObjectStore) -> bool:
+            (is_stored,) = await store.exists([key])
+            if is_stored and not replace:
+                return False
+            await store.put(key, entry.body, entry.path, replace=replace)
+            return True
+
+        # One operation: that the store answers the question does not mean that saves work.
+        if not await self._access.ask(put_if_lost, Urgency.SAVE, num_bytes):
             return False, ()
-        return True, (await self._write(key, entry.body, entry),)
+        self._fetcher.is_well(key)
+        return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
     def _prepare(self, job: Put) -> tuple[Entry | None, bool, Moved]:
         """Seal the slab and publish it to this host; whether that made the entry. Copy thread."""

@@ -50,7 +50,7 @@ _PAUSE_GROWTH = 1.6
 _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 60.0
 _MAX_SHUNNED = 10_000
-_ALL_DAMAGED = "what the store sends is damaged again and again: it is left alone for a while"
+_ALL_DAMAGED = "what the store sends is damaged again and again"
 
 
 def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject | None:
@@ -165,7 +165,7 @@ class Fetcher:
         self._loads = loads
         self._integrity = integrity
         # Of what is read, not whether something is: every object may be damaged on its way.
-        self._road = StoreHealth()
+        self._road = StoreHealth("loads")
         self._removal = Removal(access, loads, integrity, Allowance())
         self._shunned: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
         self._replaceable: OrderedDict[str, None] = OrderedDict()
@@ -310,7 +310,7 @@ class Fetcher:
             self._shun(job.key)
             raise
         except ObjectCorrupt:
-            self._count_damage(trial)
+            self._road.failed(trial, _ALL_DAMAGED)
             if await self._removal.consider(job, deadline_s):
                 self.is_well(job.key)
             else:
@@ -322,12 +322,6 @@ class Fetcher:
         self._road.succeeded()
         self.is_well(job.key)
         return stored
-
-    def _count_damage(self, trial: int) -> None:
-        was_open = self._road.is_open
-        self._road.failed(trial)
-        if self._road.is_open and not was_open:
-            logger.warning("store: %s", _ALL_DAMAGED)
 
     async def _download_twice(
         self, job: Fetch, deadline_s: float, is_answered: bool

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the store is worth asking: a circuit breaker with an injected clock."""
 
+import logging
 from collections.abc import Callable
 from time import monotonic
+
+logger = logging.getLogger(__name__)
 
 # So many failures in a row open the breaker; a healthy store has none.
 _FAILURES_TO_OPEN = 4
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+# A store that fails now and then is no news every second.
+_SAID_EVERY_S = 60.0
+_MAX_WORDS = 300
 
 
 class StoreHealth:
@@ -16,13 +22,15 @@ class StoreHealth:
     While it is open, `admit` refuses all but one operation per pause, and that one only when the
     last has ended; a success closes it, a failed probe doubles the pause. So a dead store costs
     hits, and next to no time. Other failures while it is open, and those of operations that began
-    before the last success, change nothing: they are old news.
+    before the last success, change nothing: they are old news. The log says when it opens and when
+    it closes.
 
     Ownership: the I/O thread.
     """
 
-    def __init__(self, clock_s: Callable[[], float] = monotonic) -> None:
-        """Start closed. `clock_s`: monotonic seconds."""
+    def __init__(self, what: str, clock_s: Callable[[], float] = monotonic) -> None:
+        """Start closed. `what` fails or works, for the log; `clock_s`: monotonic seconds."""
+        self.what = what
         self._clock_s = clock_s
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
@@ -31,6 +39,8 @@ class StoreHealth:
         self._last_begun = 0
         self._last_before_success = 0
         self._probe: int | None = None
+        self._is_told = False
+        self._next_telling_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -59,16 +69,21 @@ class StoreHealth:
 
     def succeeded(self) -> None:
         """Record that the store answered, be it with a miss."""
+        if self.is_open:
+            level = logging.INFO if self._is_told else logging.DEBUG
+            logger.log(level, "store: %s work again", self.what)
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._last_before_success = self._last_begun
 
-    def failed(self, operation: int) -> None:
-        """Record a failure or a time-out."""
+    def failed(self, operation: int, why: str) -> None:
+        """Record a failure or a time-out; `why`: the store's own words."""
         if operation <= self._last_before_success:
             return
         if not self.is_open:
             self._failures += 1
+            if self.is_open:
+                self._tell(why)
         elif operation == self._probe:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         else:
@@ -80,3 +95,15 @@ class StoreHealth:
         """Let another probe follow if this was one. Due to all that was admitted, come what may."""
         if operation == self._probe:
             self._probe = None
+
+    def _tell(self, why: str) -> None:
+        self._is_told = self._clock_s() >= self._next_telling_s
+        if self._is_told:
+            self._next_telling_s = self._clock_s() + _SAID_EVERY_S
+        words = "".join(each if each.isprintable() else "?" for each in why[:_MAX_WORDS])
+        logger.log(
+            logging.WARNING if self._is_told else logging.DEBUG,
+            "store: %s failed repeatedly and are left alone for a while: %s",
+            self.what,
+            words,
+        )

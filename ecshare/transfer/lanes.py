@@ -17,7 +17,10 @@ _MAX_NUMBER = {0: 32, 1: 4, 2: 8}
 
 
 class Urgency(IntEnum):
-    """What a request waits for goes first; what nobody waits for, last."""
+    """What a request waits for goes first; what nobody waits for, last.
+
+    A save is all that is done for one, be it a look-up.
+    """
 
     LOAD = 0
     LOOK_UP = 1

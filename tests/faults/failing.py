@@ -27,6 +27,7 @@ FAULTS: dict[str, tuple[Fault, Method]] = {
     "a little slow": (Fault.slow(0.3), "any"),
     "slow": (Fault.slow(4.0), "any"),
     "silent": (Fault.slow(3600.0), "any"),
+    "uploads refused": (Fault.answer(507, "QuotaExceeded"), "PUT"),
     "answers cut": (Fault.cut(MIDDLE), "GET"),
     "uploads cut": (Fault.cut(MIDDLE, "upload"), "PUT"),
     "answers reset": (Fault.reset(MIDDLE), "GET"),

@@ -218,7 +218,7 @@ def test_a_store_that_is_gone_costs_hits_and_is_used_again(start: Start, tmp_pat
     assert is_idle(host)
     folder.unlink()
     away.rename(folder)
-    host.step_until(lambda: not host.tier._engine.is_breaker_open)
+    host.step_until(lambda: not host.tier._engine.open_breakers)
     host.offload([4])
     host.rest()
     assert start().find([1, 4]) == [HIT, HIT]
@@ -234,7 +234,7 @@ def test_a_store_that_fails_in_the_middle_of_a_load(gated: Start) -> None:
     assert other.count("chunks/failed") == 3
     assert is_idle(other)
     GatedFileSystem.broken.clear()
-    other.step_until(lambda: not other.tier._engine.is_breaker_open)
+    other.step_until(lambda: not other.tier._engine.open_breakers)
     assert other.find(NUMBERS, "later") == [HIT] * 3
     assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
 
@@ -290,7 +290,7 @@ def test_a_download_that_fails_is_a_miss(
         assert proxy.num_hits
         assert is_idle(host)
         proxy.heal()
-        host.step_until(lambda: not host.tier._engine.is_breaker_open)
+        host.step_until(lambda: not host.tier._engine.open_breakers)
         host.offload(NUMBERS, "computed")
         assert host.find(NUMBERS, "computed") == [HIT] * 3
 

@@ -33,15 +33,15 @@ def series(prefix: str) -> set[str]:
 
 
 def test_stats_add_up_over_ranks_and_intervals() -> None:
-    first = CounterStats(data={"items/loaded": 1.0, "now/breaker_open/worker": 1.0})
+    first = CounterStats(data={"items/loaded": 1.0, "now/breaker_open/worker/read": 1.0})
     total = first.aggregate(
         CounterStats(
-            data={"items/loaded": 2.0, "wait_seconds": 0.25, "now/breaker_open/worker": 0.0}
+            data={"items/loaded": 2.0, "wait_seconds": 0.25, "now/breaker_open/worker/read": 0.0}
         )
     )
     assert total.reduce() == {
         "items/loaded": 3,
-        "now/breaker_open/worker": 0,
+        "now/breaker_open/worker/read": 0,
         "wait_seconds": 0.25,
     }
     assert not total.is_empty()
@@ -78,12 +78,12 @@ def test_counts_reach_prometheus_under_their_documented_names(
     counters.observe({"items/loaded": 2, "blocks/saved": 9, "items/odd/one": 1}, engine_idx=1)
     counters.observe({"items/loaded": 3, "transfer_bytes/read/host": 7, "waits": 1}, engine_idx=1)
     for is_open in (1.0, 0.0):
-        counters.observe({"now/breaker_open/worker": is_open, "now/save_queue_bytes": 5.0})
+        counters.observe({"now/breaker_open/worker/read": is_open, "now/save_queue_bytes": 5.0})
     assert value("ecshare_items_total", "1", event="loaded") == 5
     assert value("ecshare_items_total", "0", event="loaded") == 0, "there from the start"
     assert value("ecshare_transfer_bytes_total", "1", direction="read", tier="host") == 7
     assert value("ecshare_waits_total", "1") == 1
-    assert value("ecshare_breaker_open", "0", half="worker") == 0
+    assert value("ecshare_breaker_open", "0", half="worker", direction="read") == 0
     assert value("ecshare_save_queue_bytes", "0") == 5
 
 
@@ -122,12 +122,12 @@ def test_every_outcome_and_tier_has_its_label() -> None:
 
 def test_a_gauge_is_told_when_it_changes() -> None:
     stats = Stats()
-    stats.set("now/breaker_open/worker", 0.0)
+    stats.set("now/breaker_open/worker/read", 0.0)
     assert stats.take() == {}
-    stats.set("now/breaker_open/worker", 1.0)
-    stats.set("now/breaker_open/worker", 1.0)
-    assert stats.take() == {"now/breaker_open/worker": 1.0}
-    stats.set("now/breaker_open/worker", 1.0)
+    stats.set("now/breaker_open/worker/read", 1.0)
+    stats.set("now/breaker_open/worker/read", 1.0)
+    assert stats.take() == {"now/breaker_open/worker/read": 1.0}
+    stats.set("now/breaker_open/worker/read", 1.0)
     assert stats.take() == {}
-    stats.set("now/breaker_open/worker", 0.0)
-    assert stats.take() == {"now/breaker_open/worker": 0.0}
+    stats.set("now/breaker_open/worker/read", 0.0)
+    assert stats.take() == {"now/breaker_open/worker/read": 0.0}

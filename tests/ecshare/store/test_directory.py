@@ -214,7 +214,7 @@ async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
         for _ in range(5):
             with pytest.raises(StoreError):
                 await access.ask(call, Urgency.LOAD)
-        assert not access.is_open
+        assert not access.open_breakers
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -41,7 +41,7 @@ async def access(tmp_path: Path) -> AsyncIterator[StoreAccess]:
     for _ in range(4):
         with pytest.raises(StoreUnavailable, match="gone"):
             await access.ask(fails, Urgency.LOAD)
-    assert access.is_open
+    assert access.open_breakers == {"read"}
     await asyncio.sleep(PAUSE_S)
     yield access
     await store.close()
@@ -62,7 +62,7 @@ async def test_a_probe_that_was_cancelled_makes_way_for_another(access: StoreAcc
     probe.cancel()
     await asyncio.wait([probe])
     await access.ask(answers, Urgency.LOAD)
-    assert not access.is_open
+    assert not access.open_breakers
 
 
 async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(access: StoreAccess) -> None:
@@ -70,7 +70,7 @@ async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(access: StoreAc
         await access.ask(breaks, Urgency.LOAD)
     await asyncio.sleep(PAUSE_S)
     await access.ask(answers, Urgency.LOAD)
-    assert not access.is_open
+    assert not access.open_breakers
 
 
 async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
@@ -81,4 +81,39 @@ async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
         await access.ask(stalls, Urgency.LOAD, deadline_s=deadline_s, is_answered=True)
     await asyncio.sleep(PAUSE_S)
     await access.ask(answers, Urgency.LOAD)
-    assert not access.is_open
+    assert not access.open_breakers
+
+
+@pytest.fixture
+async def well(tmp_path: Path) -> AsyncIterator[StoreAccess]:
+    store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
+    yield StoreAccess(store, 10)
+    await store.close()
+
+
+async def fail(access: StoreAccess, urgency: Urgency) -> None:
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable, match="gone"):
+            await access.ask(fails, urgency)
+
+
+async def test_saves_that_fail_cost_no_load_and_no_look_up(well: StoreAccess) -> None:
+    await fail(well, Urgency.SAVE)
+    assert well.open_breakers == {"write"}
+    with pytest.raises(StoreUnavailable, match="saves failed repeatedly and are left alone"):
+        await well.ask(answers, Urgency.SAVE)
+    for urgency in (Urgency.LOAD, Urgency.LOOK_UP):
+        await well.ask(answers, urgency)
+    assert well.open_breakers == {"write"}, "that loads work says nothing about saves"
+
+
+@pytest.mark.parametrize("urgency", [Urgency.LOAD, Urgency.LOOK_UP])
+async def test_loads_and_look_ups_that_fail_cost_no_save(
+    well: StoreAccess, urgency: Urgency
+) -> None:
+    await fail(well, urgency)
+    assert well.open_breakers == {"read"}
+    with pytest.raises(StoreUnavailable, match="loads and look-ups failed repeatedly"):
+        await well.ask(answers, Urgency.LOAD)
+    await well.ask(answers, Urgency.SAVE)
+    assert well.open_breakers == {"read"}

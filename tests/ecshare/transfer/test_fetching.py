@@ -392,14 +392,14 @@ def test_who_runs_out_of_time_after_an_answer_does_not_blame_the_store(
     store.answer_s = 0.6  # the second answer would come after the time is over
     assert announced(engine, 1) == [Outcome.MISSING] * 8
     assert len(store.gets) == 16
-    assert not engine.is_breaker_open
+    assert not engine.open_breakers
 
 
 def test_a_store_that_never_answered_is_to_blame(store: Scripted, start: Start) -> None:
     engine = start()
     store.answer_s = 60
     assert announced(engine, 0.2) == [Outcome.UNAVAILABLE] * 8
-    assert engine.is_breaker_open
+    assert engine.open_breakers == {"read"}
 
 
 def test_a_store_that_stalls_for_all_its_time_is_to_blame(store: Scripted, start: Start) -> None:
@@ -407,7 +407,7 @@ def test_a_store_that_stalls_for_all_its_time_is_to_blame(store: Scripted, start
     stalls = threading.Timer(0.1, lambda: setattr(store, "answer_s", 60))
     stalls.start()
     assert announced(engine, 1.5) == [Outcome.MISSING] * 8
-    assert engine.is_breaker_open
+    assert engine.open_breakers == {"read"}
 
 
 def test_a_job_may_want_it_asked_more_often(store: Scripted, start: Start) -> None:
@@ -643,12 +643,12 @@ def test_a_way_that_damages_everything_counts_against_the_store(
     engine = start()
     outcomes = [finish(engine, Fetch(key, 10)).outcome for key in keys]
     assert outcomes == [Outcome.CORRUPT] * 4 + [Outcome.UNAVAILABLE] * 4
-    assert engine.is_breaker_open
+    assert engine.open_breakers == {"read"}
     assert len(store.objects) == len(keys)
     assert len([each for each in caplog.messages if "again and again" in each]) == 1
     store.damage = []
     assert finish(engine, Fetch(keys[-1], 10, is_announced=True)).outcome is Outcome.OK
-    assert not engine.is_breaker_open
+    assert not engine.open_breakers
 
 
 def save(engine: TransferEngine) -> None:

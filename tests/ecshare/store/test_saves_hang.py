@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However many saves a store holds up, it still answers who reads."""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.directory import Directory
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import ObjectStore, open_store, read
+from ecshare.store.remote import RemoteObjects, open_remote
+from tests.ecshare.store.scripted import DATED, Asked, serving
+
+KEY = object_key(Kind.EC, "0" * 32, "stored")
+NUM_SAVES = 60  # more than any road has threads or connections for
+GIVE_UP_S = 30.0
+
+
+class Held:
+    """What a save runs into: it goes no further until the test is over."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self._arrived = threading.Semaphore(0)
+
+    def wait(self) -> None:
+        self._arrived.release()
+        self.released.wait(GIVE_UP_S)
+
+    def until_arrived(self, number: int) -> None:
+        for _ in range(number):
+            assert self._arrived.acquire(timeout=GIVE_UP_S)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    held = Held()
+    yield held
+    held.released.set()
+
+
+@contextlib.asynccontextmanager
+async def hung_saves(store: ObjectStore, held: Held, number: int = 8) -> AsyncIterator[None]:
+    """Have many saves begin, of which `number` at least are held up."""
+    keys = [object_key(Kind.EC, "0" * 32, f"new {number}") for number in range(NUM_SAVES)]
+    saves = [asyncio.create_task(store.put(key, b"body")) for key in keys]
+    await asyncio.to_thread(held.until_arrived, number)
+    try:
+        yield
+    finally:
+        held.released.set()
+        await asyncio.gather(*saves, return_exceptions=True)
+        await store.close()
+
+
+async def check_reads(store: ObjectStore) -> None:
+    async with asyncio.timeout(GIVE_UP_S / 2):
+        assert bytes(await read(store, KEY, 1 << 20)) == b"body"
+        assert await store.exists([KEY]) == [True]
+
+
+async def test_a_disk_that_hangs(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Directory.open(f"{tmp_path}/store", GIVE_UP_S, "options.url")
+    await store.put(KEY, b"body")
+    monkeypatch.setattr(os, "fsync", lambda _: held.wait())
+    async with hung_saves(store, held):
+        await check_reads(store)
+
+
+async def test_a_filesystem_that_blocks(held: Held) -> None:
+    class Hanging(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "hanging"
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            if not path.endswith(KEY):
+                held.wait()
+            super().pipe_file(path, value, **options)
+
+    store = RemoteObjects(Hanging(), "/hung", atomic_writes=True, io_timeout_s=GIVE_UP_S)
+    await store.put(KEY, b"body")
+    async with hung_saves(store, held):
+        await check_reads(store)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "opened", [lambda config: open_store(config, "options"), lambda config: open_remote(config, "")]
+)
+async def test_a_server_that_does_not_answer_a_put(
+    held: Held, opened: Callable[[StoreConfig], ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through obstore, and through s3fs."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+    def answer(asked: Asked) -> None:
+        if asked.command == "PUT":
+            held.wait()
+        asked.say(200, b"body", etag='"e"', **DATED)
+
+    with serving(answer) as server:
+        keys = {"key": "k", "secret": "hidden", "endpoint_url": server.endpoint}
+        store = opened(
+            StoreConfig(url="s3://bucket/x", storage_options=keys, io_timeout_s=GIVE_UP_S)
+        )
+        async with hung_saves(store, held):
+            await check_reads(store)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that fail cost no load: with every one of them failing, all that is stored is found."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ecshare.store import directory
+from ecshare.store.config import StoreConfig
+from ecshare.store.format import TensorFacts
+from ecshare.store.keys import Kind, object_key
+from ecshare.testing.faultproxy import FaultProxy
+from ecshare.testing.faults import Fault
+from ecshare.testing.processes import LOOPBACK
+from ecshare.testing.s3 import SeaweedFS
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from ecshare.transfer.staging import Staging
+
+FACTS = TensorFacts("U8", (10_000,))
+STORED = [object_key(Kind.EC, "0" * 32, f"stored {number}") for number in range(5)]
+NUM_ROUNDS = 20
+SAVES_A_ROUND = 8  # twice what opens a breaker
+
+
+class Hosts:
+    """Engines of one store, each on a host of its own."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **store: Any) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._store = store
+        self._staging = Staging(torch.device("cpu"), 64 << 20)
+        self._num_new = 0
+
+    def start(self, name: str) -> TransferEngine:
+        config = StoreConfig(host_cache_dir=str(self._folder / name), **self._store)
+        engine = TransferEngine(config, "options")
+        self._stack.callback(engine.close)
+        return engine
+
+    def put(self, key: str) -> Put:
+        slab = self._staging.reserve(FACTS)
+        assert slab is not None
+        self._staging.copy_out(slab, torch.zeros(FACTS.shape, dtype=torch.uint8))
+        return Put(key, slab, keeps_unstored=False)
+
+    def new(self) -> Put:
+        self._num_new += 1
+        return self.put(object_key(Kind.EC, "0" * 32, f"new {self._num_new}"))
+
+    def store(self) -> None:
+        assert outcomes(self.start("writer"), *map(self.put, STORED)) == [Outcome.OK] * len(STORED)
+
+
+def outcomes(engine: TransferEngine, *jobs: Job) -> list[Outcome]:
+    engine.submit(*jobs)
+    ended = engine.drain(60)
+    for done in ended:
+        if isinstance(done.value, StoredObject):
+            done.value.release()
+    return [done.outcome for done in ended]
+
+
+def check_loads(hosts: Hosts) -> None:
+    """Load what is stored from the store, while all saves fail."""
+    engine = hosts.start("reader")
+    for number in range(NUM_ROUNDS):
+        saves = [hosts.new() for _ in range(SAVES_A_ROUND)]
+        assert outcomes(engine, *saves) == [Outcome.UNAVAILABLE] * SAVES_A_ROUND
+        assert engine.open_breakers == {"write"}
+        key = STORED[number % len(STORED)]
+        engine.host.discard(key)
+        assert outcomes(engine, Lookup((key,), 30, store_only=True)) == [Outcome.OK]
+        assert outcomes(engine, Fetch(key, 30)) == [Outcome.OK], f"round {number}"
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    with ExitStack() as stack:
+        yield lambda **store: Hosts(tmp_path, stack, **store)
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(fd: int, body: object) -> None:
+        os.close(fd)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(directory, "_write", fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written(
+    on_hosts: Callable[..., Hosts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    hosts = on_hosts(url=f"{tmp_path}/store")
+    hosts.store()
+    # Another disk than the host caches', for else a file would be linked.
+    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    fail_writes(monkeypatch, number)
+    check_loads(hosts)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("status", [403, 503, 507])
+def test_a_bucket_that_takes_no_objects(
+    on_hosts: Callable[..., Hosts], seaweed: SeaweedFS, tmp_path: Path, status: int
+) -> None:
+    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
+        options = dict(seaweed.storage_options, endpoint_url=proxy.url)
+        hosts = on_hosts(url=f"{seaweed.url}/{tmp_path.name}", storage_options=options)
+        hosts.store()
+        proxy.fail(Fault.answer(status, "QuotaExceeded" if status == 507 else ""), on="PUT")
+        check_loads(hosts)
+
+
+def test_what_is_to_be_stored_again_is_left_alone_too(
+    on_hosts: Callable[..., Hosts],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That the store says what it has lost does not mean that saves work."""
+    hosts = on_hosts(url=f"{tmp_path}/store")
+    hosts.store()
+    engine = hosts.start("writer")
+    for key in STORED:
+        (tmp_path / "store" / key).unlink()
+    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    fail_writes(monkeypatch, errno.ENOSPC)
+    caplog.set_level(logging.INFO)
+    for key in STORED[:4]:
+        assert outcomes(engine, Backfill(key)) == [Outcome.UNAVAILABLE]
+    assert engine.open_breakers == {"write"}
+    said = [record.getMessage() for record in caplog.records if "left alone" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("store: saves failed repeatedly and are left alone for a while: No ")
+
+
+def test_the_breakers_are_gauges(
+    on_hosts: Callable[..., Hosts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = on_hosts(url=f"{tmp_path}/store")
+    engine = hosts.start("writer")
+    engine.note_breakers("worker")
+    assert engine.stats.take() == {}
+    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    fail_writes(monkeypatch, errno.ENOSPC)
+    outcomes(engine, *[hosts.new() for _ in range(4)])
+    engine.stats.take()
+    engine.note_breakers("worker")
+    assert engine.stats.take() == {"now/breaker_open/worker/write": 1.0}
