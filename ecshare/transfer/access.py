@@ -33,6 +33,8 @@ class StoreAccess:
         self._reads = StoreHealth("loads and look-ups")
         self._writes = StoreHealth("saves")
         self._lanes = Lanes()
+        # Neither do loads wait for what may never come, nor it for loads.
+        self._polls = Lanes()
 
     @property
     def open_breakers(self) -> frozenset[str]:
@@ -59,13 +61,14 @@ class StoreAccess:
             StoreError, TimeoutError: as the store does; its health has heard of it.
         """
         health = self._writes if urgency is Urgency.SAVE else self._reads
+        lanes = self._polls if urgency is Urgency.POLL else self._lanes
         if not health.is_worth_asking:
             raise _left_alone(health)
         asked_s = time.monotonic()
         async with AsyncExitStack() as held:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
             async with _until(deadline_s):
-                await held.enter_async_context(self._lanes.admitted(urgency, cost_bytes))
+                await held.enter_async_context(lanes.admitted(urgency, cost_bytes))
             operation = health.admit()
             if operation is None:  # it may have gone while this waited for its turn
                 raise _left_alone(health)

@@ -30,6 +30,7 @@ from ecshare.store.integrity import Integrity
 from ecshare.store.objects import Buffer, Sink
 from ecshare.store.rows import Rows
 from ecshare.transfer.access import StoreAccess
+from ecshare.transfer.crowd import Crowd, Member
 from ecshare.transfer.health import StoreHealth
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.lanes import Urgency
@@ -45,6 +46,8 @@ _LONGEST_GLANCE_S = 0.01
 # How often the store is asked for what was announced and is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
+# Glances are cheaper than questions: those that wait share four times as many.
+_GLANCES_A_QUESTION = 4
 # A damaged object that was not removed is not downloaded for every request that asks for it.
 # The pause doubles: what damages all objects, and not this one, may be over soon.
 _FIRST_SHUNNED_S = 1.0
@@ -169,6 +172,7 @@ class Fetcher:
         self._removal = Removal(access, loads, integrity, Allowance())
         self._shunned: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
         self._replaceable: OrderedDict[str, None] = OrderedDict()
+        self._crowd = Crowd()
 
     @property
     def is_open(self) -> bool:
@@ -221,24 +225,35 @@ class Fetcher:
         Raises:
             StoreError, TimeoutError: it cannot be had by `deadline_s`.
         """
+        if not job.is_announced:
+            return await self._fetch(job, deadline_s, is_answered=False)
+        with self._crowd.joined() as member:
+            return await self._fetch_awaited(job, deadline_s, member)
+
+    async def _fetch_awaited(
+        self, job: Fetch, deadline_s: float, member: Member
+    ) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """As `fetch`, for what was announced: "missing" is no answer before the time is over."""
         pause_s = _FIRST_PAUSE_S
         missing: ObjectMissing | None = None
         while True:
             try:
-                return await self._fetch(job, deadline_s, missing is not None)
+                is_answered = missing is not None
+                return await self._fetch(job, deadline_s, is_answered=is_answered, member=member)
             except ObjectCorrupt:
                 raise  # it was stored, and is gone now
             except (StoreError, TimeoutError) as exc:
                 if isinstance(exc, ObjectMissing):
                     missing = exc
                 left_s = deadline_s - time.monotonic()
-                if not job.is_announced or left_s <= 0:
+                if left_s <= 0:
                     raise missing or exc from None
-            await self._appearance(job, min(pause_s, left_s))
+            waited_s = min(max(pause_s, self._crowd.pause_s(member)), left_s)
+            await self._appearance(job, waited_s, member)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
     async def _fetch(
-        self, job: Fetch, deadline_s: float, is_answered: bool
+        self, job: Fetch, deadline_s: float, *, is_answered: bool, member: Member | None = None
     ) -> tuple[StoredObject, tuple[Moved, ...]]:
         """As `fetch`, in one round. `is_answered`: an earlier one had an answer from the store."""
         started_s = time.monotonic()
@@ -252,7 +267,7 @@ class Fetcher:
             claim = self._host.claim(job.local_key)
             if claim is not None or time.monotonic() >= patience_s:
                 break
-            await self._appearance(job, patience_s - time.monotonic(), is_claimed=True)
+            await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
         try:
             tier = Tier.HOST
             here = self._open(job)  # published just before the claim was free
@@ -279,15 +294,18 @@ class Fetcher:
             return open_object(self._host, job.key)
         return open_rows(self._host, job, job.rows)
 
-    async def _appearance(self, job: Fetch, timeout_s: float, *, is_claimed: bool = False) -> None:
-        """Return when it is in the host cache, or after `timeout_s`.
+    async def _appearance(
+        self, job: Fetch, timeout_s: float, member: Member | None, *, is_claimed: bool = False
+    ) -> None:
+        """Return when it is in the host cache, or after `timeout_s`; look as often as `member` may.
 
         `is_claimed`: also when the process that downloads it has let go of its claim.
         """
         deadline_s = time.monotonic() + timeout_s
         glance_s = _FIRST_GLANCE_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            await asyncio.sleep(min(glance_s, left_s))
+            least_s = self._crowd.pause_s(member) / _GLANCES_A_QUESTION if member else 0.0
+            await asyncio.sleep(min(max(glance_s, least_s), left_s))
             glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
             for key in {job.key, job.local_key}:
                 entry = self._host.open(key)
@@ -343,7 +361,7 @@ class Fetcher:
         try:
             await self._access.ask(
                 lambda store: store.get(job.key, sink, spans),
-                Urgency.LOAD,
+                Urgency.POLL if job.is_announced else Urgency.LOAD,
                 job.limit_bytes,
                 deadline_s,
                 is_answered=is_answered,

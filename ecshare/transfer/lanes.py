@@ -11,20 +11,22 @@ from itertools import count
 # Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link, 32 where they are small
 # (docs/layout.md has figures). Saves get less: they may wait. A little more than three and two
 # objects of 32 MiB, such as chunks of KV are: with less, their headers would cost one of them its
-# place.
-_MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20}
-_MAX_NUMBER = {0: 32, 1: 4, 2: 8}
+# place. Polls may find what is there already, and then are loads.
+_MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}
+_MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 16}
 
 
 class Urgency(IntEnum):
     """What a request waits for goes first; what nobody waits for, last.
 
-    A save is all that is done for one, be it a look-up.
+    A save is all that is done for one, be it a look-up. A poll asks for what was announced, which
+    may never come: polls wait in a line of their own, and are compared with nothing else.
     """
 
     LOAD = 0
     LOOK_UP = 1
     SAVE = 2
+    POLL = 3
 
 
 class Lanes:

@@ -102,12 +102,12 @@ async def test_saves_that_fail_cost_no_load_and_no_look_up(well: StoreAccess) ->
     assert well.open_breakers == {"write"}
     with pytest.raises(StoreUnavailable, match="saves failed repeatedly and are left alone"):
         await well.ask(answers, Urgency.SAVE)
-    for urgency in (Urgency.LOAD, Urgency.LOOK_UP):
+    for urgency in (Urgency.LOAD, Urgency.LOOK_UP, Urgency.POLL):
         await well.ask(answers, urgency)
     assert well.open_breakers == {"write"}, "that loads work says nothing about saves"
 
 
-@pytest.mark.parametrize("urgency", [Urgency.LOAD, Urgency.LOOK_UP])
+@pytest.mark.parametrize("urgency", [Urgency.LOAD, Urgency.LOOK_UP, Urgency.POLL])
 async def test_loads_and_look_ups_that_fail_cost_no_save(
     well: StoreAccess, urgency: Urgency
 ) -> None:
@@ -117,3 +117,18 @@ async def test_loads_and_look_ups_that_fail_cost_no_save(
         await well.ask(answers, Urgency.LOAD)
     await well.ask(answers, Urgency.SAVE)
     assert well.open_breakers == {"read"}
+
+
+@pytest.mark.parametrize(
+    ("many", "other"), [(Urgency.POLL, Urgency.LOAD), (Urgency.LOAD, Urgency.POLL)]
+)
+async def test_loads_and_polls_never_wait_for_each_other(
+    well: StoreAccess, many: Urgency, other: Urgency
+) -> None:
+    stalled = [asyncio.create_task(well.ask(stalls, many, 50 << 20)) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await well.ask(answers, other, 50 << 20)
+    for task in stalled:
+        task.cancel()
+    await asyncio.wait(stalled)

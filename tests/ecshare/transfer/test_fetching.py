@@ -67,6 +67,7 @@ class Scripted:
         self.gets: list[float] = []
         self.num_bytes_read = 0
         self.answer_s = 0.0
+        self.stalled: set[str] = set()
         self.damage: list[Callable[[bytes], bytes]] = []
         self.is_read_only = False
         self.states_md5 = True
@@ -77,7 +78,7 @@ class Scripted:
 
     async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
         self.gets.append(time.monotonic())
-        await asyncio.sleep(self.answer_s)
+        await asyncio.sleep(60 if key in self.stalled else self.answer_s)
         if key not in self.objects:
             raise ObjectMissing(key)
         body = self.objects[key]
@@ -414,6 +415,37 @@ def test_a_job_may_want_it_asked_more_often(store: Scripted, start: Start) -> No
     job = Fetch(KEY, 1.5, is_announced=True, longest_pause_s=0.01)
     assert finish(start(), job).outcome is Outcome.MISSING
     assert len(store.gets) > 15
+
+
+def lies(number: int, timeout_s: float) -> list[Fetch]:
+    """Announced, and never stored."""
+    keys = [object_key(Kind.EC, "0" * 32, f"lie {each}") for each in range(number)]
+    return [Fetch(key, timeout_s, is_announced=True, longest_pause_s=0.01) for key in keys]
+
+
+def test_however_many_wait_the_store_is_asked_a_bounded_number_of_times(
+    store: Scripted, start: Start
+) -> None:
+    """Each of them once at first, and then 500 times a second, together."""
+    engine = start()
+    engine.submit(*lies(150, 2.0))
+    assert [done.outcome for done in engine.drain(60)] == [Outcome.MISSING] * 150
+    assert len(store.gets) < 150 + 2 * 500 + 150, "and once more, at the end of their time"
+
+
+def test_what_never_comes_takes_no_turn_from_what_is_there(store: Scripted, start: Start) -> None:
+    """Not where the store is slow to say so, either."""
+    store.objects[KEY] = sealed()
+    engine = start(io_timeout_s=100)
+    waiting = lies(100, 100)
+    store.stalled = {job.key for job in waiting}
+    engine.submit(*waiting)
+    job = Fetch(KEY, 100)
+    engine.submit(job)
+    (done,) = engine.drain(20, until=job)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    engine.cancel(*waiting)
 
 
 def test_an_object_that_was_damaged_on_the_way_is_asked_for_again(

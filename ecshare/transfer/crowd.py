@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often each of those that wait for what was announced may ask, so that they cost no more the
+more they are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+# Questions to the store in a second, by all together. Up to 25 that ask every 50 ms notice nothing.
+_MOST_A_SECOND = 500
+# The youngest count as this old: their first pause is no shorter.
+_LEAST_AGE_S = 0.01
+# Ages are added up again after so long, or when so many more wait: it takes 60 us for a thousand.
+_RECOUNT_S = 0.05
+_RECOUNT_GROWTH = 1.1
+
+
+class Member:
+    """One that waits."""
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+
+
+class Crowd:
+    """Divides a total rate among those that wait.
+
+    Each asks at a rate that falls with its age: who has asked in vain for seconds will rarely be
+    the one whose object comes next, and must not slow down who has just begun.
+
+    Ownership: the I/O thread.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = monotonic) -> None:
+        """Start with nobody. `clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self._members: set[Member] = set()
+        self._weight = 0.0
+        self._counted_s = 0.0
+        self._num_counted = 0
+
+    @contextmanager
+    def joined(self) -> Iterator[Member]:
+        """Wait, for as long as the body takes."""
+        member = Member(self._clock_s())
+        self._members.add(member)
+        try:
+            yield member
+        finally:
+            self._members.remove(member)
+
+    def pause_s(self, member: Member) -> float:
+        """Return how long `member` has to leave between two questions, at the least."""
+        now_s = self._clock_s()
+        is_larger = len(self._members) > _RECOUNT_GROWTH * self._num_counted
+        if is_larger or now_s >= self._counted_s + _RECOUNT_S:
+            self._counted_s, self._num_counted = now_s, len(self._members)
+            self._weight = sum(1 / _age_s(each, now_s) for each in self._members)
+        return _age_s(member, now_s) * self._weight / _MOST_A_SECOND
+
+
+def _age_s(member: Member, now_s: float) -> float:
+    return max(now_s - member.since_s, _LEAST_AGE_S)
