@@ -109,9 +109,13 @@ class _Wanted:
         return any(load.wants(number) for load, number in self.waiters)
 
 
-_Name = tuple[str, bool]
-"""What a Fetch brings is called here, and whether it is announced: one that waits must hold up no
-other."""
+_Name = tuple[str, bool, bool]
+"""What a Fetch brings is called here, whether it is announced, and whether it is a guess: one that
+waits must hold up no other."""
+
+
+def _name(job: Fetch) -> _Name:
+    return job.local_key, job.is_announced, job.is_guess
 
 
 class Loads:
@@ -122,14 +126,14 @@ class Loads:
     is reported, so nobody can read them half filled; and it is reported when no thread writes to
     them any more, whether it still wants them or not. Fetches are submitted as far as
     `buffer_bytes` allow, so that neither a long prompt nor many requests hold more host memory than
-    that. A piece that fails shortens the load to what lies before it: that is loaded and kept, and
-    vLLM computes the rest. Where vLLM cannot keep it, the load fails. A request is reported once;
-    what arrives later is let go unwritten.
+    that; half of it is for guesses. A piece that fails shortens the load to what lies before it:
+    that is loaded and kept, and vLLM computes the rest. Where vLLM cannot keep it, the load fails.
+    A request is reported once; what arrives later is let go unwritten.
 
     Pieces that were announced are being computed, one after the other. The first missing one is
-    waited for, until `wait_s` have passed in which none came; those behind it are asked for, and
-    again when their turn comes. The fetch that waits counts against no budget: it holds no memory,
-    and what never comes must not keep others from theirs.
+    waited for, until `wait_s` have passed in which none came; those behind it are guesses: they are
+    asked for, and again when their turn comes. The fetch that waits counts against no budget: it
+    holds no memory, and what never comes must not keep others from theirs.
 
     Ownership: the worker's main thread; `_copy_in` alone runs on load threads.
     """
@@ -154,11 +158,12 @@ class Loads:
         self._blocks = blocks
         self._stats = stats
         self._keeps_prefix = keeps_prefix
-        self._limit_bytes = min(config.buffer_bytes, _MAX_BYTES)
+        self._limit_bytes = min(config.buffer_bytes // 2, _MAX_BYTES)
         self._loads: dict[str, _Load] = {}
         self._wanted: dict[_Name, _Wanted] = {}
-        self._queue: deque[_Name] = deque()  # names of what is wanted and not submitted yet
-        self._fetching_bytes = 0
+        # What is wanted and not submitted yet: what was found, and what is guessed.
+        self._queues: dict[bool, deque[_Name]] = {False: deque(), True: deque()}
+        self._fetching_bytes = {False: 0, True: 0}
         self._inflow = Inflow(blocks[0].device)
         self._lock = threading.Lock()
         self.finished = Finished()
@@ -193,9 +198,9 @@ class Loads:
     def arrived(self, done: Done) -> None:
         """Take note of what became of a fetch for all who waited for it, and go on."""
         assert isinstance(done.job, Fetch)
-        wanted = self._wanted.pop((done.job.local_key, done.job.is_announced))
+        wanted = self._wanted.pop(_name(done.job))
         if not done.job.is_announced:
-            self._fetching_bytes -= done.job.limit_bytes
+            self._fetching_bytes[done.job.is_guess] -= done.job.limit_bytes
         is_here = done.outcome is Outcome.OK
         for place, (load, number) in enumerate(wanted.waiters):
             with self._lock:
@@ -219,13 +224,13 @@ class Loads:
         for number in load.take_unasked():
             is_awaited = load.deadline_s is not None and number == load.first
             wanted = self._new_wanted(load, number, is_awaited=is_awaited)
-            name = wanted.job.local_key, is_awaited
+            name = _name(wanted.job)
             if name not in self._wanted:
                 self._wanted[name] = wanted
                 if is_awaited:
                     self._engine.submit(wanted.job)
                 else:
-                    self._queue.append(name)
+                    self._queues[wanted.job.is_guess].append(name)
             with self._lock:
                 self._wanted[name].waiters.append((load, number))
 
@@ -247,22 +252,25 @@ class Loads:
             use=partial(self._copy_in, wanted),
             longest_pause_s=_LONGEST_PAUSE_S,
             rows=None if piece.source is None or piece.source.is_whole else rows,
+            is_guess=load.deadline_s is not None and not is_awaited,
         )
         return wanted
 
     def _submit(self) -> None:
-        """Fetch what is next in turn, as far as the budget goes; one alone may exceed it."""
-        while self._queue:
-            wanted = self._wanted[self._queue[0]]
-            if not wanted.is_wanted:
-                del self._wanted[self._queue.popleft()]
-                continue
-            after_bytes = self._fetching_bytes + wanted.job.limit_bytes
-            if self._fetching_bytes and after_bytes > self._limit_bytes:
-                return
-            self._fetching_bytes = after_bytes
-            self._queue.popleft()
-            self._engine.submit(wanted.job)
+        """Fetch what is next in turn, as far as the budgets go; one alone may exceed its own."""
+        for is_guess, queue in self._queues.items():
+            while queue:
+                wanted = self._wanted[queue[0]]
+                if not wanted.is_wanted:
+                    del self._wanted[queue.popleft()]
+                    continue
+                before_bytes = self._fetching_bytes[is_guess]
+                after_bytes = before_bytes + wanted.job.limit_bytes
+                if before_bytes and after_bytes > self._limit_bytes:
+                    break
+                self._fetching_bytes[is_guess] = after_bytes
+                queue.popleft()
+                self._engine.submit(wanted.job)
 
     def _fits(self, stored: StoredObject, facts: TensorFacts) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""

@@ -56,9 +56,9 @@ _CHUNK_BYTES = 1 << 20  # handed over at once; the next one comes in meanwhile
 _TRIAL_BYTES = 4 << 20
 _SLOW_S = 0.25
 PIECE_BYTES = 8 << 20
-# At once: 32 loads, which is what small objects need at 20 ms of round trip, and 16 polls; saves
-# have threads of their own, so that those that hang leave all others to the loads.
-_REQUESTS = 48
+# At once: 32 loads, which is what small objects need at 20 ms of round trip, and as many polls;
+# saves have threads of their own, so that those that hang leave all others to the loads.
+_REQUESTS = 64
 _SAVES = 8
 _PIECES = 8  # of one object at once
 _RETRIES = 2

@@ -58,7 +58,7 @@ _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oc
 _PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
 _WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
-_CONNECTIONS = 64  # more than are asked for at once: saves that hang leave enough for loads
+_CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enough for loads
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Of one object: S3 has moved it to an archive; it is shorter than expected.

@@ -361,7 +361,7 @@ class Fetcher:
         try:
             await self._access.ask(
                 lambda store: store.get(job.key, sink, spans),
-                Urgency.POLL if job.is_announced else Urgency.LOAD,
+                Urgency.POLL if job.is_announced or job.is_guess else Urgency.LOAD,
                 job.limit_bytes,
                 deadline_s,
                 is_answered=is_answered,

@@ -57,6 +57,7 @@ class Fetch(Struct, frozen=True):
     `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
     over: look again, on this host every few milliseconds, in the store ever less often, but at
     least every `longest_pause_s`.
+    `is_guess`: nobody has seen it in the store: loads of what is there must not wait for it.
     `use`: called with the object on a load thread, which then releases it. The job ends after that,
     cancelled or not: what `use` writes to is its own no longer once the Done is there.
     """
@@ -69,6 +70,7 @@ class Fetch(Struct, frozen=True):
     use: "Callable[[StoredObject], None] | None" = None
     longest_pause_s: float = _LONGEST_PAUSE_S
     rows: Rows | None = None
+    is_guess: bool = False
 
     @property
     def local_key(self) -> str:

@@ -13,14 +13,14 @@ from itertools import count
 # objects of 32 MiB, such as chunks of KV are: with less, their headers would cost one of them its
 # place. Polls may find what is there already, and then are loads.
 _MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}
-_MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 16}
+_MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 32}
 
 
 class Urgency(IntEnum):
     """What a request waits for goes first; what nobody waits for, last.
 
-    A save is all that is done for one, be it a look-up. A poll asks for what was announced, which
-    may never come: polls wait in a line of their own, and are compared with nothing else.
+    A save is all that is done for one, be it a look-up. A poll asks for what may never come, since
+    it was announced, or is a guess: polls wait in a line of their own.
     """
 
     LOAD = 0

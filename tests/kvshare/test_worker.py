@@ -477,6 +477,18 @@ def test_what_never_comes_takes_no_room_from_others(host: Callable[..., Host]) -
     assert target.engine.in_flight == 1, "one fetch for both"
 
 
+def test_what_is_guessed_takes_no_room_from_what_was_found(host: Callable[..., Host]) -> None:
+    """Not where the store is slow to say that it has nothing, either."""
+    source, target = host(), host(buffer_bytes=1, wait_s=60.0)
+    source.save(block(B, TOKENS, 1))
+    false = [piece for piece in many(6) if piece.key not in (A, B)]
+    GatedFileSystem.close_gate(*(f"exists {name_of(piece.key)}" for piece in false))
+    target.load("false", *false, is_announced=True)
+    target.load("true", block(B, TOKENS, 1))
+    finished = target.settle(until=lambda total: bool(total.requests))
+    assert finished == Finished({"true"})
+
+
 def test_a_damaged_chunk_is_not_waited_for(host: Callable[..., Host]) -> None:
     source, target = host(), host(wait_s=60.0)
     source.save(Piece(A, 2, 2 * TOKENS, ((6, 1),)))

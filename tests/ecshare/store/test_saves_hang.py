@@ -20,7 +20,7 @@ from ecshare.store.remote import RemoteObjects, open_remote
 from tests.ecshare.store.scripted import DATED, Asked, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "stored")
-NUM_SAVES = 60  # more than any road has threads or connections for
+NUM_SAVES = 70  # more than any road has threads for
 GIVE_UP_S = 30.0
 
 
