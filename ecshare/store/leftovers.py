@@ -8,6 +8,7 @@ import random
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
@@ -15,9 +16,12 @@ logger = logging.getLogger(__name__)
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.[0-9]+\.tmp")
 # No write takes a day: its writer would have timed out, however slow the disk.
 _MIN_AGE_S = 86_400.0
-# A store of very many objects is not read to its end each time; folders come in any order, so that
-# every one has its turn.
-_MOST_SEEN = 200_000
+# Reading folders keeps the process's other threads from running, and a server busy: after each,
+# this many times as long is rested.
+_REST = 9
+# A store of hundreds of millions of objects is not read to its end each time; folders come in any
+# order, so that every one has its turn.
+_LONGEST_S = 1800.0
 MARK = ".swept"
 """Its age says when somebody has last done this."""
 
@@ -31,7 +35,8 @@ def sweep(root: str) -> int:
     """Remove temporary files of more than a day below `root`; return how many.
 
     Once a day, whoever comes first. Ages are told by the clock of the disk, which may be a
-    server's. Never raises OSError. Not for an event loop's thread: it reads folders.
+    server's. Never raises OSError. For a thread of its own: it goes slowly, and may take half an
+    hour.
     """
     num_removed = 0
     with contextlib.suppress(OSError):
@@ -65,10 +70,14 @@ def _disk_time_s(root: str) -> float:
 
 def _is_due(root: str, now_s: float) -> bool:
     """Whether nobody has done it today; who asks and is told so, does it now."""
-    fd = os.open(f"{root}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    fd = os.open(f"{root}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
         is_new = status.st_size == 0
+        if is_new:
+            # Whoever may write to the folder may do this.
+            with contextlib.suppress(PermissionError):
+                os.fchmod(fd, 0o600 | os.stat(root).st_mode & 0o020)
         if not is_new and 0 <= now_s - status.st_mtime < _MIN_AGE_S:
             return False
         os.pwrite(fd, b"ecshare\n", 0)
@@ -78,16 +87,16 @@ def _is_due(root: str, now_s: float) -> bool:
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files below `root`, none by way of a link, until very many were seen."""
-    folders, num_seen = [root], 0
-    while folders:
+    """Yield the hidden files below `root`, none by way of a link, until the time is over."""
+    folders = [root]
+    end_s = time.monotonic() + _LONGEST_S
+    while folders and time.monotonic() < end_s:
         folder = folders.pop(random.randrange(len(folders)))
+        started_s = time.monotonic()
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
-                num_seen += 1
-                if num_seen > _MOST_SEEN:
-                    return
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif entry.name.startswith("."):
                     yield entry.path, entry.stat(follow_symlinks=False)
+        time.sleep(_REST * (time.monotonic() - started_s))

@@ -88,13 +88,51 @@ def test_it_is_done_once_a_day(folder: Path) -> None:
     assert sweep(str(folder)) == 1, "the mark is of a clock that was wrong"
 
 
-def test_of_very_many_files_some_are_looked_at(
+def test_very_many_folders_are_all_looked_at_with_rests_between_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(30):
-        old(beside(folder))
-    monkeypatch.setattr(leftovers, "_MOST_SEEN", 20)
-    assert 0 < sweep(str(folder)) < 20
+    """On one day; a process has other threads, and a server other clients."""
+    left = [old(many_folders(folder, n)) for n in range(30)]
+    clock_s, rested_s = 0.0, 0.0
+
+    def ticking() -> float:
+        nonlocal clock_s
+        clock_s += 0.5
+        return clock_s
+
+    def rest(seconds: float) -> None:
+        nonlocal rested_s
+        rested_s += seconds
+
+    monkeypatch.setattr(time, "monotonic", ticking)
+    monkeypatch.setattr(time, "sleep", rest)
+    assert sweep(str(folder)) == len(left)
+    assert rested_s >= clock_s
+
+
+def test_it_does_not_go_on_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(30):
+        old(many_folders(folder, n))
+    monkeypatch.setattr(leftovers, "_LONGEST_S", 0.0)
+    assert sweep(str(folder)) == 0
+
+
+def many_folders(folder: Path, n: int) -> Path:
+    place = (folder / KEY).parent.with_name(f"{n:02x}")
+    place.mkdir(exist_ok=True)
+    return place / temporary_name()
+
+
+def test_whoever_may_write_to_the_folder_may_do_it(folder: Path) -> None:
+    for mode, expected in ((0o700, 0o600), (0o2770, 0o620)):
+        folder.chmod(mode)
+        (folder / MARK).unlink(missing_ok=True)
+        mask = os.umask(0o077)
+        try:
+            sweep(str(folder))
+        finally:
+            os.umask(mask)
+        assert (folder / MARK).stat().st_mode & 0o777 == expected
 
 
 def test_a_folder_that_fails_costs_nothing(folder: Path) -> None:
