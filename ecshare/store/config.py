@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -44,6 +44,11 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     file of a service account, or `"anon"`), `endpoint_url`; left out, the application default
     credentials. Google Cloud was tried against an imitation of its API only."""
 
+    folder_access: Literal["user", "group"] = "user"
+    """Who may use a store in a folder: this user alone, or all users of the folder's group, also in
+    other containers and on other hosts. For `"group"`, make the folder first, for a group that all
+    of them are in: `install -d -m 2770 -g GROUP /folder`."""
+
     epoch: Annotated[str, Meta(max_length=128)] = ""
     """Any text; engines share objects only where it is the same. Change it after the weights were
     updated in place."""
@@ -60,7 +65,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     host_cache_dir: str | None = None
     """Folder of verified objects that all engines of this user on this host share. Left out:
-    `/dev/shm/ecshare-<uid>`, or `/tmp` where `/dev/shm` is small."""
+    `/dev/shm/ecshare-<uid>`, or `/tmp` where `/dev/shm` is small; another name where somebody else
+    has taken that one."""
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """What that folder may hold; the least recently used objects leave first."""

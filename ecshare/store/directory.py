@@ -4,6 +4,10 @@
 A write goes to a temporary file beside its goal, is flushed to the disk, and is then linked to its
 name. `link` is atomic and refuses a name that is taken, also on NFS, so that a reader sees a whole
 file or none and the first writer wins. Names that begin with a dot are ours and are no objects.
+
+What we make is for this user alone, or for the group of the root folder, whatever the umask. Where
+others may write to the folder, too, they may lay links in it: what writes or removes goes from
+folder to folder by their open numbers, and by no link below the root.
 """
 
 import contextlib
@@ -23,7 +27,7 @@ from ecshare.store.errors import (
 )
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.leftovers import temporary_name
-from ecshare.store.links import link_open_file
+from ecshare.store.links import is_private, link_open_file
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
     Buffer,
@@ -50,19 +54,27 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 class Directory:
     """An ObjectStore below one folder. Any number of processes and hosts may share it."""
 
-    def __init__(self, root: str, io_timeout_s: float) -> None:
+    def __init__(self, root: str, io_timeout_s: float, *, is_shared: bool = False) -> None:
         self._root = root
+        self._is_shared = is_shared
         self._threads = Threads("files", 8, io_timeout_s)
         # Saves wait for the disk to have their bytes: no load shall wait with them.
         self._saving = Threads("files-save", 8, io_timeout_s)
         self._links = True  # until the filesystem says otherwise; only ever set to False
 
     @classmethod
-    def open(cls, folder: str, io_timeout_s: float, option: str) -> "Directory":
-        """Make `folder` if need be. ConfigError, naming `option`, when that is impossible."""
+    def open(
+        cls, folder: str, io_timeout_s: float, option: str, *, is_shared: bool = False
+    ) -> "Directory":
+        """Make `folder` if need be. ConfigError, naming `option`, when that is impossible.
+
+        `is_shared`: the users of its group share it. A folder that is there keeps its mode; a
+        warning says where that lets others in, or the group not.
+        """
         root = os.path.normpath(folder)
         try:
-            os.makedirs(root, exist_ok=True)
+            _make_root(root, is_shared)
+            _check_access(root, option, is_shared)
         except FileExistsError as exc:
             raise ConfigError(f"{option}: {root} is a file, a folder is needed") from exc
         except (OSError, ValueError) as exc:
@@ -71,7 +83,7 @@ class Directory:
                 f"{option}: the folder {root} cannot be made ({reason}); "
                 "make it first, or choose one this user may write"
             ) from exc
-        return cls(root, io_timeout_s)
+        return cls(root, io_timeout_s, is_shared=is_shared)
 
     @property
     def creates_once(self) -> bool:
@@ -186,90 +198,114 @@ class Directory:
             except IsADirectoryError as exc:
                 raise ObjectUnreadable(f"{key} is not a file") from exc
             except NotADirectoryError as exc:
-                if folder != self._root and os.path.isfile(folder):
-                    raise ObjectUnreadable(f"{key} cannot be there: {folder} is a file") from exc
+                if folder != self._root and (os.path.isfile(folder) or os.path.islink(folder)):
+                    raise ObjectUnreadable(f"{key} cannot be there: {folder} is no folder") from exc
                 raise
 
     def _delete(self, key: str) -> None:
-        with contextlib.suppress(ObjectMissing), self._own_errors(key):
-            os.unlink(self._path(key))
+        with (
+            contextlib.suppress(ObjectMissing),
+            self._own_errors(key),
+            self._folder_of(key) as folder,
+        ):
+            os.unlink(os.path.basename(key), dir_fd=folder)
 
     def _put(self, key: str, body: Buffer, file: str | None) -> bool:
-        path = self._path(key)
         if self._is_stored(key):  # saves writing the body; `link` decides races
             return False
-        with self._own_errors(key):
-            self._make_folders(key)
-            linked = self._put_link(file, path, memoryview(body).nbytes) if file else None
-            return self._put_copy(body, path, self._publish) if linked is None else linked
+        with self._own_errors(key), self._folder_of(key, make=True) as folder:
+            name = os.path.basename(key)
+            linked = self._put_link(file, name, folder, memoryview(body).nbytes) if file else None
+            return self._put_copy(body, name, folder, self._publish) if linked is None else linked
 
     def _replace(self, key: str, body: Buffer) -> bool:
-        with self._own_errors(key):
-            self._make_folders(key)
-            return self._put_copy(body, self._path(key), _rename)
+        with self._own_errors(key), self._folder_of(key, make=True) as folder:
+            return self._put_copy(body, os.path.basename(key), folder, _rename)
 
-    def _put_link(self, file: str, path: str, num_bytes: int) -> bool | None:
-        """Publish `file` itself under `path`. None: it cannot be, or should not."""
-        if not self._links:
+    def _put_link(self, file: str, name: str, folder: int, num_bytes: int) -> bool | None:
+        """Publish `file` itself under `name`. None: it cannot be, or should not."""
+        if not self._links or self._is_shared:
             return None
         try:
             source = _File(file)
-            if not self._may_link(source.status, os.path.dirname(path), num_bytes):
+            status = source.status
+            if (
+                not is_private(status)
+                or status.st_size != num_bytes
+                or status.st_dev != os.fstat(folder).st_dev
+            ):
                 return None
             source.sync()
-            source.link(path)
+            source.link(name, folder)
         except FileExistsError:
             return False
         except OSError:
             return None  # gone, or on another disk: writing the bytes tells what is really wrong
-        _sync_folder(os.path.dirname(path))
+        _sync_folder(folder)
         return True
 
-    def _may_link(self, status: os.stat_result, folder: str, num_bytes: int) -> bool:
-        where = os.stat(folder)
-        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o222:
-            return False  # what somebody may write to is no object
-        # A file made here would belong to the folder's group; this one keeps its own, and whoever
-        # reads by the group could not.
-        foreign_group = where.st_mode & stat.S_ISGID and where.st_gid != status.st_gid
-        return (
-            status.st_size == num_bytes
-            and status.st_dev == where.st_dev
-            and (not foreign_group or bool(status.st_mode & 0o004))
-        )
-
-    def _put_copy(self, body: Buffer, path: str, publish: Callable[[str, str], bool]) -> bool:
+    def _put_copy(
+        self, body: Buffer, name: str, folder: int, publish: Callable[[str, str, int], bool]
+    ) -> bool:
         # A crash leaves it; see leftovers.py.
-        temporary = f"{os.path.dirname(path)}/{temporary_name()}"
+        temporary = temporary_name()
         # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400, dir_fd=folder)
         try:
-            _write(fd, body)
-            return publish(temporary, path)
+            _write(fd, body, 0o440 if self._is_shared else None)
+            return publish(temporary, name, folder)
         finally:
             with contextlib.suppress(FileNotFoundError):  # renamed, not linked
-                os.unlink(temporary)
+                os.unlink(temporary, dir_fd=folder)
 
-    def _make_folders(self, key: str) -> None:
-        """Make the levels of `key` below the root, and never the root itself.
+    @contextlib.contextmanager
+    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[int]:
+        """Open the folder in which `key` lies; `make` its levels, and never the root itself.
 
         A root that is gone is a file system that is no longer mounted: writing in its place would
         fill the wrong disk.
         """
-        if os.path.isdir(os.path.dirname(self._path(key))):
-            return
-        folder = self._root
-        if not os.path.isdir(folder):
-            raise StoreUnavailable(f"the folder {folder} is gone")
-        for level in key.split("/")[:-1]:
-            folder = f"{folder}/{level}"
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
+        path = self._root
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError as exc:
+            raise StoreUnavailable(f"the folder {path} is gone") from exc
+        try:
+            for level in check_key(key).split("/")[:-1]:
+                path = f"{path}/{level}"
+                inner = self._enter(level, fd, path, make=make)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
 
-    def _publish(self, temporary: str, path: str) -> bool:
+    def _enter(self, level: str, folder: int, path: str, *, make: bool) -> int:
+        """Open the folder `level` of the open one; `path` says where that is."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        try:
+            try:
+                return os.open(level, flags, dir_fd=folder)
+            except FileNotFoundError:
+                if not make:
+                    raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(level, 0o700, dir_fd=folder)
+                if self._is_shared:
+                    return _let_group_in(os.open(level, flags, dir_fd=folder))
+            return os.open(level, flags, dir_fd=folder)
+        except OSError as exc:
+            exc.filename = path
+            if os.path.islink(path):
+                exc.strerror = "Folders of a store may be no symbolic links"
+            raise
+
+    def _publish(self, temporary: str, name: str, folder: int) -> bool:
         if self._links:
             try:
-                os.link(temporary, path)
+                os.link(
+                    temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+                )
             except FileExistsError:
                 return False
             except OSError as exc:
@@ -283,8 +319,8 @@ class Directory:
                     exc.strerror,
                 )
         if not self._links:
-            return _rename(temporary, path)
-        _sync_folder(os.path.dirname(path))
+            return _rename(temporary, name, folder)
+        _sync_folder(folder)
         return True
 
     def _scan(self, level: str) -> _Level:
@@ -320,7 +356,8 @@ def mapped_errors(key: str) -> Iterator[None]:
         raise
     except OSError as exc:
         if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StoreDenied(f"{exc.strerror}: {exc.filename or key}") from exc
+            hint = " (users share a folder by folder_access)" if exc.errno == errno.EACCES else ""
+            raise StoreDenied(f"{exc.strerror}: {exc.filename or key}{hint}") from exc
         raise StoreUnavailable(f"{exc.strerror or exc}: {exc.filename or key}") from exc
 
 
@@ -382,9 +419,9 @@ class _File:
         """Have the bytes on the disk."""
         os.fsync(self._fd)
 
-    def link(self, path: str) -> None:
-        """Give this very file, whatever became of its name, the name `path` too."""
-        link_open_file(self._fd, path)
+    def link(self, name: str, folder: int) -> None:
+        """Give this very file, whatever became of its name, a `name` in the open `folder` too."""
+        link_open_file(self._fd, name, folder)
 
 
 def _part_bytes(span: Span) -> int:
@@ -392,9 +429,11 @@ def _part_bytes(span: Span) -> int:
     return span.num_bytes if span.num_bytes < _SPLIT_BYTES else -(-span.num_bytes // 2)
 
 
-def _write(fd: int, body: Buffer) -> None:
-    """Write all of `body`, to the disk, and close `fd`."""
+def _write(fd: int, body: Buffer, mode: int | None) -> None:
+    """Write all of `body`, to the disk, and close `fd`; give it `mode`, if it is not right yet."""
     try:
+        if mode is not None:
+            os.fchmod(fd, mode)
         rest = memoryview(body).cast("B")
         while rest:
             rest = rest[os.write(fd, rest) :]
@@ -403,18 +442,67 @@ def _write(fd: int, body: Buffer) -> None:
         os.close(fd)
 
 
-def _rename(temporary: str, path: str) -> bool:
-    """Replace what is under `path`, or came meanwhile, by the same bytes, atomically."""
-    os.rename(temporary, path)
-    _sync_folder(os.path.dirname(path))
+def _rename(temporary: str, name: str, folder: int) -> bool:
+    """Replace what is under `name`, or came meanwhile, by the same bytes, atomically."""
+    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    _sync_folder(folder)
     return True
 
 
-def _sync_folder(folder: str) -> None:
+def _sync_folder(folder: int) -> None:
     """Make a new name survive a power cut. Some network file systems refuse; their server cares."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):
+        os.fsync(folder)
+
+
+def _make_root(path: str, is_shared: bool) -> None:
+    """Make the folder `path`, and what is missing above it. Raises OSError, ValueError."""
+    if os.path.isdir(path):
+        return
+    if not os.path.lexists(parent := os.path.dirname(path)):
+        _make_root(parent, is_shared)
     try:
-        with contextlib.suppress(OSError):
-            os.fsync(fd)
-    finally:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if os.path.isdir(path):  # somebody else was faster
+            return
+        raise
+    if is_shared:
+        os.close(_let_group_in(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)))
+
+
+def _let_group_in(fd: int) -> int:
+    """Let the group use the open folder, and what is made in it belong to that group."""
+    try:
+        os.fchmod(fd, 0o2770)
+    except OSError:
         os.close(fd)
+        raise
+    return fd
+
+
+def _check_access(root: str, option: str, is_shared: bool) -> None:
+    """Warn where the mode of `root` is not what was asked for: it may be so on purpose."""
+    mode = os.stat(root).st_mode
+    is_open = mode & (0o007 if is_shared else 0o077)
+    if is_open:
+        logger.warning(
+            "%s: other users may %s %s (mode %o), where prompts are stored; run: chmod -R %s %s%s",
+            option,
+            "write to" if is_open & 0o022 else "read",
+            root,
+            stat.S_IMODE(mode),
+            "o=" if is_shared else "go=",
+            root,
+            "" if is_shared else "; or set folder_access to 'group' if you share it",
+        )
+    if is_shared and mode & 0o2070 != 0o2070:
+        logger.warning(
+            "%s: folder_access is 'group', and %s (mode %o) is not its group's; "
+            "run: chgrp GROUP %s && chmod 2770 %s",
+            option,
+            root,
+            stat.S_IMODE(mode),
+            root,
+            root,
+        )

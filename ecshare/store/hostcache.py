@@ -9,8 +9,8 @@ the process, however that ends. Who evicts must get the exclusive lock first. A 
 shortened, and an unlinked one lives on while it is mapped: no reader loses bytes under its hands.
 
 Writing. A file gets its final size, its disk blocks and a lock under a temporary name, and a link
-under its key when it is whole. Files are read-only: a store on the same disk may give them a second
-name, and they may be a store's.
+under its key when it is whole. Files are read-only, and for this user alone: a store on the same
+disk may give them a second name, and they may be a store's.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ from typing import Self
 from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
-from ecshare.store.hostfolder import default_root, fitting, make_private
-from ecshare.store.hostroom import Room, unlock_and_close
+from ecshare.store.hostfolder import default_roots, fitting, make_private, temporary_root
+from ecshare.store.hostlock import unlock_and_close
+from ecshare.store.hostroom import Room
 from ecshare.store.keys import check_key
 from ecshare.store.links import link_open_file, open_linkable
 from ecshare.store.objects import Buffer, Memory, check_size
@@ -188,7 +189,7 @@ class _Draft:
     def make(cls, path: str, num_bytes: int) -> "_Draft":
         """Make the file, with its final size and a lock. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        draft = cls(path, os.open(path, flags, 0o444), num_bytes)
+        draft = cls(path, os.open(path, flags, 0o400), num_bytes)
         try:
             fcntl.flock(draft.fd, fcntl.LOCK_SH)
             os.ftruncate(draft.fd, num_bytes)
@@ -352,7 +353,11 @@ class HostCache:
 
         def make(temporary: str) -> _Draft:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            link_open_file(fd, temporary)
+            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                link_open_file(fd, os.path.basename(temporary), folder)
+            finally:
+                os.close(folder)
             draft.path = temporary
             return draft
 
@@ -366,7 +371,7 @@ class HostCache:
         try:
             for _ in range(_TRIES):
                 try:
-                    self._room.rename(draft.path or "", path)
+                    self._room.rename(draft.path or "", path, draft.num_bytes)
                     draft.path = None
                     # The lock that kept the temporary file alive is the entry's pin from now on.
                     return draft.hand_over(key, path)
@@ -374,7 +379,8 @@ class HostCache:
                     there = self.open(key)
                     if there is not None:
                         return there
-                    self._remove_odd(path)
+                    # What bears this name and cannot be opened, nobody else would ever replace.
+                    self._room.remove(path)
         except OSError as exc:
             self._say_once("write", "the host cache cannot be written: %s", exc)
         finally:
@@ -395,13 +401,6 @@ class HostCache:
         if path is not None:
             self._room.remove(path)
 
-    def _remove_odd(self, path: str) -> None:
-        """Remove what bears an entry's name and can be none: nobody would ever replace it."""
-        with contextlib.suppress(OSError):
-            status = os.stat(path, follow_symlinks=False)
-            if not status.st_size or not _is_sound(status):
-                os.unlink(path)
-
     def _path(self, key: str) -> str:
         # No key holds a '+', so that two keys never meet in one name.
         return f"{self.root}/{self._prefix}{check_key(key).replace('/', '+')}"
@@ -413,10 +412,32 @@ class HostCache:
 
 
 def open_host_cache(config: StoreConfig) -> HostCache:
-    """Return the host cache that `config` names. ConfigError names `host_cache_dir`."""
-    folder = config.host_cache_dir
-    root = Path(folder) if folder else default_root(config.host_cache_bytes)
-    return HostCache(root, config.host_cache_bytes, config.store_id())
+    """Return the host cache that `config` names, or one in a folder of our own choice.
+
+    ConfigError names `host_cache_dir`: the folder that it names cannot be used, or none was found.
+    """
+
+    def cache_in(root: Path) -> HostCache:
+        return HostCache(root, config.host_cache_bytes, config.store_id())
+
+    if config.host_cache_dir:
+        return cache_in(Path(config.host_cache_dir))
+    roots = default_roots(config.host_cache_bytes)
+    refusal = ""
+    for root in roots:
+        try:
+            cache = cache_in(root)
+        except ConfigError as exc:
+            refusal = refusal or str(exc)
+            continue
+        if refusal:
+            logger.warning("%s. Until then the host cache lies in %s", refusal, root)
+        return cache
+    root = temporary_root(roots[0].parent)
+    logger.warning(
+        "%s. Until then each process has a host cache of its own, this one in %s", refusal, root
+    )
+    return cache_in(root)
 
 
 def _is_sound(status: os.stat_result) -> bool:

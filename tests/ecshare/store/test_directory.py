@@ -45,45 +45,30 @@ async def test_an_object_is_one_plain_file_of_that_name(store: Directory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("mode", "folder_mode", "gid", "linked"),
+    ("mode", "is_shared", "linked"),
     [
-        (0o444, 0o755, None, True),
-        (0o400, 0o755, None, True),
-        (0o644, 0o755, None, False),  # somebody may write to it
-        (0o444, 0o2755, None, True),
-        (0o440, 0o2755, 12345, False),  # the folder's group could not read it
-        (0o444, 0o2755, 12345, True),
+        (0o400, False, True),
+        (0o600, False, False),  # somebody may write to it
+        (0o440, False, False),  # somebody else may open it, and lock it
+        (0o404, False, False),
+        (0o400, True, False),  # the group could not read it
+        (0o440, True, False),
     ],
 )
 async def test_a_file_that_is_offered_is_linked_if_it_serves_as_well(
-    store: Directory,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: int,
-    folder_mode: int,
-    gid: int | None,
-    linked: bool,
+    tmp_path: Path, mode: int, is_shared: bool, linked: bool
 ) -> None:
+    store = Directory.open(f"{tmp_path}/store", 30.0, "options.url", is_shared=is_shared)
     file = tmp_path / "file"
     file.write_bytes(b"body")
     file.chmod(mode)
-    folder = (tmp_path / "store" / KEY).parent
-    folder.mkdir(parents=True)
-    folder.chmod(folder_mode)
-    stat = os.stat
-
-    def of_another_group(path: Any, **options: Any) -> os.stat_result:
-        status = stat(path, **options)
-        if gid is None or str(path) != str(folder):
-            return status
-        return os.stat_result([*status[:5], gid, *status[6:]])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", of_another_group)
-        assert await store.put(KEY, b"body", str(file))
-    assert (stat(file).st_nlink == 2) is linked
-    assert (tmp_path / "store" / KEY).read_bytes() == b"body"
-    assert files(folder) == [KEY.rpartition("/")[2]]
+    assert await store.put(KEY, b"body", str(file))
+    await store.close()
+    stored = tmp_path / "store" / KEY
+    assert (file.stat().st_nlink == 2) is linked
+    assert stored.stat().st_mode & 0o777 == (0o440 if is_shared else 0o400)
+    assert stored.read_bytes() == b"body"
+    assert files(stored.parent) == [stored.name]
 
 
 async def test_a_failed_write_leaves_nothing(
@@ -160,7 +145,7 @@ async def test_without_hard_links_objects_are_renamed_into_place(
     caplog: pytest.LogCaptureFixture,
     no_links: int,
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(no_links, "no")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -272,10 +257,10 @@ async def test_one_file_that_may_not_be_read_concerns_no_other(
     await store.put(KEY, b"body")
     path, opened = f"{tmp_path}/store/{KEY}", os.open
 
-    def refuse_one(name: str, *args: Any) -> int:
+    def refuse_one(name: str, *args: Any, **options: Any) -> int:
         if name == path:
             raise OSError(number, os.strerror(number), name)
-        return opened(name, *args)
+        return opened(name, *args, **options)
 
     monkeypatch.setattr(os, "open", refuse_one)
     monkeypatch.setattr(os, "access", lambda name, _: name != path)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import errno
 import fcntl
 import os
@@ -9,12 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ecshare.store import hostroom
 from ecshare.store.hostcache import Entry, HostCache
+from ecshare.store.hostlock import HostLock, unlock_and_close
 from ecshare.store.keys import Kind, object_key
+from tests.ecshare.store.evictions import evicted
 
 KIB = 1 << 10
 KEYS = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
@@ -61,7 +65,7 @@ def open_entry(cache: HostCache, n: int) -> Entry:
 
 
 def tally(cache: HostCache) -> int:
-    return int.from_bytes((cache.root / ".used").read_bytes(), "little", signed=True)
+    return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
 
 
 def test_what_is_published_can_be_opened(cache: HostCache) -> None:
@@ -269,7 +273,7 @@ def test_a_full_disk_is_no_room(
     assert "No space left" in caplog.text
     assert len(caplog.messages) == 1
     assert held(cache) == {0}
-    assert {path.name[0] for path in cache.root.iterdir() if path.name != ".used"} == {"e"}
+    assert not [*cache.root.glob(".*.tmp")]
     assert tally(cache) == 10 * KIB
     put(cache, 1)
 
@@ -304,12 +308,228 @@ def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hostroom, "_TALLY_WAIT_S", 0.01)
+    cache = HostCache(cache.root, 100 * KIB)
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
         fcntl.flock(held_by_another, fcntl.LOCK_EX)
-        assert cache.publish(KEYS[1], b"x") is None
+        put(cache, 1)
+        put(cache, 2)
         open_entry(cache, 0).close()
-    put(cache, 1)
+    assert tally(cache) == 30 * KIB
+    put(cache, 3)
+
+
+@pytest.mark.parametrize("name", [".used", ".evicting"])
+def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Three times as much as there is room for goes through the cache beside the stopped one."""
+    monkeypatch.setattr(hostroom, "_TALLY_WAIT_S", 0.05)
+    monkeypatch.setattr(hostroom, "_TURN_WAIT_S", 0.05)
+    held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
+    held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
+    stopped = subprocess.Popen([sys.executable, "-c", held_up, str(cache.root / name)])
+    try:
+        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+        others = [HostCache(cache.root, 100 * KIB) for _ in range(2)]
+        for n in range(30):
+            put(others[n % 2], n)
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
+
+
+def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
+    """It writes one number, where we write two."""
+    put(cache, 0)
+    (cache.root / ".used").write_bytes((10 * KIB).to_bytes(8, "little"))
+    for n in range(1, 12):
+        put(cache, n)
+    assert held(cache) == set(range(2, 12))
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries were removed under each hold of the tally. No folder is read under one."""
+    holds: list[int] = []
+    tally, unlink, scandir = hostroom.Room.tally, os.unlink, os.scandir
+    is_held = False
+
+    @contextlib.contextmanager
+    def counted(room: hostroom.Room) -> Iterator[Any]:
+        nonlocal is_held
+        with tally(room) as held:
+            is_held = True
+            holds.append(0)
+            yield held
+            is_held = False
+
+    def counting(path: str) -> None:
+        if is_held and not path.endswith(".tmp"):
+            holds[-1] += 1
+        unlink(path)
+
+    def beside(path: Path) -> Any:
+        assert not is_held
+        return scandir(path)
+
+    monkeypatch.setattr(hostroom.Room, "tally", counted)
+    monkeypatch.setattr(os, "unlink", counting)
+    monkeypatch.setattr(os, "scandir", beside)
+    return holds
+
+
+def test_entries_leave_a_few_at_a_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch, holds: list[int]
+) -> None:
+    monkeypatch.setattr(hostroom, "_STEP_ENTRIES", 3)
+    monkeypatch.setattr(hostroom, "_RUN_ENTRIES", 30)
+    cache = HostCache(root, 100 * KIB)
+    for n in random.Random(0).sample(range(20), 20):
+        put(cache, n, 5 * KIB)
+    holds.clear()
+    put(cache, 30, 50 * KIB)
+    assert held(cache) == {*range(10, 20), 30}, "the oldest, across all that was sorted apart"
+    assert [step for step in holds if step] == [3, 3, 3, 1]
+    assert tally(cache) == 100 * KIB
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Four entries are many: what comes behind is seen once this is set."""
+    monkeypatch.setattr(hostroom, "_RUN_ENTRIES", 4)
+    files, goes_on = hostroom.Room.files, threading.Event()
+
+    def patched(room: hostroom.Room) -> Iterator[Any]:
+        found = sorted(files(room), key=lambda each: -each.used_ns)  # as tmpfs lists them
+        yield from found[:4]
+        goes_on.wait()
+        yield from found[4:]
+
+    monkeypatch.setattr(hostroom.Room, "files", patched)
+    yield goes_on
+    goes_on.set()
+    evicted()
+
+
+def test_among_very_many_entries_nobody_waits_for_a_scan(
+    cache: HostCache, scans: threading.Event
+) -> None:
+    """What is needed now leaves at once, if only the oldest of a part; then the oldest of all."""
+    for n in range(20):
+        put(cache, n, 5 * KIB)
+    put(cache, 20, 10 * KIB)
+    assert held(cache) == {*range(16), 18, 19, 20}, "less the oldest of those that came first"
+    put(cache, 21, 10 * KIB)
+    assert held(cache) == {*range(15), 19, 20, 21}
+    assert tally(cache) == 100 * KIB
+    scans.set()
+    evicted()
+    assert held(cache) == {*range(2, 15), 19, 20, 21}, "less the oldest of all"
+    assert tally(cache) == 90 * KIB
+
+
+def test_a_start_among_very_many_entries_does_not_wait_for_the_count(
+    cache: HostCache, scans: threading.Event
+) -> None:
+    for n in range(10):
+        put(cache, n, 5 * KIB)
+    (cache.root / ".used").write_bytes((1).to_bytes(8, "little"))
+    put(HostCache(cache.root, 100 * KIB), 10, 5 * KIB)
+    scans.set()
+    evicted()
+    assert 40 * KIB <= tally(cache) <= 55 * KIB
+    HostCache(cache.root, 100 * KIB)
+    evicted()
+    assert tally(cache) == 55 * KIB
+
+
+def test_whoever_waits_too_long_for_another_helps_himself(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostroom, "_ROOM_WAIT_S", 0.0)
+    for n in range(10):
+        put(cache, n)
+    turn = HostLock(f"{cache.root}/.evicting", 60.0).take()
+    try:
+        put(cache, 10)
+    finally:
+        unlock_and_close(turn)
+    assert held(cache) == set(range(1, 11))
+    assert tally(cache) == 100 * KIB
+
+
+def during_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Let something happen when the next scan of ours has seen half of what is there."""
+    scan = hostroom.Room.files
+    waiting = [happens]
+
+    def patched(room: hostroom.Room) -> Iterator[Any]:
+        found = list(scan(room))
+        yield from found[: len(found) // 2]
+        if waiting:
+            waiting.pop()()
+        yield from found[len(found) // 2 :]
+
+    monkeypatch.setattr(hostroom.Room, "files", patched)
+
+
+def test_others_go_on_while_one_makes_room(
+    cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they bring and remove meanwhile is accounted for, though the scan did not see it."""
+    for n in range(9):
+        put(cache, n)
+
+    def work() -> None:
+        for n in range(20, 29):
+            assert peers[0].ask(f"publish {n} {KIB}")
+        assert peers[1].ask("pin 3 0")
+        cache.discard(KEYS[8])
+
+    during_scan(monkeypatch, work)
+    put(cache, 9, 20 * KIB)
+    assert {3, 9, *range(20, 29)} <= held(cache)
+    assert tally(cache) == sum(path_of(cache, n).stat().st_size for n in held(cache)) <= 100 * KIB
+
+
+def test_a_tally_that_was_wrong_is_corrected_as_far_as_a_scan_can_know(
+    cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(9):
+        put(cache, n)
+    (cache.root / ".used").write_bytes(bytes(8))
+
+    def work() -> None:
+        assert peers[0].ask(f"publish 20 {5 * KIB}")
+
+    during_scan(monkeypatch, work)
+    HostCache(cache.root, 100 * KIB)
+    assert 80 * KIB <= tally(cache) <= 95 * KIB
+    HostCache(cache.root, 100 * KIB)
+    assert tally(cache) == 95 * KIB
+
+
+def test_who_needs_room_waits_for_whoever_is_making_it(
+    cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(10):
+        put(cache, n)
+    during_scan(monkeypatch, lambda: peers[0].tell(f"publish 20 {10 * KIB}"))
+    put(cache, 11, 30 * KIB)
+    assert peers[0].hear()
+    assert {11, 20} <= held(cache)
+
+
+def test_an_entry_that_somebody_locks_for_good_is_replaced(cache: HostCache) -> None:
+    put(cache, 0)
+    with path_of(cache, 0).open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        assert cache.open(KEYS[0]) is None
+        with publish(cache, 0, b"again") as entry:
+            assert bytes(entry.body) == b"again"
+    assert tally(cache) == len(b"again")
 
 
 @pytest.fixture

@@ -3,17 +3,21 @@
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ecshare.store import hostfolder
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
-from ecshare.store.hostcache import HostCache
-from ecshare.store.hostfolder import default_root
+from ecshare.store.hostcache import HostCache, open_host_cache
+from ecshare.store.hostfolder import default_root, default_roots
 from ecshare.store.keys import Kind, object_key
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -39,9 +43,10 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
 
     def sizes(**sizes: int) -> None:
         def statvfs(path: Path) -> SimpleNamespace:
-            if not sizes[path.name]:
+            size = sizes[path.relative_to(tmp_path).parts[0]]
+            if not size:
                 raise FileNotFoundError
-            return SimpleNamespace(f_blocks=sizes[path.name], f_frsize=1)
+            return SimpleNamespace(f_blocks=size, f_frsize=1)
 
         monkeypatch.setattr(os, "statvfs", statvfs)
 
@@ -90,17 +95,11 @@ def test_a_place_that_cannot_be_written_is_none(
     assert default_root(4 * GIB) == tmp_path / "tmp" / OURS
 
 
-def umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def test_the_folder_is_private(root: Path) -> None:
     entry = HostCache(root, 100 * KIB).publish(KEY, b"body")
     assert entry is not None
     assert root.stat().st_mode & 0o777 == 0o700
-    assert Path(entry.path).stat().st_mode & 0o777 == 0o444 & ~umask()
+    assert Path(entry.path).stat().st_mode & 0o777 == 0o400
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o701, 0o770, 0o1777])
@@ -128,6 +127,119 @@ def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
     root.write_text("")
     with pytest.raises(ConfigError, match="host_cache_dir: .* is not a folder"):
         HostCache(root, KIB)
+
+
+@pytest.fixture
+def squatted(disks: Disks, tmp_path: Path) -> Path:
+    """The folder that every process of this user would take, with room for it."""
+    disks(shm=64 * GIB, tmp=64 * GIB, cache=64 * GIB)
+    return tmp_path / "shm" / OURS
+
+
+def taken_by_a_folder_of_another(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        path.chmod(0o777)
+
+
+def taken_by_a_folder_that_others_enter(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
+def taken_by_a_link(path: Path) -> None:
+    path.symlink_to("/tmp")
+
+
+def taken_by_a_file(path: Path) -> None:
+    path.touch()
+
+
+def taken_by_odd_files(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    (path / ".used").symlink_to("/etc/passwd")
+
+
+TAKEN = [
+    taken_by_a_folder_of_another,
+    taken_by_a_folder_that_others_enter,
+    taken_by_a_link,
+    taken_by_a_file,
+    taken_by_odd_files,
+]
+
+
+def opened(**options: Any) -> HostCache:
+    return open_host_cache(StoreConfig(url="/store", **options))
+
+
+@pytest.mark.parametrize("take", TAKEN)
+def test_a_name_that_somebody_has_taken_costs_a_warning(
+    squatted: Path, take: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    take(squatted)
+    cache = opened()
+    assert cache.root == squatted.with_name(f"{OURS}-2")
+    assert cache.root.stat().st_mode & 0o777 == 0o700
+    assert cache.publish(KEY, b"body") is not None
+    assert len(caplog.messages) == 1
+    assert f"host_cache_dir: {squatted} " in caplog.text or f" {squatted}," in caplog.text
+    assert opened().root == cache.root, "all engines of the user share it"
+
+
+def test_another_name_that_is_taken_too_is_passed_over(squatted: Path) -> None:
+    taken_by_a_file(squatted)
+    taken_by_a_link(squatted.with_name(f"{OURS}-2"))
+    assert opened().root == squatted.with_name(f"{OURS}-3")
+
+
+def test_where_all_names_are_taken_it_lies_in_the_users_own_folder(
+    squatted: Path, tmp_path: Path
+) -> None:
+    for root in default_roots(GIB)[:-1]:
+        taken_by_a_file(root)
+    assert opened().root == tmp_path / "cache" / OURS
+
+
+def test_where_that_is_taken_too_each_process_has_its_own(
+    squatted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for root in default_roots(GIB):
+        taken_by_a_file(root)
+    one, two = opened(), opened()
+    assert one.root != two.root
+    assert one.root.parent == squatted.parent
+    assert one.root.stat().st_mode & 0o777 == 0o700
+    assert "each process" in caplog.text
+    for cache in (one, two):
+        assert cache.publish(KEY, b"body") is not None
+
+
+def test_a_folder_of_one_process_goes_when_it_ends(tmp_path: Path) -> None:
+    program = "import sys, pathlib; from ecshare.store.hostfolder import temporary_root as make; "
+    program += "root = make(pathlib.Path(sys.argv[1])); (root / 'x').touch(); print(root)"
+    made = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], check=True, capture_output=True, text=True
+    )
+    assert Path(made.stdout.strip()).parent == tmp_path
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("take", TAKEN)
+def test_a_folder_that_was_named_is_used_or_refused(
+    tmp_path: Path, take: Callable[[Path], None]
+) -> None:
+    take(tmp_path / "named")
+    with pytest.raises(ConfigError, match="^host_cache_dir: "):
+        opened(host_cache_dir=f"{tmp_path}/named")
+
+
+def test_whoever_looks_where_it_will_lie_is_told_the_same(squatted: Path) -> None:
+    assert default_root(GIB) == squatted
+    taken_by_a_file(squatted)
+    assert default_root(GIB) == squatted.with_name(f"{OURS}-2") == opened().root
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

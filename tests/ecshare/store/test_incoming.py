@@ -36,11 +36,13 @@ def incoming(cache: HostCache, key: str = KEY, body: bytes = BODY) -> Incoming:
 
 
 def names(cache: HostCache) -> list[str]:
-    return sorted(path.name for path in cache.root.iterdir() if path.name != ".used")
+    return sorted(
+        path.name for path in cache.root.iterdir() if path.name not in (".used", ".evicting")
+    )
 
 
 def tally(cache: HostCache) -> int:
-    return int.from_bytes((cache.root / ".used").read_bytes(), "little", signed=True)
+    return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
 
 
 def file_of(cache: HostCache, key: str = KEY) -> Path:
