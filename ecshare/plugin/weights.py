@@ -8,7 +8,9 @@ tells two checkpoints apart, for some thousand small reads instead of many gigab
 
 import hashlib
 import json
+import operator
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +38,13 @@ def fingerprint(folder: Path) -> str:
 
     Raises:
         OSError: a file cannot be read, or none holds weights: they are somewhere else.
+        ValueError: a file is malformed.
     """
     digest, num_weight_files = hashlib.sha256(), 0
     for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if path.name in _CONFIG_FILES:
+            if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would hang
+                raise ValueError(f"{path.name} is not a file")
             _feed(digest, path.name, path.read_bytes())
         elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
             num_weight_files += 1
@@ -70,9 +75,9 @@ def _samples(path: Path) -> Iterator[bytes]:
                 yield os.pread(descriptor, _SAMPLE_BYTES, offset)
             return
         yield header
-        for start, end in _tensor_ranges(header):
+        first = 8 + len(header)
+        for start, end in _tensor_ranges(header, size - first, path.name):
             middle = (start + end) // 2
-            first = 8 + len(header)
             yield os.pread(descriptor, min(_SAMPLE_BYTES, end - start), first + start)
             yield os.pread(descriptor, min(_SAMPLE_BYTES, end - middle), first + middle)
     finally:
@@ -86,9 +91,18 @@ def _safetensors_header(descriptor: int, size: int) -> bytes | None:
     return os.pread(descriptor, length, 8)
 
 
-def _tensor_ranges(header: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the byte range of each tensor, relative to the end of the header."""
-    for name, entry in json.loads(header).items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield int(start), int(end)
+def _tensor_ranges(header: bytes, num_bytes: int, file: str) -> Iterator[tuple[int, int]]:
+    """Yield the byte range of each tensor, within the `num_bytes` that follow the header.
+
+    ValueError: it is no header of a safetensors `file`.
+    """
+    try:
+        tensors = json.loads(header)
+        ranges = [tensors[name]["data_offsets"] for name in dict(tensors) if name != "__metadata__"]
+        found = [(operator.index(start), operator.index(end)) for start, end in ranges]
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise ValueError(f"{file} has a malformed header: {type(exc).__name__}") from exc
+    for start, end in found:
+        if not 0 <= start <= end <= num_bytes:
+            raise ValueError(f"{file} has a malformed header: a tensor ends at byte {end}")
+        yield start, end

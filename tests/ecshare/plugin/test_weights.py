@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from ecshare.plugin.identity import _weights_fingerprint, adapter_fingerprint
 from ecshare.plugin.weights import fingerprint
 
 
@@ -82,3 +85,62 @@ def test_a_broken_safetensors_file_is_read_as_plain_bytes(tmp_path: Path, body: 
     folder = write_model(tmp_path / "a")
     (folder / "extra.safetensors").write_bytes(body)
     assert len(fingerprint(folder)) == 32
+
+
+def safetensors(header: object) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"\x00" * 64
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1, 2],
+        77,
+        "text",
+        {"a": None},
+        {"a": 1},
+        {"a": {"data_offsets": 3}},
+        {"a": {"data_offsets": {"x": 1, "y": 2}}},
+        {"a": {"data_offsets": ["0", "4"]}},
+        {"a": {"data_offsets": [0.0, 4.0]}},
+        {"a": {"data_offsets": [0]}},
+        {"a": {"data_offsets": [4, 0]}},
+        {"a": {"data_offsets": [-8, 4]}},
+        {"a": {"data_offsets": [0, 65]}},
+        {"a": {"data_offsets": [0, 1 << 70]}},
+        {"a": {}},
+        b'{"a": {"data_offsets": [0, 1e400]}}',
+        b"[" * 6000,
+        b'{"a":' * 6000,
+        b'{"a": {"data_offsets": [0, ' + b"9" * 5000 + b"]}}",
+        b"\xff\xfe",
+        b"no json",
+    ],
+    ids=lambda header: str(header)[:30],
+)
+def test_a_malformed_header_is_one_sentence(
+    tmp_path: Path, header: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(header))
+    with pytest.raises(ValueError, match="adapter_model.safetensors has a malformed header"):
+        fingerprint(tmp_path)
+    assert adapter_fingerprint(tmp_path) == ""
+    assert "has a malformed header" in caplog.text
+    assert _weights_fingerprint(str(tmp_path), "", "", "auto") == ""
+
+
+def test_a_well_made_header_is_none_of_these(tmp_path: Path) -> None:
+    header = {"a": {"data_offsets": [0, 64]}, "b": {"data_offsets": [64, 64]}, "__metadata__": 1}
+    (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(header))
+    assert len(fingerprint(tmp_path)) == 32
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_pipe_in_place_of_a_configuration_does_not_hang(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name} is not a file"):
+        fingerprint(folder)
