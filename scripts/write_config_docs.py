@@ -55,7 +55,33 @@ Where the package is not installed but on `PYTHONPATH`, also say where the class
 `"kv_connector_module_path": "kvshare.connector"`.
 
 An option that is unknown, misspelt or of another type stops the engine at start, with a sentence
-that names it. Credentials are masked in the log.
+that names it.
+"""
+
+SECRETS = """
+### Secrets
+
+vLLM logs the arguments that an engine is given ("non-default args"), and the process list shows
+them to every user of the host. So no secret belongs into the JSON above:
+
+| written as | what it is |
+|---|---|
+| nothing | the usual credentials: `AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, roles, ...: best of all |
+| `env:NAME` | the environment variable `NAME`, as each process of the engine has it |
+| `file:/path` | the text of that file, without blanks at its ends; let only this user read it |
+
+The last two can be any text in `storage_options`, at any depth, and `integrity_key`:
+
+```
+{"url": "s3://bucket/prefix", "integrity_key": "file:/run/secrets/ecshare",
+ "storage_options": {"key": "env:OUR_KEY_ID", "secret": "env:OUR_SECRET",
+                     "endpoint_url": "env:S3_URL_WITH_PASSWORD"}}
+```
+
+`url` itself is written out; the password of an `sftp://`, `ftp://` or `smb://` store goes into
+`storage_options.password`. An engine, and `ecshare doctor`, warn of each secret that stands in the
+configuration itself or in a file that everybody may read; they name the option, never the value.
+Their own messages show `***` in place of secrets, logins in urls and signatures.
 """
 
 TIER = """
@@ -84,7 +110,7 @@ Arguments of `ecshare router`, which is also `python -m ecshare.router`.
 
 def page() -> str:
     """Return the whole page."""
-    tables = [CONNECTORS, *connector_table(), TIER, *tier_table(), ROUTER, *router_table()]
+    tables = [CONNECTORS, *connector_table(), SECRETS, TIER, *tier_table(), ROUTER, *router_table()]
     return "\n".join([*tables, ""])
 
 

@@ -13,7 +13,8 @@ import urllib.request
 from typing import Any
 
 from ecshare.doctor.findings import printable
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
+from ecshare.store.secrets import masked_url
 
 _TIMEOUT_S = 5.0
 _LOOKED_AT_BYTES = 4096

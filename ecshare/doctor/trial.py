@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from ecshare.doctor.endpoint import oddity
 from ecshare.doctor.findings import Finding, Level, printable, words
-from ecshare.store.config import MIB, StoreConfig, masked_url
+from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
 from ecshare.store.objects import Memory, ObjectStore, probe
 from ecshare.store.remote import RemoteObjects
+from ecshare.store.secrets import masked_url
 
 _LOOK_UPS = 5
 _ROUNDS = 3

@@ -3,7 +3,8 @@
 
 import logging
 
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
+from ecshare.store.secrets import masked_url
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,9 @@ from ecshare.store.cloudoptions import (
     checked_endpoint,
     is_plain,
 )
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import masked_url
 
 _MOOT = FSSPEC_MOOT | {"assume_container_exists", "blocksize", "socket_timeout"}
 _TRANSLATED = {

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from ecshare.store.config import masked_url, suggestion
+from ecshare.store.config import suggestion
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import masked_url
 
 Credentials = Callable[[], dict[str, Any]]
 
@@ -117,11 +118,19 @@ def is_plain(prefix: str) -> bool:
 
 def checked_endpoint(url: str, option: str) -> str:
     """Return `url` without a slash at its end. ConfigError: it is no http or https url."""
-    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+    if url and not _is_endpoint(url):
         raise ConfigError(
             f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
         )
     return url.rstrip("/")
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an address, or a port, that cannot be
+        return False
 
 
 def from_environment(*names: str) -> str:

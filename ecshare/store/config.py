@@ -13,17 +13,20 @@ from msgspec import Meta, Struct
 
 from ecshare.store.accounts import AZURE, GCS, azure_account, gcs_endpoint
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import (
+    check_levels,
+    masked,
+    masked_url,
+    resolved,
+    secret_values,
+    warnings,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 T = TypeVar("T", bound=Struct)
 
-_SECRET = re.compile(
-    r"key|secret|token|password|passphrase|credential|sas|auth|connection_string", re.IGNORECASE
-)
-# To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.
-_URL_LOGIN = re.compile(r"(?<=://)(?:[^/]*:.*|[^/]+)(?=@)", re.DOTALL)
 _MSGSPEC_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 
 
@@ -42,7 +45,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     `connection_string`, `client_id`, `client_secret`, `tenant_id`, `account_host`, `anon`; left
     out, its environment variables, workload and managed identity. For Google Cloud: `token` (a
     file of a service account, or `"anon"`), `endpoint_url`; left out, the application default
-    credentials. Google Cloud was tried against an imitation of its API only."""
+    credentials. Google Cloud was tried against an imitation of its API only. Any text in here may
+    be written as `env:NAME` or `file:/path`, as every secret should: see [Secrets](#secrets)."""
 
     folder_access: Literal["user", "group"] = "user"
     """Who may use a store in a folder: this user alone, or all users of the folder's group, also in
@@ -73,8 +77,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     integrity_key: str = ""
     """A secret that all engines share: each object then carries a MAC made with it, and objects
-    without the right one count as missing. The key itself, `env:NAME` or `file:/path`; best 32
-    random bytes as hex."""
+    without the right one count as missing. `env:NAME` or `file:/path`, or the key itself, which
+    then lies open; best 32 random bytes as hex."""
 
     @property
     def folder(self) -> str:
@@ -124,47 +128,42 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def for_log(self) -> dict[str, Any]:
         """All options as plain values, secrets masked."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {**masked(shown), "url": masked_url(self.url)}
+        key = masked({"integrity_key": self.integrity_key})
+        options = {"storage_options": masked(self.storage_options)}
+        return {**shown, **key, **options, "url": masked_url(self.url)}
 
+    def secrets(self) -> set[str]:
+        """What no message about the store may show."""
+        return secret_values(self.storage_options)
 
-def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with "***" for every value whose name sounds like a secret's, at any depth, and
-    for the login in every url."""
-
-    def shown(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return masked(value)
-        if isinstance(value, list | tuple):
-            return [shown(name, inner) for inner in value]
-        if value is None or value == "" or isinstance(value, bool):
-            return value
-        if _SECRET.search(name):
-            return "***"
-        return masked_url(value) if isinstance(value, str) else value
-
-    return {str(name): shown(str(name), value) for name, value in options.items()}
-
-
-def masked_url(url: str) -> str:
-    """`url` without the login that some protocols carry in it."""
-    return _URL_LOGIN.sub("***", url)
+    def warnings(self, path: str) -> list[str]:
+        """A sentence for each secret that lies open, and the fix; `path`: as for `parse`."""
+        return warnings(self.url, self.storage_options, self.integrity_key, path)
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
     """Read the options `raw`, which the user wrote at the JSON path `path`, as a `cls`.
 
-    Raises ConfigError: a field is unknown, missing, or of another type; the sentence names it.
+    What `env:NAME` and `file:/path` stand for in `storage_options` is looked up.
+
+    Raises ConfigError: a field is unknown, missing, or of another type, or what it refers to is not
+    there; the sentence names it.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: expected an object of options, got {_kind(raw)}")
+    check_levels(raw, path)
     known = [field.encode_name for field in msgspec.structs.fields(cls)]
     for name in raw:
         if name not in known:
             raise ConfigError(f"{path}.{name}: unknown option; {suggestion(str(name), known)}")
     try:
-        return msgspec.convert(dict(raw), cls)
+        options = msgspec.convert(dict(raw), cls)
     except msgspec.ValidationError as exc:
         raise ConfigError(_sentence(str(exc), path)) from exc
+    if isinstance(options, StoreConfig):
+        found = resolved(options.storage_options, f"{path}.storage_options")
+        options = msgspec.structs.replace(options, storage_options=found)
+    return options
 
 
 def suggestion(name: str, known: list[str]) -> str:

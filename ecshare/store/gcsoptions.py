@@ -19,8 +19,9 @@ from ecshare.store.cloudoptions import (
     checked_endpoint,
     is_plain,
 )
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import masked_url
 
 # A project is asked only when buckets are made or listed, or when it pays.
 _MOOT = FSSPEC_MOOT | {
@@ -92,6 +93,8 @@ def _identity(options: Options) -> _Identity | str:
     if token in _GCSFS_WORDS:
         return f"only gcsfs knows the token {token!r}"
     token = options.text("token")
+    if token.lstrip().startswith("{"):  # the file's text, as env:NAME and file:/path give it
+        return _from_text(token, options.where("token"))
     # What looks like a file is not sent away as a secret because it is misspelt.
     if token.startswith("/") or token.endswith(".json") or os.path.exists(token):  # noqa: PTH110
         return _from_file(Path(token), options.where("token"))
@@ -102,10 +105,18 @@ def _bearer(token: str) -> Credentials:
     return lambda: {"token": token, "expires_at": None}
 
 
+def _from_text(text: str, option: str) -> _Identity | str:
+    try:
+        account = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{option}: it begins as JSON does, and is none") from None
+    return _from_account(account, {"service_account_key": text})
+
+
 def _from_file(file: Path, option: str) -> _Identity | str:
     try:
         account = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         kind = type(exc).__name__
         raise ConfigError(f"{option}: no credentials can be read from that file ({kind})") from exc
     if isinstance(account, dict) and account.get("type") == "authorized_user":

@@ -6,15 +6,13 @@ MACs nor the fingerprint tell it, and neither helps to make the other.
 """
 
 import hmac
-import os
-from pathlib import Path
 
 from blake3 import blake3
 
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import referenced
 
 _SHORTEST = 16  # characters: whoever reads the bucket can try out short ones at leisure
-_LONGEST_FILE = 1 << 16
 _MAC_CONTEXT = "ecshare 2026-11 object mac"
 _ROW_CONTEXT = "ecshare 2026-11 row mac"
 _ROWS_CONTEXT = "ecshare 2026-11 rows mac"
@@ -62,10 +60,10 @@ def open_integrity(text: str, path: str) -> Integrity | None:
         return None
     option = f"{path}.integrity_key"
     if text.startswith("env:"):
-        secret = os.environ.get(text.removeprefix("env:"), "").encode("utf-8", "surrogateescape")
+        secret = referenced(text, option)
         source = f"the environment variable {text.removeprefix('env:')!r}"
     elif text.startswith("file:"):
-        secret, source = _from_file(Path(text.removeprefix("file:")), option), text
+        secret, source = referenced(text, option), text
     else:
         secret, source = text.encode("utf-8", "surrogatepass"), "it"
     if len(secret) < _SHORTEST:
@@ -74,14 +72,3 @@ def open_integrity(text: str, path: str) -> Integrity | None:
             "make one with: openssl rand -hex 32"
         )
     return Integrity(secret)
-
-
-def _from_file(file: Path, option: str) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(_LONGEST_FILE).strip()
-    except (OSError, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or str(exc)
-        raise ConfigError(
-            f"{option}: {file} cannot be read ({reason}); name a file this user may read"
-        ) from exc

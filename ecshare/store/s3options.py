@@ -24,8 +24,9 @@ from ecshare.store.cloudoptions import (
     from_environment,
     is_plain,
 )
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import masked_url
 
 _MOOT = FSSPEC_MOOT | {"cache_regions", "fixed_upload_size", "use_ssl"}
 _TRANSLATED = {
@@ -215,6 +216,9 @@ def _certificates(options: _Options) -> dict[str, Any]:
     if isinstance(verify, bool):
         return {} if verify else {"allow_invalid_certificates": True}
     try:
-        return {"root_certificate": Path(verify).read_bytes()}
-    except (OSError, TypeError) as exc:
+        certificates = Path(verify).read_bytes()
+    except (OSError, TypeError, ValueError) as exc:
         raise ConfigError(f"{option}: no certificates can be read from {verify!r}: {exc}") from exc
+    if b"-----BEGIN CERTIFICATE-----" not in certificates:
+        raise ConfigError(f"{option}: {verify!r} holds no certificate in PEM")
+    return {"root_certificate": certificates}

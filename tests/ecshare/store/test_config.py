@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.config import StoreConfig, masked, masked_url, parse
+from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import masked, masked_url
 
 PATH = "ec_connector_extra_config"
 

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets in options: where they come from, and how they stay out of whatever is shown.
+
+vLLM logs the arguments that an engine is given, and `ps` shows them, before any code of ours runs.
+So a secret is best not among them: an option says `env:NAME` or `file:/path` instead.
+"""
+
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ecshare.store.errors import ConfigError
+
+HIDDEN = "***"
+
+_ENV, _FILE = "env:", "file:"
+_LONGEST_FILE = 1 << 16
+_MOST_LEVELS = 32
+_SHORTEST_REPLACED = 4  # a shorter secret would take ordinary words out of a message
+
+_NAME = re.compile(
+    r"key|secret|token|passw|passphrase|(?:^|[_-])pass(?:$|[_-])|pwd|credential|sas|auth|cookie"
+    r"|bearer|signature|headers?$|private|conn(?:ection)?_?str|(?:^|[_-])(?:dsn|sig|conn)$",
+    re.IGNORECASE,
+)
+# What a secret's name may belong to that is none: where it lies, or how it is used.
+_NO_SECRET = re.compile(r"(?:_file|_filename|_path|_version|_algorithm)$", re.IGNORECASE)
+# Half of a pair, of which the other half is the secret.
+_PUBLIC_HALF = {"key", "access_key", "access_key_id", "aws_access_key_id", "account_name"}
+# gcsfs' words for ways to find credentials.
+_WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
+_KNOWN_AS = {
+    "secret": "AWS_SECRET_ACCESS_KEY",
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
+    "client_secret": "AZURE_CLIENT_SECRET",
+}
+
+# To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.
+_URL_LOGIN = re.compile(r"(?<=://)(?:[^/]*:.*|[^/]+)(?=@)", re.DOTALL)
+# One slash is missing, or the '@'; a port is a number.
+_MISSPELT_LOGIN = re.compile(r"[^/]*:[^/]*(?=@)|(?<=://)[^/:@\[]*:(?!\d{1,5}(?:[/?#]|$))[^/@]+")
+_PASSWORD = re.compile(r"://[^/]*:.*@", re.DOTALL)
+# The same in the middle of a sentence.
+_LOGIN_IN_TEXT = re.compile(r"(?<=://)(?:[^\s/\"'<>]*:[^\s\"'<>]*|[^\s/\"'<>]+)(?=@)")
+_FIELD_IN_TEXT = re.compile(
+    r"((?:sig|signature|token|credential|accountkey|account_key|accesskeyid|secret|password"
+    r"|passwd|pwd)\"?'?=)[^&\s\"';,<>]+",
+    re.IGNORECASE,
+)
+_BEARER_IN_TEXT = re.compile(r"\b(bearer|basic)\s+[\w+/.=~-]{4,}", re.IGNORECASE)
+_HEADER_IN_TEXT = re.compile(
+    r"\b((?:proxy-)?authorization|(?:set-)?cookie|x-amz-security-token|x-api-key)"
+    r"(['\"]?\s*[:=]\s*)[^\r\n]*",
+    re.IGNORECASE,
+)
+
+# A token has no blanks and no dots but those of a JWT, and is no path.
+_TOKEN = re.compile(r"[A-Za-z0-9+_=-][A-Za-z0-9+/_=-]{19,}|ey[\w-]+\.[\w-]+\.[\w-]*")
+_HEX = re.compile(r"[0-9a-fA-F]{32,}")
+_LEAST_BITS = 3.2  # a character; of words and names it is less, or they lack digits or capitals
+
+
+class Secret(str):
+    """A value that `env:NAME` or `file:/path` in the options stands for: `source`."""
+
+    __slots__ = ("source",)
+    source: str
+
+    @classmethod
+    def of(cls, value: str, source: str) -> "Secret":
+        """Return `value`, which shows itself as `source`."""
+        secret = cls(value)
+        secret.source = source
+        return secret
+
+    def __repr__(self) -> str:
+        return repr(self.source)
+
+
+def masked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with "***" for every secret, at any depth, and for the login in every url.
+
+    A secret is what its name says is one, and what looks like one under any name. What came from
+    elsewhere is shown as the user wrote it: `env:NAME`.
+    """
+    return {str(name): _masked(str(name), value, False, 0) for name, value in options.items()}
+
+
+def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
+    """`is_inside`: it belongs to something secret."""
+    is_inside = is_inside or _is_secret_name(name)
+    if depth > _MOST_LEVELS:
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {
+            str(inner): _masked(str(inner), each, is_inside, depth + 1)
+            for inner, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_masked(name, each, is_inside, depth + 1) for each in value]
+    if isinstance(value, Secret):
+        return value.source
+    if value is None or value == "" or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and _is_reference(name, value):
+        return value
+    if is_inside or (isinstance(value, str) and looks_secret(value)):
+        return HIDDEN
+    return masked_text(masked_url(value)) if isinstance(value, str) else value
+
+
+def masked_url(url: str) -> str:
+    """`url` without the login that some protocols carry in it, and without a signature."""
+    is_login = _URL_LOGIN if "://" in url and "@" in url else _MISSPELT_LOGIN
+    return _FIELD_IN_TEXT.sub(rf"\1{HIDDEN}", is_login.sub(HIDDEN, url))
+
+
+def masked_text(text: str, secrets: Collection[str] = ()) -> str:
+    """`text`, which may quote requests, without logins, signatures, tokens and `secrets`."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_REPLACED:
+            text = text.replace(secret, HIDDEN)
+    text = _LOGIN_IN_TEXT.sub(HIDDEN, text)
+    text = _FIELD_IN_TEXT.sub(rf"\1{HIDDEN}", text)
+    text = _BEARER_IN_TEXT.sub(rf"\1 {HIDDEN}", text)
+    return _HEADER_IN_TEXT.sub(rf"\1\2{HIDDEN}", text)
+
+
+def looks_secret(text: str) -> bool:
+    """Whether `text` looks like a key or a token: long, without blanks, and of much entropy."""
+    if _HEX.fullmatch(text):
+        return True
+    if not _TOKEN.fullmatch(text):
+        return False
+    kinds = (str.isupper, str.islower, str.isdigit)
+    return all(any(map(is_kind, text)) for is_kind in kinds) and _bits(text) >= _LEAST_BITS
+
+
+def _bits(text: str) -> float:
+    counts = Counter(text).values()
+    return -sum(n / len(text) * math.log2(n / len(text)) for n in counts)
+
+
+def _is_secret_name(name: str) -> bool:
+    return bool(_NAME.search(name)) and not _NO_SECRET.search(name)
+
+
+def resolved(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`options` with what each `env:NAME` and `file:/path` stands for, at any depth.
+
+    `where`: the user's path of `options`. Raises ConfigError: a variable is not set, a file cannot
+    be read, or the options are nested too deep.
+    """
+    return {name: _resolved(str(name), value, f"{where}.{name}") for name, value in options.items()}
+
+
+def _resolved(name: str, value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return resolved(value, where)
+    if isinstance(value, list):
+        return [_resolved(name, each, f"{where}[{n}]") for n, each in enumerate(value)]
+    if isinstance(value, str) and _is_reference(name, value):
+        return Secret.of(_referenced_text(value, where), value)
+    return value
+
+
+def _is_reference(name: str, value: str) -> bool:
+    """Other options than secrets may well be urls of files."""
+    if value.startswith(_FILE):
+        return _is_secret_name(name) or not value.startswith("file://")
+    return value.startswith(_ENV)
+
+
+def _referenced_text(reference: str, option: str) -> str:
+    try:
+        text = referenced(reference, option).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{option}: {reference!r} holds no text in UTF-8") from None
+    if not text:
+        what = "is not set, or is empty" if reference.startswith(_ENV) else "is empty"
+        raise ConfigError(f"{option}: {reference!r} {what}")
+    return text
+
+
+def referenced(reference: str, option: str) -> bytes:
+    """Return what `env:NAME` or `file:/path` stands for; of a file without blanks at its ends.
+
+    b"": the variable is not set. Raises ConfigError, naming `option`: the file cannot be read.
+    """
+    try:
+        if reference.startswith(_ENV):
+            return os.environb.get(os.fsencode(reference.removeprefix(_ENV)), b"")
+        with Path(reference.removeprefix(_FILE)).open("rb") as opened:
+            return opened.read(_LONGEST_FILE).strip()
+    except (OSError, ValueError) as exc:
+        reason = getattr(exc, "strerror", None) or str(exc)
+        name = reference.partition(":")[2]
+        raise ConfigError(
+            f"{option}: {name} cannot be read ({reason}); name a file this user may read"
+        ) from exc
+
+
+def check_levels(options: Any, path: str) -> None:
+    """ConfigError: `options` are nested too deep to be shown, or hold half of a character."""
+    level: list[tuple[str, Any]] = [(path, options)]
+    for _ in range(_MOST_LEVELS):
+        below: list[tuple[str, Any]] = []
+        for where, value in level:
+            _check_text(value, where)
+            below += _inside(value, where)
+        level = below
+    if level:
+        raise ConfigError(f"{path}: nested more than {_MOST_LEVELS} levels deep")
+
+
+def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_text(name, where)
+            if not str(name).isprintable():
+                raise ConfigError(f"{where}: {ascii(name)[:80]} is no name of an option")
+            yield f"{where}.{name}", inner
+    elif isinstance(value, list | tuple):
+        yield from ((f"{where}[{n}]", inner) for n, inner in enumerate(value))
+
+
+def _check_text(value: Any, where: str) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{where}: holds half of a character; write whole ones") from None
+
+
+def secret_values(options: Mapping[str, Any]) -> set[str]:
+    """Return the secrets in `options`, to keep them out of what others say of them."""
+    return {
+        str.__str__(value)
+        for names, value in _leaves(options, ())
+        if isinstance(value, Secret) or any(map(_is_secret_name, names)) or looks_secret(value)
+    }
+
+
+def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str) -> list[str]:
+    """Return a sentence for each secret that can be read where it should not, and the fix.
+
+    That is one in the configuration itself, or in a file that others may read. `path`: where the
+    user wrote the options. No sentence tells a secret.
+    """
+    said = []
+    if _PASSWORD.search(url):
+        said.append(
+            f"{path}.url: {_EXPOSED}; leave it out there and give it as {path}.storage_options."
+            "password, written as env:NAME or file:/path"
+        )
+    if integrity_key and not integrity_key.startswith((_ENV, _FILE)):
+        said.append(_literal(f"{path}.integrity_key", "ECSHARE_INTEGRITY_KEY"))
+    elif integrity_key.startswith(_FILE) and _is_public(integrity_key):
+        said.append(_public(f"{path}.integrity_key", integrity_key))
+    for names, value in _leaves(options, ()):
+        where = ".".join((path, "storage_options", *names))
+        if isinstance(value, Secret):
+            if _is_public(value.source):
+                said.append(_public(where, value.source))
+        elif _is_literal(names, value):
+            said.append(_literal(where, _variable(names[-1])))
+    return said
+
+
+_EXPOSED = "a secret is written into the configuration, which vLLM logs and the process list shows"
+
+
+def _literal(where: str, variable: str) -> str:
+    return f"{where}: {_EXPOSED}; write env:{variable}, or file:/path, in its place"
+
+
+def _public(where: str, source: str) -> str:
+    return (
+        f"{where}: every user of this host may read {source.removeprefix(_FILE)}; "
+        "take that right away (chmod o-r)"
+    )
+
+
+def _variable(name: str) -> str:
+    return _KNOWN_AS.get(name, re.sub(r"\W+", "_", name).upper() or "NAME")
+
+
+def _leaves(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each text below `value`, with the names that lead to it."""
+    if len(names) > _MOST_LEVELS:
+        return
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*names, str(name)))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner, names)
+    elif isinstance(value, str) and names:
+        yield names, value
+
+
+def _is_literal(names: tuple[str, ...], value: str) -> bool:
+    if not value or names[-1] in _PUBLIC_HALF:
+        return False
+    if value in _WORDS or value.startswith("/") or value.endswith(".json"):
+        return False
+    return (
+        any(map(_is_secret_name, names))
+        or looks_secret(value)
+        or bool(_PASSWORD.search(value))
+        or masked_text(value) != value
+    )
+
+
+def _is_public(source: str) -> bool:
+    if not source.startswith(_FILE):
+        return False
+    try:
+        return bool(Path(source.removeprefix(_FILE)).stat().st_mode & stat.S_IROTH)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec import AbstractFileSystem
+
+from ecshare.store.config import StoreConfig, parse
+from ecshare.store.errors import ConfigError
+from ecshare.store.objects import open_store
+from ecshare.store.secrets import looks_secret, masked, masked_text, masked_url
+
+PATH = "kv_connector_extra_config"
+S3 = "s3://bucket/prefix"
+AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+def parsed(url: str = S3, integrity_key: str = "", **storage_options: Any) -> StoreConfig:
+    raw = {"url": url, "integrity_key": integrity_key, "storage_options": storage_options}
+    return parse(StoreConfig, raw, PATH)
+
+
+# --- where secrets come from ---
+
+
+def test_a_secret_comes_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "hidden1")
+    (tmp_path / "secret").write_text(" hidden2\n")
+    config = parsed(
+        secret="env:OURS",
+        token=f"file:{tmp_path}/secret",
+        client_kwargs={"headers": [{"X-Key": "env:OURS"}]},
+        endpoint_url="env:OURS",
+    )
+    options = config.storage_options
+    assert (options["secret"], options["token"]) == ("hidden1", "hidden2")
+    assert options["client_kwargs"]["headers"][0]["X-Key"] == "hidden1"
+    assert config.endpoint_url == "hidden1"
+    for text in (repr(config), str(config.for_log()), json.dumps(config.for_log())):
+        assert "hidden" not in text
+        assert "env:OURS" in text
+        assert f"file:{tmp_path}/secret" in text
+
+
+def test_a_url_of_a_file_is_no_reference_unless_a_secret_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hidden")
+    there = f"file://{tmp_path}/secret"
+    config = parsed(fo=there, password=there)
+    assert config.storage_options == {"fo": there, "password": "hidden"}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("env:NOT_SET_AT_ALL", "'env:NOT_SET_AT_ALL' is not set, or is empty"),
+        ("env:", "is not set, or is empty"),
+        ("env:a\0b", "is not set, or is empty"),
+        ("file:/does/not/exist", "/does/not/exist cannot be read"),
+        ("file:/a\0b", "cannot be read"),
+        ("file:/dev/null", "is empty"),
+        ("file:{here}/latin-1", "holds no text in UTF-8"),
+        ("file:{here}", "cannot be read"),
+    ],
+)
+def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words: str) -> None:
+    (tmp_path / "latin-1").write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as caught:
+        parsed(client_kwargs={"password": value.format(here=tmp_path)})
+    assert str(caught.value).startswith(f"{PATH}.storage_options.client_kwargs.password: ")
+    assert words in str(caught.value)
+
+
+def test_an_account_of_google_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ecshare.store.gcsoptions import GCSPlan, plan
+
+    account = json.dumps({"type": "service_account", "private_key": "hidden"})
+    monkeypatch.setenv("ACCOUNT", account)
+    found = plan(parsed("gs://bucket/x", token="env:ACCOUNT"), PATH)
+    assert isinstance(found, GCSPlan)
+    assert found.secrets == {"service_account_key": account}
+    monkeypatch.setenv("ACCOUNT", "{")
+    with pytest.raises(ConfigError, match="begins as JSON does, and is none"):
+        plan(parsed("gs://bucket/x", token="env:ACCOUNT"), PATH)
+
+
+# --- warnings ---
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "variable"),
+    [
+        ({"secret": "hidden"}, "storage_options.secret", "AWS_SECRET_ACCESS_KEY"),
+        ({"account_key": "hidden"}, "storage_options.account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
+        ({"pwd": "hidden"}, "storage_options.pwd", "PWD"),
+        (
+            {"client_kwargs": {"headers": {"x-own": "hidden"}}},
+            "storage_options.client_kwargs.headers.x-own",
+            "X_OWN",
+        ),
+        ({"conf": {"any": AWS_SECRET}}, "storage_options.conf.any", "ANY"),
+        (
+            {"endpoint_url": "http://me:hidden@host:9000"},
+            "storage_options.endpoint_url",
+            "ENDPOINT_URL",
+        ),
+    ],
+)
+def test_a_literal_secret_is_named_with_the_fix(
+    options: dict[str, Any], field: str, variable: str
+) -> None:
+    (warning,) = parsed(**options).warnings(PATH)
+    assert warning.startswith(f"{PATH}.{field}: a secret is written into the configuration")
+    assert f"write env:{variable}, or file:/path" in warning
+    assert "hidden" not in warning
+    assert AWS_SECRET not in warning
+
+
+def test_the_key_of_the_store_and_the_password_of_the_url_are_secrets_too() -> None:
+    one, two = parsed("sftp://me:hidden@host/x", integrity_key="hidden").warnings(PATH)
+    assert one.startswith(f"{PATH}.url: ")
+    assert f"{PATH}.storage_options.password" in one
+    assert two.startswith(f"{PATH}.integrity_key: ")
+    assert "hidden" not in one + two
+
+
+def test_what_is_no_secret_earns_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "hidden1")
+    (tmp_path / "secret").touch(0o640)
+    (tmp_path / "secret").write_text("hidden2")
+    config = parsed(
+        "sftp://me@host/x",
+        integrity_key="env:OURS",
+        key="AKIAIOSFODNN7EXAMPLE",
+        secret="env:OURS",
+        token=f"file:{tmp_path}/secret",
+        anon=False,
+        key_filename="id_ed25519",
+        config_kwargs={"signature_version": "s3v4"},
+        endpoint_url="https://s3.example.com",
+        tenant_id="01234567-89ab-cdef-0123-456789abcdef",
+    )
+    assert config.warnings(PATH) == []
+    assert parsed("gs://bucket/x", token="google_default").warnings(PATH) == []
+    assert parsed("gs://bucket/x", token="/etc/account.json").warnings(PATH) == []
+
+
+def test_a_secret_in_a_file_for_everybody_is_named(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hidden")
+    (tmp_path / "secret").chmod(0o644)
+    reference = f"file:{tmp_path}/secret"
+    for warning in parsed(secret=reference, integrity_key=reference).warnings(PATH):
+        assert f"every user of this host may read {tmp_path}/secret" in warning
+        assert "hidden" not in warning
+    assert len(parsed(secret=reference, integrity_key=reference).warnings(PATH)) == 2
+
+
+# --- what is shown ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pass", "passwd", "pwd", "password", "cookie", "token", "bearer", "signature", "headers"),
+        *("authorization", "sas_url", "credential", "connection_string", "account_key", "private"),
+        *("x-amz-security-token", "client_secret", "api_key", "auth", "user_pass", "conn", "dsn"),
+    ],
+)
+def test_a_name_tells_a_secret(name: str) -> None:
+    options: dict[str, Any] = {name: "hidden", "list": [{name: ["hidden", {"x": "hidden"}]}]}
+    assert "hidden" not in str(masked(options))
+    assert "hidden" not in str(masked({name: {"X-Any": "hidden"}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bypass", "shown"),
+        ("key_filename", "/home/me/key"),
+        ("signature_version", "s3v4"),
+        ("region_name", "us-gov-west-1"),
+        ("endpoint_url", "http://minio-1.storage.svc.cluster.local:9000"),
+        ("client_id", "01234567-89ab-cdef-0123-456789abcdef"),
+        ("verify", "/etc/ssl/certs/ca-certificates.crt"),
+        ("anon", True),
+        ("token", None),
+    ],
+)
+def test_what_is_no_secret_is_shown(name: str, value: object) -> None:
+    assert masked({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        AWS_SECRET,
+        "0123456789abcdef0123456789abcdef",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+        "ghp_16C7e42F292c6912E7710c838347Ae178B4a",
+    ],
+)
+def test_what_looks_like_a_secret_is_masked_under_any_name(value: str) -> None:
+    assert looks_secret(value)
+    assert masked({"flavour": value}) == {"flavour": "***"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET https://a.blob.core.windows.net/c/x?sv=2024&sig=hidden%3D&se=1 failed",
+        "GET http://h/x?X-Amz-Credential=hidden&X-Amz-Signature=hidden",
+        "PUT http://me:hidden@host:9/x: refused",
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=hidden;x",
+        "headers {'Authorization': 'AWS4-HMAC-SHA256 Credential=hidden'}",
+        "sent Bearer hidden12345",
+        "the password=hidden is wrong",
+        "obstore says: value 'hidden' is odd",
+    ],
+)
+def test_the_words_of_others_are_masked(text: str) -> None:
+    shown = masked_text(text, {"hidden"} if "obstore" in text else ())
+    assert "hidden" not in shown
+    assert "***" in shown
+
+
+def test_ordinary_words_are_left_alone() -> None:
+    text = "GET http://host:9/bucket/key=3?prefix=a failed: the key is gone @ 5 s, 'token' unknown"
+    assert masked_text(text, {"abc"}) == text
+
+
+@pytest.mark.parametrize("url", ["sftp:/me:hidden@host/x", "s3://me:hidden/x", "s3://me:hidden[/x"])
+def test_a_misspelt_url_hides_its_login_too(url: str) -> None:
+    assert "hidden" not in masked_url(url)
+
+
+class Picky(AbstractFileSystem):  # type: ignore[misc]
+    """A filesystem of somebody who shows all that was given."""
+
+    protocol = "picky"
+
+    def __init__(self, **options: Any) -> None:
+        raise ValueError(f"cannot work with {options}")
+
+
+fsspec.register_implementation("picky", Picky)
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("ftp://me:hidden{127.0.0.1:1/x", {}),
+        ("picky://x", {"password": "hidden"}),
+        ("s3://bucket/x", {"s3_additional_kwargs": {}, "config_kwargs": "hidden"}),
+        ("sftp:/me:hidden@host/x", {}),
+    ],
+)
+def test_refusals_tell_no_secret_nor_do_their_causes(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(parsed(url, **options), PATH)
+    assert str(caught.value).startswith(PATH)
+    assert "hidden" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+# --- what is refused ---
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"url": "/x", "storage_options": nested(600)}, ": nested more than 32 levels"),
+        ({"url": "/x\ud800"}, ".url: holds half of a character"),
+        ({"url": "/x", "storage_options": {"a": ["\ud800"]}}, ".storage_options.a[0]: holds half"),
+        ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is no name of an option"),
+    ],
+)
+def test_options_that_nobody_can_show_are_refused(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(StoreConfig, raw, PATH)
+    assert str(caught.value).startswith(PATH + words)
+    str(caught.value).encode()
