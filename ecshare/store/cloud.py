@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,7 @@ from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
     ObjectMissing,
+    StoreBusy,
     StoreDenied,
     StoreUnavailable,
 )
@@ -42,7 +43,8 @@ from ecshare.store.objects import (
     md5_of_etag,
 )
 from ecshare.store.s3options import S3Plan
-from ecshare.store.threads import Threads, together
+from ecshare.store.secrets import masked_text
+from ecshare.store.threads import Threads, bounded, together
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig
@@ -68,9 +70,22 @@ _BACKOFF: "BackoffConfig" = {
     "base": 2,
 }
 _LISTED = 1000  # a page of S3
+# A server may send pages for ever, or ever more keys that obstore refuses.
+_MOST_PAGES = 10_000
+_MOST_ODD_KEYS = 64
 _NOT_SATISFIABLE = 416
 _TOO_SHORT = "but object was only"
 
+# Ends where a key stops being one that `is_safe_key` knows: with another character, or with a level
+# that is empty, "." or "..". Keys sort by their characters, and levels are made of _LETTERS.
+_ODD_BEGINNING = re.compile(r"[^a-z0-9._/-]|(?<![^/])\.{0,2}/")
+_LETTERS = "-0123456789_abcdefghijklmnopqrstuvwxyz"
+_LONGEST_SHOWN = 200
+_SERVER_ERRORS = range(500, 600)
+_TOO_MANY_REQUESTS = 429
+# obstore's own words for what became of a request that got no answer.
+_NO_ANSWER = re.compile(r"kind: (?:Timeout|Interrupted),|IncompleteMessage")
+_ODD_KEY = re.compile(r'invalid path: (?:Error parsing )?Path "(.*?)"(?: contained|: )', re.DOTALL)
 _STATUS = re.compile(r"status code: (\d{3})")
 _ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
 _DENIED = {
@@ -119,10 +134,13 @@ _KINDS: dict[type[CloudPlan], type[Cloud]] = {
 _FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
 
 
-def open_cloud(plan: CloudPlan, io_timeout_s: float, path: str = "options") -> "CloudObjects":
+def open_cloud(
+    plan: CloudPlan, io_timeout_s: float, path: str = "options", secrets: Collection[str] = ()
+) -> "CloudObjects":
     """Return the store that `plan` describes. Touches no network.
 
-    ConfigError, naming `path`: obstore cannot use what the options or the environment say.
+    `secrets`: what an error must not show. ConfigError, naming `path`: obstore cannot use what the
+    options or the environment say.
     """
     try:
         if isinstance(plan, S3Plan):
@@ -130,9 +148,10 @@ def open_cloud(plan: CloudPlan, io_timeout_s: float, path: str = "options") -> "
             checked = _open(plan, io_timeout_s, checksum_algorithm="crc64nvme")
         else:
             plain = checked = _open(plan, io_timeout_s)
-    except _FOREIGN as exc:
-        words = str(exc).partition("\n")[0][:300]
-        raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from exc
+    except (*_FOREIGN, ValueError, TypeError) as exc:
+        words = masked_text(str(exc).partition("\n")[0][:300], secrets)
+        # Without what obstore said: it may quote a secret.
+        raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from None
     return CloudObjects(plain, checked=checked, io_timeout_s=io_timeout_s)
 
 
@@ -177,6 +196,8 @@ class CloudObjects:
         if checked is not plain:
             self._puts = [(checked, "create"), *self._puts]
         self._ranges = True
+        self._io_timeout_s = io_timeout_s
+        self._is_closed = False
         self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
         self._saving = Threads("cloud-save", _SAVES, io_timeout_s)
 
@@ -258,16 +279,46 @@ class CloudObjects:
             await self._saving.run(self._delete, [check_key(key) for key in keys])
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See ObjectStore."""
+        """See ObjectStore. Ends where `close` is called meanwhile."""
         below = check_key(prefix.removesuffix("/")) if prefix else None
         pages = obstore.list(self._plain, below, chunk_size=_LISTED)
-        while page := await self._threads.run(_next_page, pages):
+        odd: list[str] = []
+        for _ in range(_MOST_PAGES):
+            try:
+                page = await self._next_page(pages)
+            except _OddKey as exc:
+                offset = offset_behind(exc.key.removeprefix(f"{self._plain.prefix or ''}/"))
+                # Azure knows no offset: it comes to the same key again.
+                if exc.key in odd or len(odd) == _MOST_ODD_KEYS or not offset.startswith(prefix):
+                    return
+                odd.append(exc.key)
+                self._complain(prefix, exc.key)
+                pages = obstore.list(self._plain, below, chunk_size=_LISTED, offset=offset)
+                continue
+            if not page or self._is_closed:
+                return
             for meta in page:
                 if is_safe_key(meta["path"]):
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        raise StoreUnavailable(f"a listing has more than {_MOST_PAGES:,} pages, or does not end")
+
+    async def _next_page(self, pages: Any) -> Sequence[Any]:
+        """Not in a thread: one could not be stopped, and a server may send empty pages for ever."""
+        with mapped_errors("a listing"):
+            async with bounded(self._io_timeout_s):
+                return await anext(pages, [])
+
+    def _complain(self, prefix: str, key: str) -> None:
+        logger.warning(
+            "store: the listing of %s leaves out what is on one page with the key %s, as obstore "
+            "cannot read it; no engine made that key: remove it",
+            prefix or "the store",
+            ascii(key)[:_LONGEST_SHOWN],
+        )
 
     async def close(self) -> None:
         """See ObjectStore."""
+        self._is_closed = True
         self._threads.close()
         self._saving.close()
 
@@ -418,6 +469,14 @@ class _RangesIgnored(StoreUnavailable):
     """The server sends all of an object when it is asked for a part."""
 
 
+class _OddKey(StoreUnavailable):
+    """A page of a listing holds a key that obstore refuses, and the page with it."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"a listing holds the odd key {ascii(key)[:_LONGEST_SHOWN]}")
+        self.key = key
+
+
 class _Misunderstood(StoreUnavailable):
     """The server does not know this kind of request."""
 
@@ -438,6 +497,9 @@ def _meant(exc: Exception, key: str) -> Exception:
     meaning = next(MEANING[kind] for kind in (*type(exc).__mro__, OSError) if kind in MEANING)
     status, answer = _status(exc), _ANSWER.search(str(exc))
     code = answer[1] if answer else ""
+    odd = _ODD_KEY.search(str(exc)) if isinstance(exc, foreign.InvalidPathError) else None
+    if odd:
+        return _OddKey(odd[1])
     # obstore has one class for everything a listing may suffer, and one for both kinds of 404.
     if code in _NO_BUCKET:
         what = _NO_BUCKET[code]
@@ -451,6 +513,7 @@ def _meant(exc: Exception, key: str) -> Exception:
         words = f"the store answered {status} {code}: {said or 'no more'}"
     else:
         words = str(exc).partition("\n")[0]
+    words = masked_text(words)
     if code in _ARCHIVED:  # of no use to anybody
         return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
@@ -461,7 +524,13 @@ def _meant(exc: Exception, key: str) -> Exception:
         exc, NotImplementedError | foreign.NotSupportedError
     ):
         return _Misunderstood(words)
-    return StoreUnavailable(words)
+    return StoreBusy(words) if _may_pass(exc, status) else StoreUnavailable(words)
+
+
+def _may_pass(exc: Exception, status: int | None) -> bool:
+    if status is None:
+        return bool(_NO_ANSWER.search(str(exc)))
+    return status in _SERVER_ERRORS or status == _TOO_MANY_REQUESTS
 
 
 def _status(exc: BaseException | None) -> int | None:
@@ -469,6 +538,16 @@ def _status(exc: BaseException | None) -> int | None:
     return int(found[1]) if found else None
 
 
-def _next_page(pages: Any) -> Sequence[Any]:
-    with mapped_errors("a listing"):
-        return next(pages, [])
+def offset_behind(key: str) -> str:
+    """Return what sorts behind the odd `key` and before the next key that `is_safe_key` knows.
+
+    "": there is none. Pure.
+    """
+    odd = _ODD_BEGINNING.search(f"{key}/")
+    begin = f"{key}/"[: odd.end()] if odd else key
+    while begin:
+        begin, last = begin[:-1], begin[-1]
+        following = next((c for c in _LETTERS if c > last), "")
+        if following:
+            return begin + following
+    return ""

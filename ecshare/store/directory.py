@@ -22,6 +22,7 @@ from ecshare.store.errors import (
     ConfigError,
     ObjectMissing,
     ObjectUnreadable,
+    StoreBusy,
     StoreDenied,
     StoreUnavailable,
 )
@@ -48,6 +49,8 @@ _Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
 _SPLIT_BYTES = 4 << 20
 _READ_BYTES = 1 << 20  # what stays in a core's cache between the read and the write
 # Filesystems without hard links (vfat, some SMB, some FUSE) say so in one of these ways.
+# Full, or a server of files that is slow or gone for a while.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -358,7 +361,8 @@ def mapped_errors(key: str) -> Iterator[None]:
         if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = " (users share a folder by folder_access)" if exc.errno == errno.EACCES else ""
             raise StoreDenied(f"{exc.strerror}: {exc.filename or key}{hint}") from exc
-        raise StoreUnavailable(f"{exc.strerror or exc}: {exc.filename or key}") from exc
+        kind = StoreBusy if exc.errno in _PASSING else StoreUnavailable
+        raise kind(f"{exc.strerror or exc}: {exc.filename or key}") from exc
 
 
 def _check_kind(status: os.stat_result, key: str) -> None:

@@ -9,7 +9,8 @@
           ├── ObjectCorrupt     (ValueError)         bytes that are not what was sealed
           │    └── ObjectUnreadable              it is there, and is kept from us; others are not
           └── StoreUnavailable  (OSError)            the store did not answer, or not as it should
-               └── StoreDenied  (PermissionError)    it answered, and refused us
+               ├── StoreDenied  (PermissionError)    it answered, and refused us
+               └── StoreBusy                         it is there, and cannot serve just now
 
 Each is also the builtin in brackets, so that code which knows nothing of ecshare catches it too.
 """
@@ -48,3 +49,8 @@ class StoreUnavailable(StoreError, OSError):
 
 class StoreDenied(StoreUnavailable, PermissionError):
     """The store is there and refuses us: credentials, permissions, or a read-only folder."""
+
+
+class StoreBusy(StoreUnavailable):
+    """The store answers that it cannot serve now, or not in time, or breaks off: overload, a
+    restart, a full disk. It may pass by itself, and says nothing against the options."""

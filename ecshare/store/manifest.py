@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.keys import (
@@ -21,21 +22,27 @@ from ecshare.store.objects import ObjectInfo, ObjectStore, read
 
 MAX_BYTES = 1 << 16
 # Whoever may write to the store decides how many there are, and what they hold.
+_MOST_SEEN = 100_000
 _MOST_LISTED = 10_000
-_MOST_READ = 64
+MOST_READ = 64
 _MOST_NAMES = 500
 _MOST_LEVELS = 16
 _LONGEST_VALUE = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """What a store says of one namespace."""
 
     namespace: str
     facts: Mapping[str, JSON]
-    modified_s: float
+    modified_s: float | None = None
     """Seconds since the epoch: when an engine of that namespace last started or renewed it."""
+
+    @cached_property
+    def flat(self) -> dict[str, str]:
+        """The facts without levels, to compare them often."""
+        return _flat(self.facts)
 
 
 async def write_manifest(
@@ -104,10 +111,12 @@ async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
     prefix = manifests_prefix(kind)
     listed: list[ObjectInfo] = []
     async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
+        num_seen = 0
         async for info in found:
+            num_seen += 1
             if is_namespace(info.key.removeprefix(prefix)) and info.num_bytes <= MAX_BYTES:
                 listed.append(info)
-            if len(listed) == _MOST_LISTED:
+            if len(listed) == _MOST_LISTED or num_seen == _MOST_SEEN:
                 break
     listed.sort(key=lambda info: info.modified_s, reverse=True)
 
@@ -118,7 +127,7 @@ async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
                 return Manifest(namespace, facts, info.modified_s)
         return None
 
-    manifests = await asyncio.gather(*map(one, listed[:_MOST_READ]))
+    manifests = await asyncio.gather(*map(one, listed[:MOST_READ]))
     return [manifest for manifest in manifests if manifest]
 
 
@@ -127,11 +136,12 @@ def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | Non
 
     A connector and a tier for vLLM's own offloading never share, so neither is near the other.
     """
+    ours = _flat(facts).items()
     alike = [manifest for manifest in others if ("tier" in manifest.facts) == ("tier" in facts)]
-    differing = [manifest for manifest in alike if differences(facts, manifest.facts)]
-    return min(
-        differing, key=lambda manifest: len(differences(facts, manifest.facts)), default=None
-    )
+    # By the names of what only one of them has, or has otherwise.
+    counted = [(len(dict(ours ^ manifest.flat.items())), manifest) for manifest in alike]
+    differing = [each for each in counted if each[0]]
+    return min(differing, key=lambda each: each[0])[1] if differing else None
 
 
 def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
@@ -146,6 +156,18 @@ def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
         elif _text(a[name]) != _text(b[name]):
             lines.append(f"{_plain(name)}: {_shown(a[name])} != {_shown(b[name])}")
     return lines
+
+
+def _flat(facts: Mapping[str, JSON], above: str = "") -> dict[str, str]:
+    """One entry for each fact that is no object: its value as text, by the names before it."""
+    found: dict[str, str] = {}
+    for name, value in facts.items():
+        path = f"{above}{_text(name)}."
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, path)
+        else:
+            found[path] = _text(value)
+    return found
 
 
 def _is_modest(facts: JSON) -> bool:

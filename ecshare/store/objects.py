@@ -13,6 +13,7 @@
 
 import logging
 import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Protocol
@@ -21,9 +22,17 @@ from msgspec import Struct
 
 from ecshare.store.accounts import AZURE, GCS
 from ecshare.store.buffers import fresh_buffer
-from ecshare.store.config import StoreConfig, masked_url
-from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, ObjectUnreadable
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreDenied,
+    StoreUnavailable,
+)
 from ecshare.store.keys import PROBE_KEY
+from ecshare.store.secrets import masked_url
 
 if TYPE_CHECKING:
     from ecshare.store.cloudoptions import CloudPlan
@@ -266,16 +275,36 @@ def open_store(config: StoreConfig, path: str) -> ObjectStore:
 async def probe(store: ObjectStore, *, write: bool) -> None:
     """Find out at start whether `store` answers, and with `write` whether it takes objects.
 
-    Raises StoreUnavailable or StoreDenied, with the store's own words.
+    It asks for one key; what else lies under our prefixes cannot disturb it.
+
+    Raises StoreUnavailable, StoreDenied or StoreBusy, with the store's own words.
     """
-    async with aclosing(store.list(PROBE_KEY.partition("/")[0] + "/")) as found:  # type: ignore[type-var]
-        async for _ in found:
-            break
-    if write:
-        with suppress(ObjectUnreadable):
-            await store.put(PROBE_KEY, b"ecshare")
-    with suppress(ObjectMissing, ObjectCorrupt):
+    is_there = True
+    try:
         await read(store, PROBE_KEY, _PROBE_LIMIT_BYTES)
+    except ObjectMissing:
+        is_there = False
+    except ObjectCorrupt:
+        pass
+    if write:
+        try:
+            with suppress(ObjectUnreadable):
+                await store.put(PROBE_KEY, b"ecshare")
+        except ObjectMissing as exc:  # of a write it means that there is nothing to write to
+            raise StoreUnavailable(f"the store takes no objects: {exc}") from exc
+    elif not is_there:
+        await _see_that_it_lists(store)
+
+
+async def _see_that_it_lists(store: ObjectStore) -> None:
+    """Tell a store in which there is no object yet from what is no store, or from no bucket.
+
+    Under a prefix that nobody else knows there is nothing, be it odd or endless.
+    """
+    with suppress(StoreDenied):  # to read objects is all that is needed
+        async with aclosing(store.list(f"probe-{secrets.token_hex(8)}/")) as found:  # type: ignore[type-var]
+            async for _ in found:
+                break
 
 
 def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
@@ -290,8 +319,8 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
         folder = folder.removeprefix("localhost")
     if not folder.startswith("/"):
         raise ConfigError(
-            f"{path}.url: {config.url!r} is not an absolute folder, and engines run in different "
-            "working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
+            f"{path}.url: {masked_url(config.url)!r} is not an absolute folder, and engines run in "
+            "different working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
         )
     return Directory.open(
         folder,
@@ -313,7 +342,7 @@ def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore,
             from ecshare.store.cloud import open_cloud
         except ImportError:
             return open_remote(config, path), "fsspec, because obstore is not installed"
-        return open_cloud(found, config.io_timeout_s, path), "obstore"
+        return open_cloud(found, config.io_timeout_s, path, config.secrets()), "obstore"
     return open_remote(config, path, found), f"fsspec, because {found}"
 
 

@@ -11,11 +11,12 @@ import contextlib
 import inspect
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 
@@ -25,6 +26,7 @@ from ecshare.store.errors import (
     ObjectCorrupt,
     ObjectMissing,
     ObjectUnreadable,
+    StoreBusy,
     StoreDenied,
     StoreUnavailable,
 )
@@ -39,6 +41,7 @@ from ecshare.store.objects import (
     cut,
     md5_of_etag,
 )
+from ecshare.store.secrets import masked_text, masked_url
 from ecshare.store.threads import Threads, bounded, together
 
 _S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
@@ -59,10 +62,23 @@ _PIECE_BYTES = 8 << 20
 _LANES = 32  # look-ups in flight
 _WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
 _CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enough for loads
+_LONGEST_WORDS = 300
+_Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
+# A server may send pages for ever, or a filesystem folders in folders.
+_MOST_PAGES = 10_000
+_MOST_LEVELS = 8  # see keys.py
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Of one object: S3 has moved it to an archive; it is shorter than expected.
 _UNUSABLE = {"InvalidObjectState", "InvalidRange"}
+_NO_BUCKET = "NoSuchBucket"
+# Whatever the class of the client's error: none of its many is among the builtins.
+_BUSY = {
+    "ConnectTimeoutError", "ConnectionClosedError", "ConnectionResetError", "FSTimeoutError",
+    "InternalError", "ReadTimeoutError", "ServerDisconnectedError", "ServiceUnavailable",
+    "SlowDown", "TimeoutError",
+}  # fmt: skip
+_SERVER_ERRORS = range(500, 600)
 _DENIED = {
     "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
     "PartialCredentialsError", "SignatureDoesNotMatch", "403",
@@ -75,10 +91,11 @@ def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObje
     `reason`: why obstore will not do, if somebody asked it: then only fsspec's package is named.
     """
     protocol = config.url.partition("://")[0]
+    _check_port(config.url, f"{path}.url")
     filesystem_class = _filesystem_class(protocol, path, reason)
     options: dict[str, Any] = dict(config.storage_options)
     if protocol in ("s3", "s3a"):
-        options |= _for_s3fs(config)
+        options |= _for_s3fs(config, path)
     if filesystem_class.async_impl:
         options["asynchronous"] = True
     try:
@@ -87,19 +104,33 @@ def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObje
         filesystem, root = fsspec.core.url_to_fs(
             config.url, use_listings_cache=False, skip_instance_cache=True, **options
         )
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 — any class may come; each is this sentence
+        words = masked_text(f"{type(exc).__name__}: {exc}", config.secrets())[:_LONGEST_WORDS]
+        # Without what it said: it may quote a secret.
         raise ConfigError(
-            f"{path}.storage_options: {protocol} does not open with these options "
-            f"({type(exc).__name__}: {exc})"
-        ) from exc
+            f"{path}.storage_options: {protocol} does not open with these options ({words})"
+        ) from None
     atomic = protocol in _ATOMIC
     return RemoteObjects(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
 
 
-def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
+def _check_port(url: str, option: str) -> None:
+    """ConfigError: the port is no number; fsspec would say so with what may be a password."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ConfigError(
+            f"{option}: {masked_url(url)!r} has a host or a port that cannot be; write "
+            "protocol://user@host:port/path, and a password into storage_options"
+        ) from None
+
+
+def _for_s3fs(config: StoreConfig, path: str) -> dict[str, Any]:
     """Overrides: one round trip for a GET, and the user's patience instead of a minute's."""
     limits = {"connect_timeout": min(config.io_timeout_s, 5), "read_timeout": config.io_timeout_s}
     given = config.storage_options.get("config_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{path}.storage_options.config_kwargs: expected an object of options")
     return {
         # Above 1, s3fs sends a HEAD before each GET to size the object.
         "max_concurrency": 1,
@@ -141,6 +172,7 @@ class RemoteObjects:
         self._io_timeout_s = io_timeout_s
         self._threads = Threads("remote", 8, io_timeout_s)
         self._saving = Threads("remote-save", 8, io_timeout_s)
+        self._is_closed = False
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
         parameters = inspect.signature(pipe).parameters
         self._create_only = {"mode": "create"} if "mode" in parameters else {}
@@ -279,17 +311,53 @@ class RemoteObjects:
                 await self._call("rm_file", path)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See ObjectStore. fsspec lists as a whole: all lines are in memory at once."""
+        """See ObjectStore. What lies on one page of S3, or in one folder, is in memory at once."""
         below = self._path(prefix.removesuffix("/")) if prefix else self._root
-        found: dict[str, dict[str, Any]] = {}
-        with contextlib.suppress(ObjectMissing), mapped_errors(prefix or "the store"):
-            found = await self._call("find", below, detail=True)
-        if not found:
-            await self._check_bucket()
-        for name, entry in found.items():
-            key = name.removeprefix(self._root).lstrip("/")
-            if is_safe_key(key):
-                yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
+        pages = self._pages_of_s3(f"{below}/") if self._s3 else self._folders(below)
+        async with contextlib.aclosing(pages):
+            async for page in pages:
+                for entry in page:
+                    key = str(entry["name"]).removeprefix(self._root).lstrip("/")
+                    if is_safe_key(key):
+                        yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
+
+    async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
+        """Yield page after page: s3fs itself would bring them all, which takes minutes."""
+        bucket, prefix, _ = self._fs.split_path(below)
+        more: dict[str, str] = {}
+        for _ in range(_MOST_PAGES):
+            with mapped_errors("a listing"):
+                async with bounded(self._io_timeout_s):
+                    answer = await self._fs._call_s3(
+                        "list_objects_v2", Bucket=bucket, Prefix=prefix, **more
+                    )
+            yield [
+                {"name": f"{bucket}/{each['Key']}", "size": each.get("Size"), **each}
+                for each in answer.get("Contents") or ()
+            ]
+            token = answer.get("NextContinuationToken")
+            if not token or self._is_closed:
+                return
+            more = {"ContinuationToken": token}
+        raise StoreUnavailable(f"a listing has more than {_MOST_PAGES:,} pages, or does not end")
+
+    async def _folders(self, below: str) -> AsyncGenerator[_Page, None]:
+        """Yield the files of each folder, level by level."""
+        folders = [(below, _MOST_LEVELS)]
+        while folders and not self._is_closed:
+            folder, levels = folders.pop()
+            entries: _Page = []
+            with contextlib.suppress(ObjectMissing, NotADirectoryError), mapped_errors(folder):
+                entries = await self._call("ls", folder, detail=True)
+            # Some list the folder itself, or what is not in it, such as a mark of its own.
+            own = [each for each in entries if str(each["name"]).strip("/") != folder.strip("/")]
+            yield [each for each in own if each.get("type") == "file"]
+            if levels > 1:
+                folders += [
+                    (str(each["name"]).rstrip("/"), levels - 1)
+                    for each in own
+                    if each.get("type") == "directory"
+                ]
 
     async def has_root(self) -> bool:
         """Whether the folder that all lies below is there; True where a put makes no folders."""
@@ -304,22 +372,12 @@ class RemoteObjects:
 
     async def close(self) -> None:
         """See ObjectStore."""
+        self._is_closed = True
         self._threads.close()
         self._saving.close()
         session = getattr(self._fs, "_s3", None)  # s3fs keeps its connections there
         if session is not None:
             await session.__aexit__(None, None, None)
-
-    async def _check_bucket(self) -> None:
-        """Tell "nothing there" from "no such bucket", which s3fs lists as empty too."""
-        if self._s3:
-            try:
-                with mapped_errors("bucket"):
-                    await self._call("info", self._root.partition("/")[0])
-            except ObjectMissing as exc:
-                raise StoreUnavailable(
-                    "the bucket does not exist; make it first, or name another"
-                ) from exc
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -375,6 +433,9 @@ def mapped_errors(key: str) -> Iterator[None]:
     except StoreUnavailable:
         raise
     except FileNotFoundError as exc:
+        if _code(exc) == _NO_BUCKET:
+            words = "the bucket does not exist; make it first, or name another"
+            raise StoreUnavailable(words) from exc
         raise ObjectMissing(f"no object {key}") from exc
     except FileExistsError:
         raise
@@ -389,12 +450,22 @@ def mapped_errors(key: str) -> Iterator[None]:
         if isinstance(exc, PermissionError) or _code(exc) in _DENIED:
             raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
         words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
-        raise StoreUnavailable(words) from exc
+        raise (StoreBusy if _may_pass(exc) else StoreUnavailable)(words) from exc
+
+
+def _may_pass(exc: Exception) -> bool:
+    for each in (exc.__cause__, exc):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if status in _SERVER_ERRORS:
+                return True
+    return bool({_code(exc), type(exc.__cause__).__name__} & _BUSY)
 
 
 def _words(exc: Exception) -> str:
     """What it says, as far as it suits a log: a client may quote all that a server sent."""
-    return " ".join(str(exc).split())[:300]
+    return masked_text(" ".join(str(exc).split()))[:_LONGEST_WORDS]
 
 
 def _code(exc: BaseException) -> str:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from ecshare.store.errors import StoreUnavailable
+from ecshare.store.errors import StoreBusy
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -16,7 +16,7 @@ R = TypeVar("R")
 class Threads:
     """Runs blocking functions for coroutines, `limit` at once, each at most `timeout_s`.
 
-    A call that takes longer fails in the coroutine with StoreUnavailable; its thread goes on until
+    A call that takes longer fails in the coroutine with StoreBusy; its thread goes on until
     the call returns (Python cannot stop it), so a store that hangs uses up its own threads only.
     """
 
@@ -68,9 +68,9 @@ async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 @asynccontextmanager
 async def bounded(timeout_s: float) -> AsyncIterator[None]:
-    """StoreUnavailable when the body takes longer than `timeout_s` seconds."""
+    """StoreBusy when the body takes longer than `timeout_s` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as exc:
-        raise StoreUnavailable(f"the store took longer than {timeout_s:g} s") from exc
+        raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc

@@ -14,23 +14,25 @@ batch; an Inquiry does so in several rounds. A Run is work of another kind that 
 import asyncio
 import logging
 import queue
+import random
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from ecshare.store.claims import Claim
-from ecshare.store.config import StoreConfig, masked_url
-from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
 from ecshare.store.format import seal
 from ecshare.store.hostcache import Entry, open_host_cache
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.leftovers import sweep
 from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
+from ecshare.store.secrets import masked_url
 from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.aside import start_aside
 from ecshare.transfer.fetching import Fetcher
@@ -55,9 +57,15 @@ from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free. Loads
 # have two of their own: none waits for saves.
 _COPY_THREADS = 2
+# How often a store that cannot serve is asked again at start-up.
+_FIRST_PAUSE_S = 0.1
+_PAUSE_GROWTH = 2.0
+_LONGEST_PAUSE_S = 2.0
 
 
 class _Message(Struct, frozen=True):
@@ -108,13 +116,32 @@ class TransferEngine:
         self._thread = start_aside("ecshare-io", self._run)
         self._carrier = start_aside("ecshare-inbox", self._carry)
 
-    def probe(self, *, write: bool) -> None:
+    def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up; `write`: it must take an object too.
 
+        A store that cannot serve just now is asked again, and after `io_timeout_s` left to itself:
+        False, and a warning. An engine must not depend on a cache that costs it hits only.
+
         Raises:
-            ConfigError: it did not, within `io_timeout_s`; names the option and the cause.
+            ConfigError: it can never be used like this; names the option and the cause.
         """
-        self._block_on(probe(self._store, write=write))
+        option = f"{self._path}.url: {masked_url(self._config.url)!r}"
+        try:
+            reason = self._block_on(self._asked_until_it_serves(write=write))
+        except StoreError as exc:
+            # Without its causes: a client's own words may quote a signed url.
+            raise ConfigError(
+                f"{option} cannot be used: {exc}. "
+                f"Check the url, {self._path}.storage_options and that the store is up."
+            ) from None
+        if reason:
+            logger.warning(
+                "%s does not serve now: %s. This engine starts without it, and uses it as soon as "
+                "it does; until then nothing is shared.",
+                option,
+                reason,
+            )
+        return not reason
 
     def start_up(
         self,
@@ -133,46 +160,49 @@ class TransferEngine:
         Raises:
             ConfigError: as `probe`.
         """
-        self.probe(write=write)
+        for warning in self._config.warnings(self._path):
+            logger.warning("%s", warning)
+        serves = self.probe(write=write)
         watch = NamespaceWatch(self._access, kind, namespace, facts)
-        # Not within a time-out of ours: it has its own, and says nothing where it fails.
-        asyncio.run_coroutine_threadsafe(watch.compare(), self._loop).result()
+        if serves:
+            # Not within a time-out of ours: it has its own, and says nothing where it fails.
+            self._block_on(watch.compare())
         if not write:
             self._watch = watch
             return
-        record = Record(kind, namespace, facts, mark)
-        asyncio.run_coroutine_threadsafe(self._keep(record), self._loop).result()
+        self._block_on(self._keep(Record(kind, namespace, facts, mark), at_once=serves))
         if self._config.folder:
             # It may take long and nobody waits for it; what is left to do when the process ends
             # is done another day.
             start_aside("ecshare-sweep", sweep, self._config.folder)
 
-    async def _keep(self, record: Record) -> None:
-        """Write `record`, and have it written anew from time to time."""
+    async def _keep(self, record: Record, *, at_once: bool) -> None:
+        """Write `record`, `at_once` or in some minutes, and anew from time to time."""
         timeout_s = self._config.io_timeout_s
-        is_written = await write_record(self._store, record, timeout_s)
+        is_written = at_once and await write_record(self._store, record, timeout_s)
         renewing = renew(self._store, record, timeout_s, is_written=is_written)
         self._renewing = self._loop.create_task(renewing)
 
-    def _block_on(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` on the I/O thread and wait for it; only while the engine starts."""
-
-        async def bounded() -> None:
+    async def _asked_until_it_serves(self, *, write: bool) -> str:
+        """Return why it did not within `io_timeout_s`; "": it did. Raises StoreError: it cannot."""
+        reason = f"no answer within {self._config.io_timeout_s:g} s"
+        pause_s = _FIRST_PAUSE_S
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._config.io_timeout_s):
-                await work
+                while True:
+                    try:
+                        await probe(self._store, write=write)
+                    except StoreBusy as exc:
+                        reason = str(exc)
+                    else:
+                        return ""
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+                    pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
+        return reason
 
-        try:
-            asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
-        except TimeoutError:
-            reason = f"no answer within {self._config.io_timeout_s:g} s"
-        except StoreError as exc:
-            reason = str(exc)
-        else:
-            return
-        raise ConfigError(
-            f"{self._path}.url: {masked_url(self._config.url)!r} cannot be used: {reason}. "
-            f"Check the url, {self._path}.storage_options and that the store is up."
-        )
+    def _block_on(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the I/O thread and wait for it; only while the engine starts."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @property
     def integrity(self) -> str:

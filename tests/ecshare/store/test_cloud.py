@@ -272,6 +272,14 @@ async def test_what_the_server_answers_is_mapped(
         assert len(str(caught.value)) < 400
 
 
+async def test_the_words_of_a_server_are_masked(serve: Serve) -> None:
+    body = b"<Error><Code>AccessDenied</Code><Message>Not with sig=hidden.</Message></Error>"
+    _, store = serve(lambda asked: asked.say(403, body))
+    with pytest.raises(StoreDenied, match=r"sig=\*\*\*") as caught:
+        await read(store, KEY, LIMIT)
+    assert "hidden" not in str(caught.value)
+
+
 async def test_an_object_in_an_archive_concerns_no_other(serve: Serve) -> None:
     """S3 has moved it to a class from which it cannot be read at once."""
     _, store = serve(lambda asked: asked.say_error(403, "InvalidObjectState"))

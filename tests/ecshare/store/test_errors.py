@@ -14,7 +14,7 @@ CLASSES = [
 
 
 def test_every_error_is_in_the_drawing() -> None:
-    assert len(CLASSES) == 8
+    assert len(CLASSES) == 9
     for each in CLASSES:
         assert each.__name__ in (errors.__doc__ or "")
 
@@ -29,6 +29,7 @@ def test_every_error_is_in_the_drawing() -> None:
         (errors.StoreUnavailable, OSError),
         (errors.StoreDenied, PermissionError),
         (errors.StoreDenied, errors.StoreUnavailable),
+        (errors.StoreBusy, errors.StoreUnavailable),
     ],
 )
 def test_who_knows_nothing_of_ecshare_can_catch_them(

@@ -14,6 +14,7 @@ from ecshare.store.errors import (
     ObjectCorrupt,
     ObjectMissing,
     ObjectUnreadable,
+    StoreBusy,
     StoreDenied,
     StoreUnavailable,
 )
@@ -51,12 +52,12 @@ def through_s3fs(code: str, kind: type[OSError] = OSError) -> OSError:
         (FileExistsError("x"), FileExistsError),
         (through_s3fs("ExpiredToken"), StoreDenied),
         (BotoError("AccessDenied"), StoreDenied),
-        (through_s3fs("SlowDown"), StoreUnavailable),
+        (through_s3fs("SlowDown"), StoreBusy),
         (through_s3fs("InvalidObjectState", PermissionError), ObjectCorrupt),
         (through_s3fs("AccessDenied", PermissionError), StoreDenied),
         (IsADirectoryError("x"), ObjectUnreadable),
         (OSError("x"), StoreUnavailable),
-        (TimeoutError("x"), StoreUnavailable),
+        (TimeoutError("x"), StoreBusy),
         (RuntimeError("x"), StoreUnavailable),
         (KeyError("x"), StoreUnavailable),
         (type("NoCredentialsError", (Exception,), {})("x"), StoreDenied),
@@ -131,6 +132,14 @@ async def test_a_write_that_fails_half_way_leaves_nothing() -> None:
         await store.put(KEY, b"body")
     assert filesystem.find(root) == []
     await store.close()
+
+
+def test_the_words_of_a_client_are_masked() -> None:
+    """They quote requests, with all that signs them."""
+    with pytest.raises(StoreUnavailable) as caught, mapped_errors(KEY):
+        raise RuntimeError("GET http://me:hidden@host/c/x?sig=hidden%3D failed")
+    assert "hidden" not in str(caught.value)
+    assert "host/c/x" in str(caught.value)
 
 
 async def test_two_stores_in_one_process_see_the_same_memory() -> None:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine starts without a store that cannot serve just now, not with one that never will."""
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.config import StoreConfig, parse
+from ecshare.store.directory import mapped_errors
+from ecshare.store.errors import ConfigError, StoreBusy, StoreUnavailable
+from ecshare.store.keys import Kind, manifest_key, namespace_digest
+from ecshare.transfer import renewal
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Lookup, Outcome
+from tests.ecshare.store.scripted import DATED, Asked, serving
+
+FACTS = {"model": "m"}
+DIGEST = namespace_digest(FACTS)
+Answer = Callable[[Asked], None]
+
+
+def engine_at(endpoint: str, tmp_path: Path, **options: Any) -> TransferEngine:
+    raw = {
+        "url": "s3://bucket/cache",
+        "storage_options": {"key": "k", "secret": "hidden", "endpoint_url": endpoint},
+        "host_cache_dir": str(tmp_path / "host"),
+        "io_timeout_s": 5,
+        **options,
+    }
+    return TransferEngine(parse(StoreConfig, raw, "options"), "options")
+
+
+def well(asked: Asked) -> None:
+    if asked.command == "GET" and "list-type" in asked.path:
+        asked.say(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+    elif asked.command in ("GET", "HEAD") and "probe" not in asked.path:
+        asked.say_error(404, "NoSuchKey")
+    else:
+        asked.say(200, b"ecshare", etag='"e"', **DATED)
+
+
+def busy(asked: Asked) -> None:
+    asked.say_error(503, "SlowDown")
+
+
+def full(asked: Asked) -> None:
+    if asked.command == "PUT":
+        asked.say_error(507, "InsufficientStorage")
+    else:
+        well(asked)
+
+
+def breaks_off(asked: Asked) -> None:
+    asked.close_connection = True
+
+
+def hangs(asked: Asked) -> None:
+    # Until the client hangs up.
+    asked.connection.recv(1)
+    asked.close_connection = True
+
+
+def test_a_store_that_hiccups_at_start_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # obstore asks three times before it gives up.
+    answers: list[Answer] = [*[busy] * 7, well, *[busy] * 4]
+    with serving(lambda asked: (answers.pop(0) if answers else well)(asked)) as server:
+        engine = engine_at(server.endpoint, tmp_path)
+        assert engine.probe(write=True) is True
+        assert not answers
+        engine.close()
+    assert "does not serve now" not in caplog.text
+
+
+@pytest.mark.parametrize("answer", [busy, hangs, breaks_off, full])
+def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
+    answer: Answer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "RETRY_S", 0.2)
+    answers, written = [answer], threading.Event()
+
+    def serve(asked: Asked) -> None:
+        if answers[0] is well and manifest_key(Kind.EC, DIGEST) in asked.path:
+            written.set()
+        answers[0](asked)
+
+    with serving(serve) as server, caplog.at_level(logging.WARNING):
+        engine = engine_at(server.endpoint, tmp_path, io_timeout_s=0.7)
+        engine.start_up(Kind.EC, DIGEST, FACTS, write=True)
+        said = [each.getMessage() for each in caplog.records if "serve now" in each.getMessage()]
+        assert len(said) == 1
+        assert said[0].startswith("options.url: 's3://bucket/cache' does not serve now: ")
+        assert "This engine starts without it" in said[0]
+        answers[0] = well
+        assert written.wait(20), "the manifest follows"
+        outcome, deadline_s = Outcome.UNAVAILABLE, time.monotonic() + 20
+        while outcome is not Outcome.OK and time.monotonic() < deadline_s:
+            engine.submit(Lookup(("a" * 32,), 5))
+            (done,) = engine.drain(10)
+            outcome = done.outcome
+        assert outcome is Outcome.OK
+        engine.close()
+
+
+def test_a_reader_starts_too(tmp_path: Path) -> None:
+    with serving(busy) as server:
+        engine = engine_at(server.endpoint, tmp_path, io_timeout_s=0.5)
+        engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
+        engine.close()
+
+
+def denied(asked: Asked) -> None:
+    asked.say_error(403, "AccessDenied")
+
+
+def no_bucket(asked: Asked) -> None:
+    asked.say_error(404, "NoSuchBucket")
+
+
+def web_page(asked: Asked) -> None:
+    asked.say(404, b"<html>Not here</html>")
+
+
+def moved(asked: Asked) -> None:
+    asked.say_error(301, "PermanentRedirect")
+
+
+def no_http(asked: Asked) -> None:
+    asked.wfile.write(b"SSH-2.0-OpenSSH\r\n")
+    asked.close_connection = True
+
+
+@pytest.mark.parametrize("answer", [denied, no_bucket, web_page, moved, no_http])
+@pytest.mark.parametrize("write", [False, True])
+def test_what_can_never_work_is_refused_at_once(
+    answer: Answer, tmp_path: Path, *, write: bool
+) -> None:
+    with serving(answer) as server:
+        engine = engine_at(server.endpoint, tmp_path, io_timeout_s=60)
+        with pytest.raises(ConfigError, match=r"options\.url: 's3://bucket/cache' cannot be used"):
+            engine.start_up(Kind.EC, DIGEST, FACTS, write=write)
+        engine.close()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_nobody_there_or_no_tls_is_refused(scheme: str, tmp_path: Path) -> None:
+    with serving(well) as server, socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1] if scheme == "http" else server.server_port
+        closed.close()
+        engine = engine_at(f"{scheme}://127.0.0.1:{port}", tmp_path)
+        with pytest.raises(ConfigError, match="cannot be used") as caught:
+            engine.probe(write=True)
+        # A client's own words may quote what was signed.
+        assert caught.value.__suppress_context__
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StoreBusy),
+        (errno.EDQUOT, StoreBusy),
+        (errno.ESTALE, StoreBusy),
+        (errno.ENOTDIR, StoreUnavailable),
+    ],
+)
+def test_a_full_disk_may_pass(number: int, kind: type[Exception]) -> None:
+    with pytest.raises(StoreUnavailable) as caught, mapped_errors("a key"):
+        raise OSError(number, os.strerror(number))
+    assert type(caught.value) is kind
+
+
+def test_the_engines_log_names_secrets_that_lie_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(well) as server, caplog.at_level(logging.WARNING):
+        engine = engine_at(server.endpoint, tmp_path)
+        engine.start_up(Kind.EC, DIGEST, FACTS, write=False)
+        engine.close()
+    assert "options.storage_options.secret: a secret is written into the configuration" in (
+        caplog.text
+    )
+    assert "hidden" not in caplog.text
