@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from ecshare import __version__
@@ -18,6 +19,9 @@ from ecshare.store.errors import ConfigError
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 all is well, 1 a problem was found, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that has not every character
+            stream.reconfigure(errors="backslashreplace")
     if given[:1] == ["router"]:
         _router(given[1:])
     parser = _parser()

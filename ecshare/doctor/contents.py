@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lies in a store: who has stored how much, is it sound, and what keeps engines apart."""
 
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
@@ -21,10 +22,18 @@ from ecshare.store.keys import (
     manifest_key,
     namespace_prefix,
 )
-from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
+from ecshare.store.manifest import (
+    MOST_READ,
+    Manifest,
+    differences,
+    list_manifests,
+    nearest,
+    read_manifest,
+)
 from ecshare.store.objects import ObjectStore, read
 
 _MOST_COUNTED = 100_000
+_LONGEST_COUNT_S = 20.0
 _MOST_NAMED = 20
 _MOST_ASKED = 1000  # manifests; whoever may write there can invent as many namespaces as they like
 _LARGEST_SAMPLED = 256 * MIB
@@ -32,7 +41,7 @@ _KINDS = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 
 
 @dataclass
-class _Count:
+class Count:
     """What was found of one namespace."""
 
     num_objects: int = 0
@@ -48,23 +57,24 @@ async def contents(
     """Yield what is found of a kind. `sample`: how many objects of each namespace to verify."""
     what = _KINDS[kind]
     manifests = await list_manifests(store, kind)
-    counts, is_all = await _count(store, kind_prefix(kind), sample)
+    counts, num_counted = await tally(store, kind_prefix(kind), sample)
+    manifests += await _not_listed(store, kind, counts, manifests)
     orphans = await _orphans(store, kind, counts, manifests)
     if not manifests and not any(count.num_objects for count in counts.values()):
         yield Finding(what, Level.NOTE, "no engine that stores any has used this store yet")
     for manifest in manifests:
         space = manifest.namespace
-        count, is_whole = counts.get(space, _Count()), is_all
-        if not is_all:
-            some, is_whole = await _count(store, namespace_prefix(kind, space), sample)
-            count = some.get(space, _Count())
-        yield _held(kind, manifest, count, "" if is_whole else " or more")
+        held, is_more = counts.get(space, Count()), False
+        if num_counted:
+            some, num_of_it = await tally(store, namespace_prefix(kind, space), sample)
+            held, is_more = some.get(space, Count()), num_of_it > 0
+        yield _held(kind, manifest, held, " or more" if is_more else "")
         if manifest.facts.get("integrity", "") == (integrity.fingerprint if integrity else ""):
-            yield await _sampled(store, kind, space, integrity, count.keys)
+            yield await _sampled(store, kind, space, integrity, held.keys)
         else:
             text = f"{space}: not sampled, it was written with another integrity_key"
             yield Finding(what, Level.NOTE, text)
-    for finding in _without_manifest(kind, orphans, is_all):
+    for finding in _without_manifest(kind, orphans, num_counted):
         yield finding
     async for finding in _damaged(store, kind, counts, {*orphans, *_names(manifests)}):
         yield finding
@@ -76,15 +86,21 @@ def _names(manifests: list[Manifest]) -> set[str]:
     return {manifest.namespace for manifest in manifests}
 
 
-async def _count(store: ObjectStore, prefix: str, sample: int) -> tuple[dict[str, _Count], bool]:
-    """Count by namespace what lies below `prefix`, and say whether that is all there is."""
-    counts: dict[str, _Count] = defaultdict(_Count)
+async def tally(
+    store: ObjectStore, prefix: str, sample: int, now_s: Callable[[], float] = time.monotonic
+) -> tuple[dict[str, Count], int]:
+    """Count by namespace what lies below `prefix`, until very many keys or seconds have passed.
+
+    Returns also after how many keys it stopped; 0: that is all there is. `now_s`: the clock.
+    """
+    counts: dict[str, Count] = defaultdict(Count)
     num_listed = 0
+    ends_s = now_s() + _LONGEST_COUNT_S
     async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
         async for info in found:
+            if num_listed == _MOST_COUNTED or now_s() > ends_s:
+                return counts, max(1, num_listed)
             num_listed += 1
-            if num_listed > _MOST_COUNTED:
-                return counts, False
             levels = info.key.split("/")
             if len(levels) < 4 or not is_namespace(levels[2]):  # noqa: PLR2004 — see keys.py
                 continue
@@ -96,26 +112,39 @@ async def _count(store: ObjectStore, prefix: str, sample: int) -> tuple[dict[str
             count.num_bytes += info.num_bytes
             if len(count.keys) < sample:
                 count.keys.append(info.key)
-    return counts, True
+    return counts, 0
 
 
 async def _orphans(
-    store: ObjectStore, kind: Kind, counts: Mapping[str, _Count], manifests: list[Manifest]
-) -> dict[str, _Count]:
+    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], manifests: list[Manifest]
+) -> dict[str, Count]:
     """Return the namespaces that have objects, and no manifest: not even a damaged one."""
     doubtful = _largest(counts, but=_names(manifests))[:_MOST_ASKED]
     there = await store.exists([manifest_key(kind, name) for name in doubtful])
     return {name: counts[name] for name, has in zip(doubtful, there, strict=True) if not has}
 
 
-def _largest(counts: Mapping[str, _Count], *, but: set[str]) -> list[str]:
+async def _not_listed(
+    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], manifests: list[Manifest]
+) -> list[Manifest]:
+    """Read what no listing told, because of odd keys beside it: it is asked for by its name."""
+    found = []
+    for name in _largest(counts, but=_names(manifests))[: MOST_READ - len(manifests)]:
+        with suppress(ObjectCorrupt):
+            facts = await read_manifest(store, kind, name)
+            if facts is not None:
+                found.append(Manifest(name, facts))
+    return found
+
+
+def _largest(counts: Mapping[str, Count], *, but: set[str]) -> list[str]:
     """Return the namespaces with objects, the largest first, without some."""
     names = [name for name, count in counts.items() if count.num_objects and name not in but]
     return sorted(names, key=lambda name: counts[name].num_objects, reverse=True)
 
 
 async def _damaged(
-    store: ObjectStore, kind: Kind, counts: Mapping[str, _Count], known: set[str]
+    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], known: set[str]
 ) -> AsyncIterator[Finding]:
     for name in _largest(counts, but=known)[:_MOST_NAMED]:
         try:
@@ -125,8 +154,10 @@ async def _damaged(
             yield Finding(_KINDS[kind], Level.NOTE, text)
 
 
-def _without_manifest(kind: Kind, orphans: Mapping[str, _Count], is_all: bool) -> Iterator[Finding]:
-    what, more = _KINDS[kind], "" if is_all else " or more"
+def _without_manifest(
+    kind: Kind, orphans: Mapping[str, Count], num_counted: int
+) -> Iterator[Finding]:
+    what, more = _KINDS[kind], " or more" if num_counted else ""
     for name, count in list(orphans.items())[:_MOST_NAMED]:
         text = (
             f"namespace {name}: {count.num_objects:,}{more} objects without a manifest: it expired "
@@ -137,23 +168,32 @@ def _without_manifest(kind: Kind, orphans: Mapping[str, _Count], is_all: bool) -
     if len(orphans) > _MOST_NAMED:
         text = f"{len(orphans) - _MOST_NAMED:,} more namespaces have objects without a manifest"
         yield Finding(what, Level.NOTE, text)
-    if not is_all:
-        text = f"only the first {_MOST_COUNTED:,} keys were searched for objects without a manifest"
+    if num_counted:
+        text = f"only the first {num_counted:,} keys were searched for objects without a manifest"
         yield Finding(what, Level.NOTE, text)
 
 
-def _held(kind: Kind, manifest: Manifest, count: _Count, more: str) -> Finding:
+def _held(kind: Kind, manifest: Manifest, count: Count, more: str) -> Finding:
     odd = f"{count.num_odd} files there are none of ours; engines ignore them"
-    renewed = datetime.fromtimestamp(manifest.modified_s, UTC)
+    age = _age(manifest.modified_s)
     facts = manifest.facts
     shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]
     return Finding(
         _KINDS[kind],
         Level.OK,
         f"{manifest.namespace}: {count.num_objects:,}{more} objects, "
-        f"{size(count.num_bytes)}{more}; its manifest is of {renewed:%Y-%m-%d %H:%M} UTC",
+        f"{size(count.num_bytes)}{more}; its manifest is {age}",
         (", ".join(shown), *([odd] if count.num_odd else [])),
     )
+
+
+def _age(modified_s: float | None) -> str:
+    if modified_s is None:
+        return "not listed, as odd keys lie beside it"
+    try:
+        return f"of {datetime.fromtimestamp(modified_s, UTC):%Y-%m-%d %H:%M} UTC"
+    except (OverflowError, OSError, ValueError):
+        return "of a time that cannot be"
 
 
 def size(num_bytes: int) -> str:
@@ -190,9 +230,13 @@ def _compared(kind: Kind, manifests: list[Manifest]) -> Iterator[Finding]:
         return tuple(sorted((manifest.namespace, other.namespace))) if other else ()
 
     facts = {manifest.namespace: manifest.facts for manifest in manifests}
-    for pair, _ in groupby(sorted(map(said, manifests))):
-        if pair:
-            one, two = pair
-            text = f"engines of {one} and of {two} share nothing, because of:"
-            lines = tuple(differences(facts[one], facts[two]))
-            yield Finding(_KINDS[kind], Level.NOTE, text, lines)
+    pairs = [pair for pair, _ in groupby(sorted(map(said, manifests))) if pair]
+    for one, two in pairs[:_MOST_NAMED]:
+        text = f"engines of {one} and of {two} share nothing, because of:"
+        lines = differences(facts[one], facts[two])
+        more = len(lines) - _MOST_NAMED
+        shown = [*lines[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+        yield Finding(_KINDS[kind], Level.NOTE, text, tuple(shown))
+    if len(pairs) > _MOST_NAMED:
+        text = f"{len(pairs) - _MOST_NAMED:,} more pairs of namespaces share nothing"
+        yield Finding(_KINDS[kind], Level.NOTE, text)

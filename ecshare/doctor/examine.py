@@ -17,12 +17,13 @@ from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, printable, words
 from ecshare.doctor.options import Stranger, Subject
 from ecshare.doctor.trial import fix, missing_folder, try_out
-from ecshare.store.config import StoreConfig, masked_url
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostfolder import check_private, default_root, fitting
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.secrets import masked_url
 
 
 class _Opened(NamedTuple):
@@ -58,7 +59,7 @@ async def examine(
             if each.store is not None:
                 stack.push_async_callback(each.store.close)
         for stranger in strangers:
-            yield Finding("options", Level.NOTE, f"{stranger}; left alone")
+            yield Finding("options", Level.NOTE, printable(f"{stranger}; left alone"))
         for each in opened:
             async for finding in _examined(each, write=write, sample=sample):
                 yield finding
@@ -94,6 +95,8 @@ async def _examined(opened: _Opened, *, write: bool, sample: int) -> AsyncIterat
         yield Finding("options", Level.OK, f"{text}, the store of {opened.same_as}")
         return
     yield Finding("options", Level.OK, text)
+    for warning in config.warnings(path):
+        yield Finding("options", Level.NOTE, printable(warning))
     if opened.store is None:
         yield missing_folder(config.folder)
         return

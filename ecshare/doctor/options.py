@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import fields
 
 from ecshare.config import EncoderConfig
+from ecshare.doctor.findings import printable
 from ecshare.store.config import StoreConfig, parse, suggestion
 from ecshare.store.errors import ConfigError
 from kvshare.config import KVConfig, TierConfig, parse_tier
@@ -79,7 +80,11 @@ def read_argument(text: str) -> tuple[list[Subject], list[Stranger]]:
         try:
             text = Path(text[1:]).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError, ValueError) as exc:
-            raise ConfigError(f"argument store: {text[1:]} cannot be read: {exc}") from exc
+            raise ConfigError(
+                f"argument store: {printable(text[1:])} cannot be read: {printable(str(exc))}"
+            ) from exc
+    if not text.startswith("{") and '"' in text:
+        raise ConfigError("argument store: neither a url nor a JSON object, which begins with {")
     if not text.startswith("{"):
         return [Subject(parse(StoreConfig, {"url": text}, "options"), "options")], []
     try:
@@ -199,7 +204,8 @@ def _plain(said: Mapping[str, Any]) -> Subject:
     for option in said:
         if option not in every:
             raise ConfigError(
-                f"{path}.{option}: unknown option; {suggestion(str(option), sorted(every))}"
+                f"{path}.{printable(str(option))}: unknown option; "
+                f"{suggestion(str(option), sorted(every))}"
             )
     owners = [
         f"{option} is an option of {name}"
