@@ -2,8 +2,9 @@
 """`python -m ecshare.router`: serve until SIGINT or SIGTERM."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
+
+from ecshare.router import logs
 
 _REQUIRED = ("aiohttp", "msgspec", "pybase64", "yarl")
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
             "(pip install aiohttp pybase64 yarl)"
         ) from None
     config = parse_arguments(arguments, prog)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.configure()
     asyncio.run(serve(config))
 
 

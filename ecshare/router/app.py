@@ -21,19 +21,21 @@ from ecshare.router import plan
 from ecshare.router.bodies import read_body
 from ecshare.router.chat import Chat, Media, Request, read_chat
 from ecshare.router.config import RouterConfig
+from ecshare.router.connections import Runner
 from ecshare.router.envelope import (
     TRIP,
     Trip,
     end_stream,
     envelope,
     json_response,
-    too_large,
     unavailable,
     verbatim,
 )
-from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.errors import ApiError, EngineError
+from ecshare.router.memory import Memory, Share
 from ecshare.router.models import Served
 from ecshare.router.relay import Relay, Reply
+from ecshare.router.together import together
 from ecshare.router.workers import Stage, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -72,13 +74,12 @@ class Router:
         }
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
+        self._memory = Memory(config.max_in_flight_bytes)
         self._served = Served(self._served_models, clock_s)
 
     def application(self) -> web.Application:
         """Return the web application; the relay lives as long as it runs."""
-        app = web.Application(
-            middlewares=[envelope(self._config)], client_max_size=self._config.max_body_bytes
-        )
+        app = web.Application(middlewares=[envelope(self._config)])
         app.cleanup_ctx.append(self._with_relay)
         app.router.add_post(CHAT, self.chat, expect_handler=_expected)
         app.router.add_get(MODELS, self.models, expect_handler=_expected)
@@ -96,12 +97,15 @@ class Router:
         trip = http[TRIP]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                return await self._answer(http, trip)
+                with self._memory.share() as share:
+                    return await self._answer(http, trip, share)
         except TimeoutError as exc:
             late = ApiError(504, "The request took too long.", code="timeout")
             if trip.answer is None:
                 raise late from exc
             return await end_stream(trip.answer, late)
+        finally:
+            trip.bulk.clear()  # the connection keeps its last request while it is idle
 
     async def models(self, http: web.Request) -> web.Response:
         """Pass on the model list of D, or of P when no D can be reached."""
@@ -135,13 +139,12 @@ class Router:
         answers = await asyncio.gather(*(self.relay.is_healthy(each) for _, each in workers))
         return [(*worker, healthy) for worker, healthy in zip(workers, answers, strict=True)]
 
-    async def _answer(self, http: web.Request, trip: Trip) -> web.StreamResponse:
-        if http.content_length is not None and http.content_length > self._config.max_body_bytes:
-            raise too_large(self._config)
-        body = await read_body(http, self._config.max_body_bytes)
+    async def _answer(self, http: web.Request, trip: Trip, share: Share) -> web.StreamResponse:
+        body = await read_body(http, self._config, share, trip.bulk)
         chat = read_chat(body, self._config.max_items)
+        del body  # what is decoded takes several times as much
         await self._check_model(chat, trip)
-        media = await self.relay.load_media(chat.items)
+        media = await self.relay.load_media(chat.items, trip.bulk, share)
         plain = plan.plain_request(chat, media)
         try:
             request = await self._encoded(chat, media, plain, trip)
@@ -172,17 +175,14 @@ class Router:
         self, requests: Mapping[str, Request], trip: Trip
     ) -> dict[str, plan.Metadata | None]:
         """Have all items encoded at once; returns what is known of each, by uuid."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    uuid: group.create_task(
-                        self.relay.ask(Stage.ENCODE, CHAT, request, trip.headers)
-                    )
-                    for uuid, request in requests.items()
-                }
-        except* (ApiError, EngineError, RefusalError) as errors:
-            raise errors.exceptions[0] from None
-        return {uuid: plan.reported_metadata(task.result()) for uuid, task in tasks.items()}
+        answers = await together(
+            [
+                self.relay.ask(Stage.ENCODE, CHAT, trip.payload(request), trip.headers)
+                for request in requests.values()
+            ]
+        )
+        reports = map(plan.reported_metadata, answers)
+        return dict(zip(requests, reports, strict=True))
 
     async def _prefill(
         self, http: web.Request, request: Request, trip: Trip
@@ -203,9 +203,8 @@ class Router:
     ) -> Request | None:
         """Return what P hands over to D; no `worker`: any one that is up."""
         with trip.through(Stage.PREFILL):
-            answer = await self.relay.ask(
-                worker or Stage.PREFILL, CHAT, plan.prefill_request(request), trip.headers
-            )
+            payload = trip.payload(plan.prefill_request(request))
+            answer = await self.relay.ask(worker or Stage.PREFILL, CHAT, payload, trip.headers)
         hand_over = plan.reported_hand_over(answer)
         if worker is not None:
             streams = plan.is_streamed(hand_over)
@@ -274,7 +273,7 @@ class Router:
         `beside`: a stage that is at work for this answer meanwhile.
         """
         trip, began_s = http[TRIP], time.monotonic()
-        async with self.relay.call(to, CHAT, request, trip.headers) as reply:
+        async with self.relay.call(to, CHAT, trip.payload(request), trip.headers) as reply:
             if reply.failed and not is_last():
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
@@ -342,10 +341,12 @@ async def _expected(http: web.Request) -> None:
         http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def make_runner(router: Router) -> web.AppRunner:
+def make_runner(router: Router, config: RouterConfig) -> Runner:
     """Return the server, not yet listening."""
-    return web.AppRunner(
+    return Runner(
         router.application(),
+        config.client_timeout_s,
+        config.max_connections,
         # A client that leaves cancels its request, and with it every call to an engine.
         handler_cancellation=True,
         auto_decompress=False,  # see bodies.py

@@ -1,47 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's body as its client meant it. aiohttp could do this too, but answers a body that it
-cannot unpack with plain text and a traceback in the log."""
+"""A request's body: how it may come, how long it may take, and what it may cost."""
 
 import asyncio
-import zlib
 
 from aiohttp import hdrs, web
 
+from ecshare.router.bulk import Bulk
+from ecshare.router.config import MIB, RouterConfig
+from ecshare.router.envelope import too_large
 from ecshare.router.errors import ApiError
+from ecshare.router.memory import Share
 
-_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
-_BARE_DEFLATE = -zlib.MAX_WBITS
-_IN_THREAD_BYTES = 16 * 1024  # up to a thousand times as much, unpacked
+_SLOWEST_BYTES_A_S = 64 * 1024
+_MAX_TEXT_BYTES = 32 * MIB
+_TEXT_COST = 8
+"""What a byte of JSON takes once it is decoded and on its way to an engine: four bytes where it is
+beside an emoji, and copies in UTF-8."""
 
 
-async def read_body(http: web.Request, limit_bytes: int) -> bytes:
-    """Return the whole body, unpacked; raises ApiError where that cannot be, or is too much.
+async def read_body(
+    http: web.Request, config: RouterConfig, share: Share, bulk: Bulk
+) -> bytes | bytearray:
+    """Return the body's JSON, its long base64 texts put into `bulk`.
 
-    `limit_bytes` bounds what is unpacked; what comes in is bounded by the application.
+    What it costs is taken from `share`. Raises ApiError where the body is packed, too large, too
+    slow, or more than there is memory for.
     """
-    packed = await http.read()
-    coding = http.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower()
-    if coding in ("", "identity"):
-        return packed
-    if coding not in ("gzip", "x-gzip", "deflate"):
-        raise ApiError(400, "The body's Content-Encoding must be gzip or deflate, or left out.")
+    if http.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower() not in ("", "identity"):
+        # As vLLM does not take it either; and a small one may hold gigabytes.
+        raise ApiError(415, "The body must not be packed: leave the Content-Encoding out.")
+    json = await bulk.take_out(await _received(http, config, share))
+    if len(json) > _MAX_TEXT_BYTES:
+        message = f"The body is larger than {_MAX_TEXT_BYTES // MIB} MiB without its base64 texts."
+        raise ApiError(413, message, code="request_too_large")
+    share.take(len(json) * _TEXT_COST)
+    return json
+
+
+async def _received(http: web.Request, config: RouterConfig, share: Share) -> bytearray:
+    if http.content_length is not None:
+        _check_length(http.content_length, config)
+        share.expect(http.content_length)
+    body = bytearray()
     try:
-        if len(packed) > _IN_THREAD_BYTES:
-            body = await asyncio.to_thread(_unpacked, packed, limit_bytes)
-        else:
-            body = _unpacked(packed, limit_bytes)
-    except zlib.error as exc:
-        raise ApiError(400, f"The body is not the {coding} that its header says.") from exc
-    if len(body) > limit_bytes:
-        raise web.HTTPRequestEntityTooLarge(limit_bytes, len(body))
+        async with asyncio.timeout(config.client_timeout_s) as deadline:
+            latest_s = deadline.when() or 0.0
+            while chunk := await http.content.readany():
+                share.take(len(chunk))
+                body += chunk
+                _check_length(len(body), config)
+                deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)
+    except TimeoutError as exc:
+        body.clear()
+        raise ApiError(408, "The body came too slowly.", code="body_timeout") from exc
+    except BaseException:
+        body.clear()  # aiohttp keeps some errors, with this frame, in reference cycles
+        raise
     return body
 
 
-def _unpacked(packed: bytes, limit_bytes: int) -> bytes:
-    """Return what was packed, or the beginning of it that is larger than the limit."""
-    is_bare = packed[:1] != b"\x1f" and int.from_bytes(packed[:2], "big") % 31 != 0
-    unpacking = zlib.decompressobj(_BARE_DEFLATE if is_bare else _GZIP_OR_ZLIB)
-    body = unpacking.decompress(packed, limit_bytes + 1)
-    if len(body) <= limit_bytes and (not unpacking.eof or unpacking.unused_data):
-        raise zlib.error("cut short, or more than one piece")
-    return body
+def _check_length(num_bytes: int, config: RouterConfig) -> None:
+    if num_bytes > config.max_body_bytes:
+        raise too_large(config)

@@ -10,6 +10,7 @@ import msgspec
 import pybase64
 from msgspec import Struct
 
+from ecshare.router.bulk import Bulk
 from ecshare.router.errors import ApiError
 
 Request = dict[str, Any]
@@ -25,6 +26,11 @@ _MODALITIES = {
 _REFUSED = ("image_embeds", "video_embeds", "audio_embeds", "image_pil")
 MEDIA_FIELDS = (*_MODALITIES, *_REFUSED)
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+_MAX_VALUES = 1_000_000
+_VALUE_MARKS = (b",", b":", b"[", b"{")
+_COUNTED_BYTES = 1024 * 1024
+_HASHED_AT_ONCE = 256 * 1024  # base64; whole groups of four
 
 _AUDIO_FORMAT = re.compile(r"[A-Za-z0-9.+-]{1,32}")
 
@@ -68,8 +74,9 @@ class Chat(Struct, frozen=True):
         return model
 
 
-def read_chat(body: bytes, max_items: int) -> Chat:
+def read_chat(body: bytes | bytearray, max_items: int) -> Chat:
     """Check a chat completion's body; raises ApiError naming the field at fault."""
+    _check_size(body)
     try:
         request = msgspec.json.decode(body)
     except RecursionError as exc:
@@ -87,6 +94,20 @@ def read_chat(body: bytes, max_items: int) -> Chat:
             400, f"{len(items)} media items; at most {max_items} are taken.", param="messages"
         )
     return Chat(request, items)
+
+
+def _check_size(body: bytes | bytearray) -> None:
+    """Refuse what would take far more memory and time to decode than its length tells.
+
+    An empty array takes thirty times the bytes that it is written with. Every value but the first
+    comes after one of the marks; those inside strings are counted too, which is quick.
+    """
+    number = 0
+    for start in range(0, len(body), _COUNTED_BYTES):
+        number += sum(body.count(mark, start, start + _COUNTED_BYTES) for mark in _VALUE_MARKS)
+        if number > _MAX_VALUES:
+            message = f"The body has more than {_MAX_VALUES:,} commas, colons and brackets."
+            raise ApiError(400, message)
 
 
 def too_deep() -> ApiError:
@@ -191,17 +212,19 @@ def is_inline(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-def inline_url(content: bytes | bytearray) -> str:
+def inline_url(base64: str) -> str:
     """Return the data: url of some downloaded bytes."""
     # vLLM looks at the bytes, not at the type; a type from outside could be video/jpeg.
-    return "data:application/octet-stream;base64," + pybase64.b64encode_as_string(content)
+    return f"data:application/octet-stream;base64,{base64}"
 
 
-def identity(modality: str, url: str) -> str:
+def identity(modality: str, url: str, bulk: Bulk | None = None) -> str:
     """Return an item's uuid: sha256 hex over modality, NUL and the bytes in its data: url.
 
-    Reads the url as vLLM does; raises ValueError with a sentence when it holds no proper base64.
+    `bulk` has the long texts that the url stands for. Any thread. Reads the url as vLLM does;
+    raises ValueError with a sentence when it holds no proper base64.
     """
+    bulk = bulk or Bulk()
     head, comma, text = url[5:].partition(",")
     media_type, _, encoding = head.rpartition(";")
     if not comma or encoding != "base64":
@@ -211,18 +234,30 @@ def identity(modality: str, url: str) -> str:
         # A list of pictures, joined by commas: where they are cut is part of the content.
         digest.update(b"video/jpeg\0")
         for frame in text.split(","):
-            digest.update(_hashed(frame, hashlib.sha256()).digest())
+            digest.update(_hashed(frame, hashlib.sha256(), bulk).digest())
         return digest.hexdigest()
-    return _hashed(text, digest).hexdigest()
+    return _hashed(text, digest, bulk).hexdigest()
 
 
-def _hashed(text: str, digest: "hashlib._Hash") -> "hashlib._Hash":
+def _hashed(text: str, digest: "hashlib._Hash", bulk: Bulk) -> "hashlib._Hash":
     """Add decoded base64 to a hash."""
-    if not text:
-        raise ValueError("The media item is empty.")
     try:
-        # vLLM's own decoder, as strict as there: both see the same bytes, or neither does.
-        digest.update(pybase64.b64decode(text, validate=True))
+        base64 = bulk.resolve(text)
+        for decoded in _decoded(base64):
+            digest.update(decoded)
     except ValueError as exc:
         raise ValueError("The base64 text is malformed.") from exc
+    if not base64:
+        raise ValueError("The media item is empty.")
     return digest
+
+
+def _decoded(base64: bytes | memoryview) -> Iterator[bytes]:
+    """Yield the bytes in pieces: other threads go on between them."""
+    for start in range(0, len(base64), _HASHED_AT_ONCE):
+        # vLLM's own decoder, as strict as there: both see the same bytes, or neither does.
+        decoded = pybase64.b64decode(base64[start : start + _HASHED_AT_ONCE], validate=True)
+        is_last = start + _HASHED_AT_ONCE >= len(base64)
+        if not is_last and len(decoded) < _HASHED_AT_ONCE // 4 * 3:
+            raise ValueError("padding in the middle")  # the piece alone is well-formed
+        yield decoded

@@ -29,11 +29,14 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     port: int = 8000
     max_body_bytes: int = 128 * MIB
     max_media_bytes: int = 128 * MIB
+    max_in_flight_bytes: int = 2048 * MIB
     max_items: int = 64
+    max_connections: int = 4096
     hand_over: Literal["streamed", "after"] = "streamed"
     allow_media_domains: tuple[str, ...] = ()
     allow_media_networks: tuple[Network, ...] = ()
     timeout_s: float = 600.0
+    client_timeout_s: float = 20.0
     stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
     cool_down_s: float = 5.0
@@ -56,11 +59,14 @@ def parse_arguments(
         port=options.port,
         max_body_bytes=int(options.max_body_mb * MIB),
         max_media_bytes=int(options.max_media_mb * MIB),
+        max_in_flight_bytes=int(options.max_in_flight_mb * MIB),
         max_items=options.max_items,
+        max_connections=options.max_connections,
         hand_over=options.hand_over,
         allow_media_domains=tuple(domain.lower() for domain in options.allow_media_domain),
         allow_media_networks=tuple(options.allow_media_network),
         timeout_s=options.timeout_s,
+        client_timeout_s=options.client_timeout_s,
         stage_timeout_s=options.stage_timeout_s,
         media_timeout_s=options.media_timeout_s,
         cool_down_s=options.cool_down_s,
@@ -128,7 +134,23 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         default=128,
         help="most media to download for one request",
     )
+    say(
+        "--max-in-flight-mb",
+        metavar="MIB",
+        type=_positive,
+        default=2048,
+        help="most memory for all requests in flight, with the media that are downloaded for them; "
+        "a request beyond it is answered 429",
+    )
     say("--max-items", metavar="N", type=_count, default=64, help="most media items in one request")
+    say(
+        "--max-connections",
+        metavar="N",
+        type=_count,
+        default=4096,
+        help="most connections of clients, fewer where a third of the open files that the process "
+        "may have (ulimit -n) are fewer; one beyond it is answered 503 and closed",
+    )
     say(
         "--hand-over",
         choices=("streamed", "after"),
@@ -154,6 +176,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     )
     for name, default_s, purpose in (
         ("--timeout-s", 600, "deadline of a whole request"),
+        (
+            "--client-timeout-s",
+            20,
+            "longest wait for a client: for the head of its next request, for a body beyond what "
+            "it takes at 64 KiB a second, and for it to read on; then its connection is closed",
+        ),
         (
             "--stage-timeout-s",
             120,

@@ -13,6 +13,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
+from ecshare.router.bulk import Bulk, Payload
+from ecshare.router.chat import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.workers import Stage
@@ -34,6 +36,7 @@ class Trip:
     path: list[Stage] = field(default_factory=list)
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun: from there on errors travel inside it."""
+    bulk: Bulk = field(default_factory=Bulk)
 
     @contextmanager
     def through(self, stage: Stage) -> Iterator[None]:
@@ -49,6 +52,13 @@ class Trip:
         """Note that a stage has had its part in the answer."""
         if stage not in self.path:
             self.path.append(stage)
+
+    def payload(self, request: Request) -> Payload:
+        """Return a request as an engine is sent it; raises ApiError where it is too deep."""
+        try:
+            return Payload(self.bulk, msgspec.json.encode(request))
+        except RecursionError as exc:  # it could just be read, and our own fields are deeper
+            raise too_deep() from exc
 
     def response_headers(self) -> dict[str, str]:
         """Return what is known of the trip so far."""

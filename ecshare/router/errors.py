@@ -40,6 +40,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON object that OpenAI's clients expect."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

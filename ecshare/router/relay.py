@@ -7,19 +7,22 @@ cancels a call closes its connection, which is how an engine learns that nobody 
 
 import asyncio
 import errno
-import io
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
 import msgspec
+import pybase64
 from yarl import URL
 
 from ecshare.router.addresses import may_connect
-from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline, too_deep
+from ecshare.router.bulk import Bulk, Payload
+from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.memory import Share
+from ecshare.router.together import together
 from ecshare.router.workers import Stage, Worker, Workers
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -28,7 +31,6 @@ _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_LOGGED_CHARS = 300
-_HASH_IN_THREAD_CHARS = 256 * 1024
 # uvicorn, which serves vLLM, drops idle connections after 5 s: be first, or a request can be
 # written to a connection that is being closed.
 _KEEP_IDLE_S = 4.0
@@ -126,7 +128,7 @@ class Relay:
         self,
         to: Stage | Worker,
         path: str,
-        request: Request | None,
+        request: Payload | None,
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> AsyncIterator[Reply]:
@@ -137,16 +139,17 @@ class Relay:
         """
         stage, worker = self._engine(to)
         workers = self._workers[stage]
-        # A file-like body is written in pieces: other requests go on while a large one leaves.
-        body = None if request is None else io.BytesIO(_encoded(request))
+        headers = {**headers, "Content-Type": "application/json"}
+        if request is not None:
+            headers["Content-Length"] = str(request.num_bytes)
         with workers.lease(worker):
             # An engine whose list of models is slow may be quick with everything else.
             with _unreachable(stage, worker, workers, may_be_slow=request is None):
                 response = await self._session.request(
-                    "GET" if body is None else "POST",
+                    "GET" if request is None else "POST",
                     worker.url + path,
-                    data=body,
-                    headers={**headers, "Content-Type": "application/json"},
+                    data=None if request is None else request.whole() or request.chunks(),
+                    headers=headers,
                     allow_redirects=False,
                     timeout=self._timeout(timeout_s),
                 )
@@ -158,7 +161,7 @@ class Relay:
                 yield Reply(stage, response)
 
     async def ask(
-        self, to: Stage | Worker, path: str, request: Request, headers: Mapping[str, str]
+        self, to: Stage | Worker, path: str, request: Payload, headers: Mapping[str, str]
     ) -> Request:
         """Return an engine's JSON object, within the stage's time limit.
 
@@ -190,36 +193,34 @@ class Relay:
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
 
-    async def load_media(self, items: tuple[Item, ...]) -> list[Media]:
+    async def load_media(self, items: tuple[Item, ...], bulk: Bulk, share: Share) -> list[Media]:
         """Return the content of each item, in order; raises ApiError naming the item at fault.
 
-        Equal urls are downloaded once, and the downloads together stay within one limit.
+        Equal urls are downloaded once, and the downloads together stay within one limit; they take
+        from `share` and are kept in `bulk`.
         """
         distinct = {(item.modality, item.source): item for item in items}
-        budget = _Budget(self._config.max_media_bytes)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    key: group.create_task(self._load(item, budget))
-                    for key, item in distinct.items()
-                }
-        except* ApiError as errors:
-            raise errors.exceptions[0] from None
-        return [tasks[item.modality, item.source].result() for item in items]
+        budget = _Budget(self._config.max_media_bytes, share)
+        loads = [self._load(item, bulk, budget) for item in distinct.values()]
+        loaded = dict(zip(distinct, await together(loads), strict=True))
+        return [loaded[item.modality, item.source] for item in items]
 
-    async def _load(self, item: Item, budget: "_Budget") -> Media:
+    async def _load(self, item: Item, bulk: Bulk, budget: "_Budget") -> Media:
         url = item.source
         if not is_inline(url):
+            if bulk.holds(url):
+                raise ApiError(400, "The media's url is too long.", param=item.param)
             # Engines get the bytes that were hashed, not the url: its server could serve others.
-            url = inline_url(await self._download(item, budget))
+            url = inline_url(bulk.add(await self._download(item, budget)))
         try:
-            if len(url) > _HASH_IN_THREAD_CHARS:
-                return Media(await asyncio.to_thread(identity, item.modality, url), url)
+            if bulk.holds(url):
+                return Media(await asyncio.to_thread(identity, item.modality, url, bulk), url)
             return Media(identity(item.modality, url), url)
         except ValueError as exc:
             raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc
 
     async def _download(self, item: Item, budget: "_Budget") -> bytearray:
+        """Return what is at the item's url, as base64 text."""
         try:
             async with asyncio.timeout(self._config.media_timeout_s):
                 return await self._follow(item, budget)
@@ -238,14 +239,8 @@ class Relay:
                     continue
                 if response.status != 200:
                     raise _unavailable(item, f"{url.host} answers HTTP {response.status}")
-                content = bytearray()
-                async for chunk in response.content.iter_any():
-                    if not budget.take(len(chunk)):
-                        raise ApiError(
-                            413, "The media is too large.", param=item.param, code="media_too_large"
-                        )
-                    content += chunk
-                return content
+                budget.expect(item, response.content_length or 0)
+                return await _base64(item, response.content.iter_any(), budget)
         raise _unavailable(item, "too many redirects")
 
     def _check_media_url(self, item: Item, url: URL) -> None:
@@ -262,21 +257,46 @@ class Relay:
 
 
 class _Budget:
-    """Bytes that one request may still download."""
+    """Bytes that one request may still download, and their part of the router's memory."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, share: Share) -> None:
         self._left_bytes = limit_bytes
+        self._share = share
 
-    def take(self, num_bytes: int) -> bool:
+    def expect(self, item: Item, num_bytes: int) -> None:
+        """Raise ApiError if so much more would be too much."""
+        if num_bytes > self._left_bytes:
+            message = "The media is too large."
+            raise ApiError(413, message, param=item.param, code="media_too_large")
+        self._share.expect(_as_base64(num_bytes))
+
+    def take(self, item: Item, num_bytes: int) -> None:
+        """Take so much more; raises ApiError where that is too much."""
+        self.expect(item, num_bytes)
+        self._share.take(_as_base64(num_bytes))
         self._left_bytes -= num_bytes
-        return self._left_bytes >= 0
 
 
-def _encoded(request: Request) -> bytes:
+def _as_base64(num_bytes: int) -> int:
+    return num_bytes * 4 // 3
+
+
+async def _base64(item: Item, chunks: AsyncIterator[bytes], budget: _Budget) -> bytearray:
+    """Return as base64 what comes, without a copy of the whole."""
+    text = bytearray()
+    rest = b""
     try:
-        return msgspec.json.encode(request)
-    except RecursionError as exc:  # it could just be read, and the router's own fields are deeper
-        raise too_deep() from exc
+        async for chunk in chunks:
+            budget.take(item, len(chunk))
+            rest += chunk
+            whole = len(rest) - len(rest) % 3
+            text += pybase64.b64encode(rest[:whole])
+            rest = rest[whole:]
+        text += pybase64.b64encode(rest)
+    except BaseException:
+        text.clear()  # aiohttp keeps some errors, with this frame, in reference cycles
+        raise
+    return text
 
 
 def _is_forbidden(exc: Exception) -> bool:

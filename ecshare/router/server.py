@@ -6,10 +6,12 @@ import logging
 import signal
 import time
 
+import msgspec
 from aiohttp import web
 
 from ecshare.router.app import Router, make_runner
 from ecshare.router.config import RouterConfig
+from ecshare.router.connections import fitting, raise_open_files
 
 logger = logging.getLogger("ecshare.router")
 
@@ -19,8 +21,9 @@ async def serve(config: RouterConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    config = _fitting(config)
     router = Router(config, time.monotonic)
-    runner = make_runner(router)
+    runner = make_runner(router, config)
     await runner.setup()
     try:
         try:
@@ -34,6 +37,18 @@ async def serve(config: RouterConfig) -> None:
         saying.cancel()
     finally:
         await runner.cleanup()
+
+
+def _fitting(config: RouterConfig) -> RouterConfig:
+    """Return the options with as many connections as fit into the open files there may be."""
+    open_files = raise_open_files()
+    number = fitting(config.max_connections, open_files)
+    if number < config.max_connections:
+        logger.warning(
+            "--max-connections %d counts as %d: this process may have %d open files (ulimit -n)",
+            *(config.max_connections, number, open_files),
+        )
+    return msgspec.structs.replace(config, max_connections=number)
 
 
 async def _say_who_answers(router: Router) -> None:

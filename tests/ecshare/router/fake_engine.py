@@ -252,6 +252,8 @@ async def fleet(
             decoders=d_urls + decoders_more,
             **options,
         )
-        url = await stack.enter_async_context(_listening(make_runner(Router(config, clock))))
+        url = await stack.enter_async_context(
+            _listening(make_runner(Router(config, clock), config))
+        )
         client = await stack.enter_async_context(aiohttp.ClientSession())
         yield Fleet(stages[0], stages[1], stages[2], url, client, clock)

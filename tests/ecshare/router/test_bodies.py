@@ -4,9 +4,6 @@
 import asyncio
 import gzip
 import json
-import random
-import zlib
-from collections.abc import Callable
 
 import pytest
 
@@ -14,57 +11,22 @@ from ecshare.router.app import CHAT
 from tests.ecshare.router.fake_engine import Fleet, chat, fleet
 
 
-def bare(content: bytes) -> bytes:
-    """Deflate without the header that RFC 9110 asks for, as many clients send it."""
-    packing = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return packing.compress(content) + packing.flush()
-
-
-@pytest.mark.parametrize(
-    ("encoding", "pack"),
-    [
-        ("gzip", gzip.compress),
-        ("GZIP", gzip.compress),
-        ("deflate", zlib.compress),
-        ("deflate", bare),
-        ("identity", bytes),
-    ],
-)
-@pytest.mark.parametrize("size", [10, 300_000])
-async def test_a_packed_body_is_unpacked(
-    encoding: str, pack: Callable[[bytes], bytes], size: int
-) -> None:
-    body = chat(user=random.Random(1).randbytes(size).hex())
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "unheard-of", "gzip, gzip"])
+async def test_packed_bodies_are_refused(encoding: str) -> None:
     async with fleet() as f:
-        sent = pack(json.dumps(body).encode())
-        assert (await f.post(sent, {"Content-Encoding": encoding}))[0].status == 200
-        assert f.d.bodies[0]["user"] == body["user"]
+        packed = gzip.compress(json.dumps(chat()).encode())
+        response, answer = await f.post(packed, {"Content-Encoding": encoding})
+        assert response.status == 415
+        assert "Content-Encoding" in json.loads(answer)["error"]["message"]
+        assert f.p.bodies == []
 
 
-async def test_content_encodings_that_are_not_what_they_say_are_400(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    body = json.dumps(chat()).encode()
-    for encoding, sent in (
-        ("gzip", body),
-        ("gzip", gzip.compress(body)[:-12]),
-        ("gzip", gzip.compress(body)[:20] + b"\0" * 20),
-        ("gzip", gzip.compress(body) + b"more"),
-        ("gzip", b""),
-        ("deflate", body),
-        ("deflate", zlib.compress(body)[:-6]),
-        ("deflate", b"\x78\x9c" + b"\xff" * 30),
-        ("identity", gzip.compress(body)),
-        ("unheard-of", gzip.compress(body)),
-        ("br", body),
-        ("zstd", body),
-    ):
-        async with fleet() as f:
-            response, answer = await f.post(sent, {"Content-Encoding": encoding})
-            assert response.status == 400, (encoding, sent)
-            assert json.loads(answer)["error"]["message"]
-            assert f.p.bodies == []
-    assert "Traceback" not in caplog.text
+async def test_a_body_may_say_that_it_is_not_packed() -> None:
+    async with fleet() as f:
+        body = json.dumps(chat()).encode()
+        assert (await f.post(body, {"Content-Encoding": "Identity"}))[0].status == 200
+        response, _ = await f.post(gzip.compress(body), {"Content-Encoding": "identity"})
+        assert response.status == 400
 
 
 async def raw(f: Fleet, request: bytes) -> tuple[int, bytes]:

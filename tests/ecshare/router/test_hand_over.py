@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.app import CHAT
+from ecshare.router.bulk import Bulk, Payload
 from ecshare.router.config import RouterConfig
 from ecshare.router.relay import Relay
 from ecshare.router.workers import Stage, Workers
@@ -252,7 +253,7 @@ async def test_the_p_that_was_chosen_is_asked() -> None:
         relay = Relay(RouterConfig(decoders=(f.d.url,)), {Stage.PREFILL: prefillers})
         _, second = prefillers
         for _ in range(2):
-            await relay.ask(second, CHAT, chat(), {})
+            await relay.ask(second, CHAT, Payload(Bulk(), json.dumps(chat()).encode()), {})
         await relay.close()
         assert [len(engine.bodies) for engine in f.prefillers] == [0, 2]
 
