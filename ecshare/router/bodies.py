@@ -16,6 +16,11 @@ _MAX_TEXT_BYTES = 32 * MIB
 _TEXT_COST = 8
 """What a byte of JSON takes once it is decoded and on its way to an engine: four bytes where it is
 beside an emoji, and copies in UTF-8."""
+_MAX_MARKS = 1_000_000
+_MARKS = (b",", b":", b"[", b"{")
+_MARK_COST = 100
+"""Every value of a list or an object comes after a mark; an empty object takes 80 bytes."""
+_COUNTED_AT_ONCE = MIB
 
 
 async def read_body(
@@ -33,8 +38,23 @@ async def read_body(
     if len(json) > _MAX_TEXT_BYTES:
         message = f"The body is larger than {_MAX_TEXT_BYTES // MIB} MiB without its base64 texts."
         raise ApiError(413, message, code="request_too_large")
-    share.take(len(json) * _TEXT_COST)
+    share.take(len(json) * _TEXT_COST + _num_marks(json) * _MARK_COST)
     return json
+
+
+def _num_marks(json: bytes | bytearray) -> int:
+    """Return an upper bound on the JSON's values; raises ApiError where they are too many.
+
+    Marks inside strings count too, which is quick: a prompt that has so many fits no model.
+    """
+    number = 0
+    for start in range(0, len(json), _COUNTED_AT_ONCE):
+        end = start + _COUNTED_AT_ONCE
+        number += sum(json.count(mark, start, end) for mark in _MARKS)
+        if number > _MAX_MARKS:
+            message = f"The body has more than {_MAX_MARKS:,} commas, colons and brackets."
+            raise ApiError(400, message, code="request_too_large")
+    return number
 
 
 async def _received(http: web.Request, config: RouterConfig, share: Share) -> bytearray:
@@ -51,11 +71,7 @@ async def _received(http: web.Request, config: RouterConfig, share: Share) -> by
                 _check_length(len(body), config)
                 deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
-        body.clear()
         raise ApiError(408, "The body came too slowly.", code="body_timeout") from exc
-    except BaseException:
-        body.clear()  # aiohttp keeps some errors, with this frame, in reference cycles
-        raise
     return body
 
 

@@ -148,8 +148,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         type=_count,
         default=4096,
-        help="most connections of clients, fewer where a third of the open files that the process "
-        "may have (ulimit -n) are fewer; one beyond it is answered 503 and closed",
+        help="most connections of clients, or a quarter of the open files that the process may "
+        "have (ulimit -n) where that is less; one beyond it takes the place of one that has sent "
+        "no request yet, or is answered 503 and closed",
     )
     say(
         "--hand-over",

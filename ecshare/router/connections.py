@@ -14,9 +14,9 @@ from ecshare.router.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTORS_A_CLIENT = 3
-"""Its own connection, and what its request opens to engines and to servers of media."""
-_OTHER_DESCRIPTORS = 64
+_DESCRIPTORS_A_CLIENT = 4
+"""Its own connection, one to an engine, one to a server of media, and one to spare: a few hundred
+are accepted before the first of them can be closed."""
 _MAX_SHOWN_CHARS = 200
 
 
@@ -33,7 +33,7 @@ def fitting(max_connections: int, open_files: int) -> int:
     """Return how many connections of clients fit beside what their requests open."""
     if open_files == resource.RLIM_INFINITY:
         return max_connections
-    return max(1, min(max_connections, (open_files - _OTHER_DESCRIPTORS) // _DESCRIPTORS_A_CLIENT))
+    return min(max_connections, open_files // _DESCRIPTORS_A_CLIENT)
 
 
 class Runner(web.AppRunner):
@@ -41,7 +41,8 @@ class Runner(web.AppRunner):
 
     A connection is closed that sends no whole request head for `client_timeout_s`, since it was
     opened or since its last answer, and one that takes nothing of its answer for as long. Beyond
-    `max_connections` a new one gets a 503 and is closed.
+    `max_connections` a new one is put in the place of the oldest that has sent no request yet;
+    where all have, it gets a 503 and is closed.
     """
 
     def __init__(
@@ -69,11 +70,14 @@ class _Server(web.Server):
     ) -> None:
         super().__init__(
             like.request_handler,
-            request_factory=like.request_factory,
+            request_factory=self._request,
             handler_cancellation=like.handler_cancellation,
         )
         self.write_timeout_s = write_timeout_s
         self.max_connections = max_connections
+        self.silent: dict[web.RequestHandler, None] = {}
+        """Connections that have sent no request yet, the oldest first."""
+        self._make = like.request_factory
         self._options = {
             name: value for name, value in options.items() if name != "handler_cancellation"
         }
@@ -81,21 +85,39 @@ class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, self._options)
 
+    def _request(
+        self, message: Any, payload: Any, protocol: web.RequestHandler, *more: Any
+    ) -> web.BaseRequest:
+        self.silent.pop(protocol, None)
+        return self._make(message, payload, protocol, *more)
+
+    def make_room(self) -> bool:
+        """Tell whether one more connection may come; may close another one for it."""
+        if len(self.connections) < self.max_connections:
+            return True
+        oldest = next(iter(self.silent), None)
+        if oldest is None:
+            logger.warning("a connection is refused: there are %d", self.max_connections)
+            return False
+        logger.warning("a connection is closed to make room: it has sent no request")
+        del self.silent[oldest]
+        oldest.force_close()
+        return True
+
 
 class _Connection(web.RequestHandler):
     """One client's connection. Belongs to the event loop's thread."""
 
     def __init__(self, server: _Server, options: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, **options)
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._server = server
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if len(self._server.connections) < self._server.max_connections:
+        if self._server.make_room():
+            self._server.silent[self] = None
             super().connection_made(transport)
             return
-        logger.warning("a connection is refused: there are %d", self._server.max_connections)
         assert isinstance(transport, asyncio.WriteTransport)
         transport.write(_REFUSAL)
         transport.close()
@@ -111,6 +133,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_waiting()
+        self._server.silent.pop(self, None)
         super().connection_lost(exc)
 
     def _stop_waiting(self) -> None:

@@ -79,11 +79,11 @@ class Relay:
         self._config = config
         self._workers = workers
         self._session = self._make_session(
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+            aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=_KEEP_IDLE_S)
         )
         # Apart: no connection that was made for an engine is ever used for media.
         self._media_session = self._make_session(
-            aiohttp.TCPConnector(limit=0, socket_factory=self._media_socket)
+            aiohttp.TCPConnector(limit=config.max_connections, socket_factory=self._media_socket)
         )
 
     def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:

@@ -13,6 +13,7 @@ def test_every_option_arrives() -> None:
         "--encoder http://e1:1 --encoder http://e2:1/ --prefiller https://p/base "
         "--decoder http://d:3 "
         "--host 0.0.0.0 --port 9 --max-body-mb 0.5 --max-media-mb 2 --max-items 3 "
+        "--max-in-flight-mb 9 --max-connections 7 --client-timeout-s 1.5 "
         "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--media-timeout-s 2 --cool-down-s 1 --access-log --hand-over after"
@@ -26,6 +27,9 @@ def test_every_option_arrives() -> None:
         max_body_bytes=512 * 1024,
         max_media_bytes=2 * 1024 * 1024,
         max_items=3,
+        max_in_flight_bytes=9 * 1024 * 1024,
+        max_connections=7,
+        client_timeout_s=1.5,
         allow_media_domains=("example.org",),
         allow_media_networks=(ip_network("10.0.0.0/8"), ip_network("fd00::1/128")),
         timeout_s=30.0,

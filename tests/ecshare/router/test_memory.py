@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests hold in memory: bounded together, and let go of when they end."""
+
+import asyncio
+import io
+import json
+import os
+import random
+import resource
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ecshare.router.app import CHAT
+from ecshare.router.config import MIB
+from ecshare.router.errors import ApiError
+from ecshare.router.memory import Memory
+from tests.ecshare.router.fake_engine import (
+    LOOPBACK,
+    Answer,
+    FakeEngine,
+    Held,
+    chat,
+    data_url,
+    decoded,
+    encoded,
+    failing,
+    fleet,
+    hang_up,
+    listening,
+    picture,
+    prefilled,
+)
+
+PICTURE = random.Random(1).randbytes(3 * MIB)
+"""4 MiB of base64."""
+
+
+def at(url: str) -> dict[str, Any]:
+    return chat({"type": "image_url", "image_url": {"url": url}})
+
+
+def test_shares_of_the_memory_are_given_back() -> None:
+    memory = Memory(100)
+    with memory.share() as one, memory.share() as two:
+        one.take(60)
+        two.take(40)
+        for refused in (one.take, two.take, two.expect):
+            with pytest.raises(ApiError) as raised:
+                refused(1)
+            assert raised.value.status == 429
+        assert memory.used_bytes == 100
+    assert memory.used_bytes == 0
+    with memory.share() as alone:
+        alone.take(60)
+        alone.take(1000)  # a limit that is too low for one request serves it all the same
+        with memory.share() as beside, pytest.raises(ApiError):
+            beside.take(1)
+    assert memory.used_bytes == 0
+
+
+async def chunked(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    yield json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_requests_beyond_the_memory_are_429_until_others_end(is_chunked: bool) -> None:
+    def body() -> Any:
+        return chunked(chat(picture(PICTURE))) if is_chunked else chat(picture(PICTURE))
+
+    async with fleet(0, 0, max_in_flight_bytes=6 * MIB) as f:
+        f.d.answer = held = Held(decoded)
+        first = asyncio.create_task(f.post(body()))
+        await held.asked.wait()
+        response, answer = await f.post(body())
+        assert response.status == 429
+        assert response.headers["Retry-After"] == "2"
+        error = json.loads(answer)["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
+        held.let_go.set()
+        assert (await first)[0].status == 200
+        assert (await f.post(body()))[0].status == 200
+
+
+async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
+    async with fleet(0, 0, max_in_flight_bytes=6 * MIB) as f:
+        f.d.answer = held = Held(decoded)
+        first = asyncio.create_task(f.post(chat(picture(PICTURE))))
+        await held.asked.wait()
+        port = int(f.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+        writer.write(b"Content-Length: %d\r\n\r\n" % (5 * MIB))
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+        writer.close()
+        await writer.wait_closed()
+        held.let_go.set()
+        assert (await first)[0].status == 200
+
+
+async def test_downloads_count_and_are_refused_by_their_length() -> None:
+    async def serve(http: web.Request) -> web.StreamResponse:
+        size = int(http.match_info["size"])
+        response = web.StreamResponse()
+        if http.match_info["kind"] == "told":
+            response.content_length = size
+        await response.prepare(http)
+        if http.match_info["kind"] == "told":
+            await asyncio.Event().wait()
+        for _ in range(size // MIB):
+            await response.write(b"x" * MIB)
+        return response
+
+    media = web.Application()
+    media.router.add_get("/{kind}/{size}", serve)
+    limits: dict[str, Any] = {"max_in_flight_bytes": 12 * MIB, "max_media_bytes": 8 * MIB}
+    async with listening(media) as url, fleet(0, 0, allow_media_networks=LOOPBACK, **limits) as f:
+        for kind in ("told", "untold"):
+            f.d.answer = held = Held(decoded)
+            assert (await f.post(at(f"{url}/{kind}/{9 * MIB}")))[0].status == 413
+            first = asyncio.create_task(f.post(chat(picture(PICTURE))))
+            await held.asked.wait()
+            response, answer = await f.post(at(f"{url}/{kind}/{7 * MIB}"))
+            assert response.status == 429
+            assert json.loads(answer)["error"]["code"] == "too_many_requests"
+            held.let_go.set()
+            assert (await first)[0].status == 200
+        assert (await f.post(at(f"{url}/untold/{7 * MIB}")))[0].status == 200
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '{"a":0}', "0"])
+async def test_json_of_very_many_values_is_400(value: str) -> None:
+    async with fleet(0, 0) as f:
+        many = ",".join([value] * 1_000_001)
+        response, answer = await f.post(io.BytesIO(b'{"messages":[],"a":[' + many.encode() + b"]}"))
+        assert response.status == 400
+        message = json.loads(answer)["error"]["message"]
+        assert message == "The body has more than 1,000,000 commas, colons and brackets."
+
+
+async def test_values_count_as_the_memory_that_they_take() -> None:
+    async with fleet(0, 0, max_in_flight_bytes=20 * MIB) as f:
+        f.d.answer = held = Held(decoded)
+        first = asyncio.create_task(f.post(chat()))
+        await held.asked.wait()
+        many = chat(extra=[[]] * 200_000)
+        assert (await f.post(many))[0].status == 429
+        held.let_go.set()
+        assert (await first)[0].status == 200
+        assert (await f.post(many))[0].status == 200
+
+
+async def test_text_is_bounded_apart_from_media() -> None:
+    async with fleet(0, 0) as f:
+        response, answer = await f.post(chat(user="- " * (17 * MIB)))
+        assert response.status == 413
+        assert "32 MiB without its base64" in json.loads(answer)["error"]["message"]
+
+
+@dataclass
+class Process:
+    """A router as a process of its own, without a garbage collector."""
+
+    url: str
+    pid: int
+    client: aiohttp.ClientSession
+
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    async def post(self, body: Any) -> int:
+        content = io.BytesIO(json.dumps(body).encode()) if isinstance(body, dict) else body
+        async with self.client.post(self.url + CHAT, data=content) as response:
+            await response.read()
+            return response.status
+
+    async def keeps_nothing(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Check that memory is back when nothing is in flight; `ask` holds 4 MiB or more."""
+        await ask()
+        before = self.resident_bytes()
+        for _ in range(3):
+            await ask()
+        async with self.client.get(self.url + "/v1/models") as response:
+            assert response.status == 200
+        assert self.resident_bytes() - before < 4 * MIB
+
+
+@asynccontextmanager
+async def process(*options: str, **engines: FakeEngine) -> AsyncIterator[Process]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = "import gc; gc.disable(); from ecshare.router.__main__ import main; main()"
+    places = [f"--{stage}={engine.url}" for stage, engine in engines.items()]
+    running = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program, f"--port={port}", *places, *options),
+        # What is freed goes back to the system: the process's size shows what is held.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert running.stderr is not None
+        async with aiohttp.ClientSession() as client:
+            async with asyncio.timeout(30):
+                await running.stderr.readline()
+            yield Process(f"http://127.0.0.1:{port}", running.pid, client)
+    finally:
+        running.terminate()
+        await running.communicate()
+
+
+LARGE = random.Random(2).randbytes(3 * MIB)
+
+
+@asynccontextmanager
+async def e_p_d() -> AsyncIterator[tuple[FakeEngine, FakeEngine, FakeEngine, Process]]:
+    async with (
+        FakeEngine(encoded).serving() as e,
+        FakeEngine(prefilled).serving() as p,
+        FakeEngine(decoded).serving() as d,
+        process("--max-body-mb=16", encoder=e, prefiller=p, decoder=d) as router,
+    ):
+        yield e, p, d, router
+
+
+async def test_idle_connections_keep_nothing() -> None:
+    async with e_p_d() as (*_, router), AsyncExitStack() as stack:
+        body = json.dumps(chat(picture(LARGE))).encode()
+
+        async def ask() -> None:
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            async with client.post(router.url + CHAT, data=io.BytesIO(body)) as response:
+                assert response.status == 200
+
+        await router.keeps_nothing(ask)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        ({"d": failing(500)}, 500),
+        ({"d": hang_up}, 502),
+        ({"e": failing(400)}, 400),
+        ({"e": hang_up}, 200),
+        ({"p": failing(503)}, 200),
+        ({"p": hang_up, "d": hang_up}, 502),
+    ],
+)
+async def test_requests_that_fail_keep_nothing(answers: dict[str, Answer], status: int) -> None:
+    async with e_p_d() as (e, p, d, router):
+        for name, engine in (("e", e), ("p", p), ("d", d)):
+            engine.answer = answers.get(name, engine.answer)
+
+        async def ask() -> None:
+            assert await router.post(chat(picture(LARGE), picture(LARGE[1:]))) == status
+
+        await router.keeps_nothing(ask)
+
+
+async def test_bodies_that_are_refused_keep_nothing() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b" " * MIB
+
+    async with e_p_d() as (*_, router):
+        broken = {"type": "image_url", "image_url": {"url": data_url(LARGE) + "===="}}
+
+        async def ask() -> None:
+            assert await router.post(chat(broken)) == 400
+            assert (
+                await router.post(io.BytesIO(json.dumps(chat(picture(LARGE))).encode()[:-1])) == 400
+            )
+            assert await router.post(endless()) == 413
+
+        await router.keeps_nothing(ask)
+
+
+async def test_clients_that_leave_keep_nothing() -> None:
+    async with e_p_d() as (_, _, d, router):
+
+        async def ask() -> None:
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", int(router.url.rpartition(":")[2])
+            )
+            writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+            writer.write(b"Content-Length: %d\r\n\r\n" % (6 * MIB))
+            for _ in range(5):
+                writer.write(b" " * MIB)
+                await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+            d.answer = held = Held(decoded)
+            asking = asyncio.create_task(router.post(chat(picture(LARGE))))
+            await held.asked.wait()
+            asking.cancel()
+            await held.left.wait()
+
+        await router.keeps_nothing(ask)
+
+
+@pytest.mark.parametrize("kind", ["large", "broken"])
+async def test_downloads_that_fail_keep_nothing(kind: str) -> None:
+    async def serve(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(http)
+        for _ in range(9 if kind == "large" else 6):
+            await response.write(b"x" * MIB)
+        if kind == "broken":
+            assert http.transport is not None
+            http.transport.abort()
+        return response
+
+    media = web.Application()
+    media.router.add_get("/", serve)
+    options = ("--max-media-mb=8", "--allow-media-network=127.0.0.0/8")
+    async with (
+        listening(media) as url,
+        FakeEngine(decoded).serving() as d,
+        process(*options, decoder=d) as router,
+    ):
+
+        async def ask() -> None:
+            assert await router.post(at(url)) == (413 if kind == "large" else 400)
+
+        await router.keeps_nothing(ask)
