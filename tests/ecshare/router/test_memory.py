@@ -27,6 +27,7 @@ from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     Answer,
     FakeEngine,
+    Fleet,
     Held,
     chat,
     data_url,
@@ -67,6 +68,18 @@ def test_shares_of_the_memory_are_given_back() -> None:
     assert memory.used_bytes == 0
 
 
+@asynccontextmanager
+async def one_in_flight(f: Fleet, body: dict[str, Any]) -> AsyncIterator[None]:
+    """Let a request wait for decode while the block runs, for a while at most."""
+    f.d.answer = held = Held(decoded)
+    first = asyncio.create_task(f.post(body))
+    async with asyncio.timeout(20):
+        await held.asked.wait()
+        yield
+        held.let_go.set()
+        assert (await first)[0].status == 200
+
+
 async def chunked(body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield json.dumps(body).encode()
 
@@ -77,34 +90,27 @@ async def test_requests_beyond_the_memory_are_429_until_others_end(is_chunked: b
         return chunked(chat(picture(PICTURE))) if is_chunked else chat(picture(PICTURE))
 
     async with fleet(0, 0, max_in_flight_bytes=6 * MIB) as f:
-        f.d.answer = held = Held(decoded)
-        first = asyncio.create_task(f.post(body()))
-        await held.asked.wait()
-        response, answer = await f.post(body())
-        assert response.status == 429
-        assert response.headers["Retry-After"] == "2"
-        error = json.loads(answer)["error"]
-        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
-        held.let_go.set()
-        assert (await first)[0].status == 200
+        async with one_in_flight(f, chat(picture(PICTURE))):
+            response, answer = await f.post(body())
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "2"
+            error = json.loads(answer)["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
         assert (await f.post(body()))[0].status == 200
 
 
 async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
-    async with fleet(0, 0, max_in_flight_bytes=6 * MIB) as f:
-        f.d.answer = held = Held(decoded)
-        first = asyncio.create_task(f.post(chat(picture(PICTURE))))
-        await held.asked.wait()
+    async with (
+        fleet(0, 0, max_in_flight_bytes=6 * MIB) as f,
+        one_in_flight(f, chat(picture(PICTURE))),
+    ):
         port = int(f.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
         writer.write(b"Content-Length: %d\r\n\r\n" % (5 * MIB))
-        async with asyncio.timeout(10):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
         writer.close()
         await writer.wait_closed()
-        held.let_go.set()
-        assert (await first)[0].status == 200
 
 
 async def test_downloads_count_and_are_refused_by_their_length() -> None:
@@ -122,18 +128,14 @@ async def test_downloads_count_and_are_refused_by_their_length() -> None:
 
     media = web.Application()
     media.router.add_get("/{kind}/{size}", serve)
-    limits: dict[str, Any] = {"max_in_flight_bytes": 12 * MIB, "max_media_bytes": 8 * MIB}
+    limits: dict[str, Any] = {"max_in_flight_bytes": 13 * MIB, "max_media_bytes": 8 * MIB}
     async with listening(media) as url, fleet(0, 0, allow_media_networks=LOOPBACK, **limits) as f:
         for kind in ("told", "untold"):
-            f.d.answer = held = Held(decoded)
             assert (await f.post(at(f"{url}/{kind}/{9 * MIB}")))[0].status == 413
-            first = asyncio.create_task(f.post(chat(picture(PICTURE))))
-            await held.asked.wait()
-            response, answer = await f.post(at(f"{url}/{kind}/{7 * MIB}"))
-            assert response.status == 429
-            assert json.loads(answer)["error"]["code"] == "too_many_requests"
-            held.let_go.set()
-            assert (await first)[0].status == 200
+            async with one_in_flight(f, chat(picture(PICTURE))):
+                response, answer = await f.post(at(f"{url}/{kind}/{7 * MIB}"))
+                assert response.status == 429
+                assert json.loads(answer)["error"]["code"] == "too_many_requests"
         assert (await f.post(at(f"{url}/untold/{7 * MIB}")))[0].status == 200
 
 
@@ -149,13 +151,9 @@ async def test_json_of_very_many_values_is_400(value: str) -> None:
 
 async def test_values_count_as_the_memory_that_they_take() -> None:
     async with fleet(0, 0, max_in_flight_bytes=20 * MIB) as f:
-        f.d.answer = held = Held(decoded)
-        first = asyncio.create_task(f.post(chat()))
-        await held.asked.wait()
         many = chat(extra=[[]] * 200_000)
-        assert (await f.post(many))[0].status == 429
-        held.let_go.set()
-        assert (await first)[0].status == 200
+        async with one_in_flight(f, chat()):
+            assert (await f.post(many))[0].status == 429
         assert (await f.post(many))[0].status == 200
 
 
