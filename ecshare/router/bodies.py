@@ -58,15 +58,17 @@ def _num_marks(json: bytes | bytearray) -> int:
 
 
 async def _received(http: web.Request, config: RouterConfig, share: Share) -> bytearray:
-    if http.content_length is not None:
-        _check_length(http.content_length, config)
-        share.expect(http.content_length)
+    length = http.content_length
+    if length is not None:
+        _check_length(length, config)
+        share.take(length)  # now: better refused at once than in the middle
     body = bytearray()
     try:
         async with asyncio.timeout(config.client_timeout_s) as deadline:
             latest_s = deadline.when() or 0.0
             while chunk := await http.content.readany():
-                share.take(len(chunk))
+                if length is None:
+                    share.take(len(chunk))
                 body += chunk
                 _check_length(len(body), config)
                 deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)
