@@ -159,6 +159,8 @@ def router_table() -> Iterator[str]:
             default = "required"
         elif isinstance(action.default, list):
             default = str(action.default)
+        elif action.default is None:
+            default = "none"
         elif action.default is False:
             default = "off"
         else:

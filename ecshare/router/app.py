@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,8 @@ from aiohttp import hdrs, web
 
 from ecshare.router import plan
 from ecshare.router.bodies import read_body
-from ecshare.router.chat import Chat, Media, Request, read_chat
+from ecshare.router.chat import Chat, Media, Request, is_inline, read_chat
+from ecshare.router.clients import Clients
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.envelope import (
@@ -31,11 +33,13 @@ from ecshare.router.envelope import (
     unavailable,
     verbatim,
 )
-from ecshare.router.errors import ApiError, EngineError
+from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.memory import Memory, Share
 from ecshare.router.models import Served
+from ecshare.router.race import first_good
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.together import together
+from ecshare.router.watch import Patience
 from ecshare.router.workers import Stage, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ logger = logging.getLogger(__name__)
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 _MODELS_TIMEOUT_S = 5.0
+_MODELS_ANOTHER_S = 0.2  # then another engine is asked for its list too
 _SHUTDOWN_S = 5.0
 _MAX_DECODERS = 3
 """Most D's that one request is sent to as a whole: what kills them all is perhaps the request."""
@@ -76,6 +81,8 @@ class Router:
         self._num_fallbacks = 0
         self._memory = Memory(config.max_in_flight_bytes)
         self._served = Served(self._served_models, clock_s)
+        self._clients = Clients(self._ask_about_client, clock_s)
+        self._asking_all: asyncio.Task[list[tuple[Stage, Worker, bool]]] | None = None
 
     def application(self) -> web.Application:
         """Return the web application; the relay lives as long as it runs."""
@@ -90,6 +97,7 @@ class Router:
         self.relay = Relay(self._config, self._stages)
         yield
         await self._served.close()
+        await self._clients.close()
         await self.relay.close()
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
@@ -119,31 +127,52 @@ class Router:
         return verbatim(reply.status, body, reply.content_type)
 
     async def health(self, http: web.Request) -> web.Response:
-        """Ask all engines; 200 when every stage has one that answers, else 503."""
+        """Ask all engines; 200 when every stage has one that answers, else 503.
+
+        Where the engines are and what they do is for those who show the status key.
+        """
+        key = self._config.status_key
+        is_full = key is not None and key.is_shown_by(http.headers.get(hdrs.AUTHORIZATION))
         stages: dict[str, list[dict[str, Any]]] = {}
         for stage, worker, healthy in await self.ask_all():
-            shown = {"url": worker.url, "healthy": healthy, "in_flight": worker.in_flight}
-            stages.setdefault(stage, []).append(shown)
+            group = stages.setdefault(stage, [])
+            group.append({"name": f"{stage}-{len(group) + 1}", "healthy": healthy})
+            if is_full:
+                group[-1] |= {"url": worker.url, "in_flight": worker.in_flight}
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
-        report = {
-            "status": "ok" if complete else "incomplete",
-            "stages": stages,
-            "answered": dict(self._paths),
-            "fallbacks": self._num_fallbacks,
-        }
+        report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
+        if is_full:
+            report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
         return json_response(200 if complete else 503, report)
 
     async def ask_all(self) -> list[tuple[Stage, Worker, bool]]:
-        """Ask every engine at once whether it is healthy; takes a few seconds at most."""
+        """Ask every engine at once whether it is healthy; takes a few seconds at most.
+
+        All who ask meanwhile have the same answers: many of them cost the engines no more than one.
+        """
+        if self._asking_all is None:
+            self._asking_all = asyncio.create_task(self._ask_all())
+        return await asyncio.shield(self._asking_all)
+
+    async def _ask_all(self) -> list[tuple[Stage, Worker, bool]]:
         workers = [(stage, each) for stage, group in self._stages.items() for each in group]
-        answers = await asyncio.gather(*(self.relay.is_healthy(each) for _, each in workers))
+        try:
+            answers = await together([self._is_healthy(each) for _, each in workers])
+        finally:
+            self._asking_all = None
         return [(*worker, healthy) for worker, healthy in zip(workers, answers, strict=True)]
+
+    async def _is_healthy(self, worker: Worker) -> bool:
+        # Of one that hangs it is known, and to ask it would take long.
+        return not worker.is_hung and await self.relay.is_healthy(worker)
 
     async def _answer(self, http: web.Request, trip: Trip, share: Share) -> web.StreamResponse:
         body = await read_body(http, self._config, share, trip.bulk)
         chat = read_chat(body, self._config.max_items)
         del body  # what is decoded takes several times as much
         await self._check_model(chat, trip)
+        if not all(is_inline(item.source) for item in chat.items):
+            await self._clients.check(trip.headers)
         media = await self.relay.load_media(chat.items, trip.bulk, share)
         plain = plan.plain_request(chat, media)
         try:
@@ -273,7 +302,10 @@ class Router:
         `beside`: a stage that is at work for this answer meanwhile.
         """
         trip, began_s = http[TRIP], time.monotonic()
-        async with self.relay.call(to, CHAT, trip.payload(request), trip.headers) as reply:
+        first_byte_s = self._first_byte_limit_s(request, beside)
+        patience = Patience(first_byte_s=first_byte_s, is_last=is_last)
+        payload = trip.payload(request)
+        async with self.relay.call(to, CHAT, payload, trip.headers, patience) as reply:
             if reply.failed and not is_last():
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
@@ -282,6 +314,12 @@ class Router:
         self._passed(trip, beside)
         trip.seconds[Stage.DECODE] = time.monotonic() - began_s
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)
+
+    def _first_byte_limit_s(self, request: Request, beside: Stage | None) -> float:
+        if not request.get("stream"):  # the first byte comes with the last
+            return self._config.timeout_s
+        waits_for_s = 0.0 if beside is None else self._config.stage_timeout_s
+        return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
         self, http: web.Request, reply: Reply, trip: Trip, beside: Stage | None
@@ -330,9 +368,29 @@ class Router:
             return None
         return frozenset(model.id for model in served.data)
 
-    async def _model_list(self, stage: Stage, headers: dict[str, str]) -> tuple[Reply, bytes]:
-        async with self.relay.call(stage, MODELS, None, headers, _MODELS_TIMEOUT_S) as reply:
-            return reply, await reply.read()
+    async def _model_list(self, stage: Stage, headers: Mapping[str, str]) -> tuple[Reply, bytes]:
+        """Ask one engine for its list, and others as well where that one is slow or fails."""
+        workers = self._stages[stage].several(_MAX_DECODERS)
+        asked = [partial(self._model_list_of, stage, worker, headers) for worker in workers]
+        return await first_good(asked, _MODELS_ANOTHER_S)
+
+    async def _model_list_of(
+        self, stage: Stage, worker: Worker, headers: Mapping[str, str]
+    ) -> tuple[Reply, bytes]:
+        patience = Patience(_MODELS_TIMEOUT_S)
+        async with self.relay.call(worker, MODELS, None, headers, patience) as reply:
+            body = await reply.read()
+        if reply.failed:
+            raise EngineError(stage, f"HTTP {reply.status}", reached=True)
+        return reply, body
+
+    async def _ask_about_client(self, headers: Mapping[str, str]) -> None:
+        reply, body = await self._model_list(Stage.DECODE, headers)
+        if reply.status in (401, 403):
+            raise RefusalError(reply.status, body, reply.content_type)
+        if reply.status != 200:
+            reason = f"{MODELS} is HTTP {reply.status}, which says nothing of the client"
+            raise EngineError(Stage.DECODE, reason, reached=True)
 
 
 async def _expected(http: web.Request) -> None:

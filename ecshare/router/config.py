@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from ecshare import __version__
 from ecshare.router.addresses import Network
+from ecshare.router.secret import Secret, read_secret
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[^\s\x00-\x1f/\\@]+")
@@ -37,9 +38,11 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     allow_media_networks: tuple[Network, ...] = ()
     timeout_s: float = 600.0
     client_timeout_s: float = 20.0
+    first_byte_timeout_s: float = 60.0
     stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
     cool_down_s: float = 5.0
+    status_key: Secret | None = None
     access_log: bool = False
 
 
@@ -67,9 +70,11 @@ def parse_arguments(
         allow_media_networks=tuple(options.allow_media_network),
         timeout_s=options.timeout_s,
         client_timeout_s=options.client_timeout_s,
+        first_byte_timeout_s=options.first_byte_timeout_s,
         stage_timeout_s=options.stage_timeout_s,
         media_timeout_s=options.media_timeout_s,
         cool_down_s=options.cool_down_s,
+        status_key=options.status_key,
         access_log=options.access_log,
     )
 
@@ -184,6 +189,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             "it takes at 64 KiB a second, and for it to read on; then its connection is closed",
         ),
         (
+            "--first-byte-timeout-s",
+            60,
+            "longest wait for the first byte of a streamed answer before another decode engine is "
+            "asked, if one is up; an engine that is silent for so long is left out",
+        ),
+        (
             "--stage-timeout-s",
             120,
             "longest wait for an encode or prefill engine before decode does it all",
@@ -192,6 +203,14 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         ("--cool-down-s", 5, "rest of an engine that failed"),
     ):
         say(name, metavar="SECONDS", type=_positive, default=default_s, help=purpose)
+    say(
+        "--status-key",
+        metavar="KEY",
+        type=_secret,
+        default=None,
+        help="a key, as env:NAME or file:PATH; whoever sends it to /health, as Authorization: "
+        "Bearer KEY, is told where the engines are and what they do",
+    )
     say("--access-log", action="store_true", help="log one line per request")
     return parser
 
@@ -249,6 +268,13 @@ def _network(text: str) -> Network:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be a network like 10.0.0.0/8 or fd00::/8, or one address"
         ) from exc
+
+
+def _secret(text: str) -> Secret:
+    try:
+        return read_secret(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def _positive(text: str) -> float:

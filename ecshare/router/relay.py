@@ -23,13 +23,16 @@ from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.memory import Share
 from ecshare.router.together import together
+from ecshare.router.watch import Patience, SilentError, Wait, Watch
 from ecshare.router.workers import Stage, Worker, Workers
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
+_PROBE_TIMEOUT_S = 4.0  # longer: requests are moved on what it says
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
+_DOWN = (502, 503, 504)  # what also a proxy says of an engine that is not there
 _MAX_LOGGED_CHARS = 300
 # uvicorn, which serves vLLM, drops idle connections after 5 s: be first, or a request can be
 # written to a connection that is being closed.
@@ -39,8 +42,11 @@ _KEEP_IDLE_S = 4.0
 class Reply:
     """An engine's answer: status and headers are in, the body still comes."""
 
-    def __init__(self, stage: Stage, response: aiohttp.ClientResponse) -> None:
+    def __init__(
+        self, stage: Stage, response: aiohttp.ClientResponse, wait: Wait | None = None
+    ) -> None:
         self.stage = stage
+        self._wait = wait
         self._response = response
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
@@ -48,12 +54,21 @@ class Reply:
         self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
         # Overload is like failure: another engine, or another way, may do.
         self.failed = response.status >= 500 or response.status in (408, 429)
+        # The head of a stream comes before there is anything to stream.
+        if not self.is_stream and response.status not in _DOWN:
+            self._heard()
+
+    def _heard(self) -> None:
+        if self._wait is not None:
+            self._wait.heard()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, unchanged; raises EngineError when it breaks off."""
         with _broken_off(self.stage):
             async for chunk in self._response.content.iter_any():
+                self._heard()
                 yield chunk
+            self._heard()
 
     async def read(self) -> bytes:
         """Return the whole body; raises EngineError when it breaks off or is far too large."""
@@ -78,6 +93,9 @@ class Relay:
     def __init__(self, config: RouterConfig, workers: Mapping[Stage, Workers]) -> None:
         self._config = config
         self._workers = workers
+        self._watch = Watch(
+            self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
+        )
         self._session = self._make_session(
             aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=_KEEP_IDLE_S)
         )
@@ -109,6 +127,7 @@ class Relay:
 
     async def close(self) -> None:
         """Close every connection."""
+        await self._watch.close()
         await self._session.close()
         await self._media_session.close()
 
@@ -130,19 +149,20 @@ class Relay:
         path: str,
         request: Payload | None,
         headers: Mapping[str, str],
-        timeout_s: float | None = None,
+        patience: Patience,
     ) -> AsyncIterator[Reply]:
         """Send one request (a GET without a body) to an engine, any one of a stage or this one;
         yields its answer.
 
-        The engine counts as busy until the block is left. `timeout_s` covers all of it.
+        The engine counts as busy until the block is left. Raises EngineError when the patience
+        ends, also in the block.
         """
         stage, worker = self._engine(to)
         workers = self._workers[stage]
         headers = {**headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
-        with workers.lease(worker):
+        async with self._watched(stage, worker, patience) as wait:
             # An engine whose list of models is slow may be quick with everything else.
             with _unreachable(stage, worker, workers, may_be_slow=request is None):
                 response = await self._session.request(
@@ -151,14 +171,37 @@ class Relay:
                     data=None if request is None else request.whole() or request.chunks(),
                     headers=headers,
                     allow_redirects=False,
-                    timeout=self._timeout(timeout_s),
+                    timeout=self._timeout(patience.total_s),
                 )
-            if response.status in (502, 503, 504):
+            if response.status in _DOWN:
                 workers.mark_failed(worker)
             else:
                 workers.mark_answered(worker)
             async with response:
-                yield Reply(stage, response)
+                yield Reply(stage, response, wait)
+
+    @asynccontextmanager
+    async def _watched(
+        self, stage: Stage, worker: Worker, patience: Patience
+    ) -> AsyncIterator[Wait | None]:
+        """Count a request as in flight, and give it up where the engine hangs."""
+        workers = self._workers[stage]
+        with workers.lease(worker):
+            if patience.first_byte_s is None:
+                yield None
+                return
+
+            def is_last() -> bool:
+                # Without encode and prefill engines decode does it all.
+                alone = stage is Stage.DECODE and workers.choose([worker]) is None
+                return alone or patience.is_last()
+
+            limit_s = patience.first_byte_s
+            try:
+                async with self._watch.waiting(worker, workers, limit_s, is_last) as wait:
+                    yield wait
+            except SilentError as exc:
+                raise EngineError(stage, f"{worker.url} {exc}", reached=True) from exc
 
     async def ask(
         self, to: Stage | Worker, path: str, request: Payload, headers: Mapping[str, str]
@@ -168,7 +211,8 @@ class Relay:
         Raises RefusalError for 4xx, EngineError for everything else that is not an answer.
         """
         limit_s = self._config.stage_timeout_s
-        async with self.call(to, path, request, headers, limit_s) as reply:
+        patience = Patience(limit_s, limit_s)
+        async with self.call(to, path, request, headers, patience) as reply:
             body = await reply.read()
         if reply.failed:
             raise EngineError(reply.stage, f"HTTP {reply.status}", reached=True)
@@ -179,15 +223,18 @@ class Relay:
         except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
             raise EngineError(reply.stage, f"unreadable answer: {exc}", reached=True) from exc
 
-    async def is_healthy(self, worker: Worker) -> bool:
+    async def is_healthy(self, worker: Worker, limit_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Ask one engine whether it serves."""
         try:
             async with self._session.get(
-                worker.url + "/health", timeout=self._timeout(_HEALTH_TIMEOUT_S)
+                worker.url + "/health", timeout=self._timeout(limit_s)
             ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, ValueError):  # a host that is no host's name
             return False
+
+    async def _answers_probe(self, worker: Worker) -> bool:
+        return await self.is_healthy(worker, _PROBE_TIMEOUT_S)
 
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
@@ -225,17 +272,19 @@ class Relay:
             async with asyncio.timeout(self._config.media_timeout_s):
                 return await self._follow(item, budget)
         except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
-            if _is_forbidden(exc):
-                raise _forbidden(item, str(exc)) from exc
-            raise _unavailable(item, repr(exc)) from exc
+            is_clear = isinstance(exc, aiohttp.ClientConnectorError)
+            reason = f"{type(exc).__name__}: {exc}" if is_clear else repr(exc)
+            raise _unavailable(item, reason) from exc
 
     async def _follow(self, item: Item, budget: "_Budget") -> bytearray:
         url = URL(item.source)
+        self._check_media_url(item, url)
         for _ in range(_MAX_REDIRECTS + 1):
-            self._check_media_url(item, url)
             async with self._media_session.get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS:
                     url = url.join(URL(response.headers.get("Location", "")))
+                    if reason := self._refuses(url):
+                        raise _unavailable(item, f"redirected to {url.host!r}: {reason}")
                     continue
                 if response.status != 200:
                     raise _unavailable(item, f"{url.host} answers HTTP {response.status}")
@@ -244,16 +293,20 @@ class Relay:
         raise _unavailable(item, "too many redirects")
 
     def _check_media_url(self, item: Item, url: URL) -> None:
+        """Refuse a client's url for what it says; raises ApiError with the reason."""
+        if reason := self._refuses(url):
+            message = f"The media's url is refused: {reason}."
+            error = ApiError(400, message, param=item.param, code="invalid_media")
+            raise error.because(f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}")
+
+    def _refuses(self, url: URL) -> str | None:
+        """Return why a url must not be fetched; None: it may be, as far as its text tells."""
         if url.scheme not in ("http", "https") or not url.host:
-            raise ApiError(
-                400,
-                "Media urls are http:, https: or data:.",
-                param=item.param,
-                code="invalid_media",
-            )
+            return "it must be http:, https: or data:"
         allowed = self._config.allow_media_domains
         if allowed and url.host.lower() not in allowed:
-            raise _forbidden(item, f"{url.host} is not named by --allow-media-domain")
+            return "its host is not one that this server may fetch from"
+        return None
 
 
 class _Budget:
@@ -299,20 +352,7 @@ async def _base64(item: Item, chunks: AsyncIterator[bytes], budget: _Budget) -> 
     return text
 
 
-def _is_forbidden(exc: Exception) -> bool:
-    """Tell whether a download failed on its url's host; aiohttp refuses odd ones such as 127.1."""
-    if isinstance(exc, aiohttp.ClientConnectorError):
-        return isinstance(exc.os_error, _ForbiddenAddressError)
-    return isinstance(exc, aiohttp.InvalidURL)
-
-
-# What clients are told is the same whatever the reason: it must not map our network for them.
-def _forbidden(item: Item, reason: str) -> ApiError:
-    message = "The media's host is not one that this server may fetch from."
-    error = ApiError(400, message, param=item.param, code="invalid_media")
-    return error.because(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
-
-
+# One answer for whatever happens on the way to a url's content: it must not map our network.
 def _unavailable(item: Item, reason: str) -> ApiError:
     message = "The media cannot be fetched."
     error = ApiError(400, message, param=item.param, code="media_unavailable")

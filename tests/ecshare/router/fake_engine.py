@@ -5,8 +5,8 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Any
@@ -16,6 +16,8 @@ from aiohttp import web
 
 from ecshare.router.app import CHAT, Router, make_runner
 from ecshare.router.config import RouterConfig
+from ecshare.router.secret import Secret
+from ecshare.router.workers import Stage
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -23,6 +25,8 @@ PNG = b"\x89PNG picture one"
 PNG_2 = b"\x89PNG picture two"
 EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
 
+
+STATUS_KEY = "a key to all that /health tells"
 
 LOOPBACK = (ip_network("127.0.0.0/8"),)
 """Where the tests' servers of media are."""
@@ -123,7 +127,13 @@ class FakeEngine:
     answer: Answer
     url: str = ""
     models: tuple[str, ...] = ("m",)
+    key: str | None = None
+    """The only Authorization that it takes; None: it does not look."""
+    refusal: int = 401
     healthy: bool = True
+    health_hangs: bool = False
+    on_health: Callable[[], None] | None = None
+    """Called whenever it is asked for its health."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_model_lists: int = 0
@@ -133,11 +143,16 @@ class FakeEngine:
     list_left: asyncio.Event = field(default_factory=asyncio.Event)
     """Nobody waits for a model list any more that somebody has waited for."""
 
+    def _refuses(self, http: web.Request) -> web.Response | None:
+        if self.key in (None, http.headers.get("Authorization")):
+            return None
+        return web.json_response({"error": "who is this?"}, status=self.refusal)
+
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         body = json.loads(await http.read())
         self.bodies.append(body)
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
-        return await self.answer(http, body)
+        return self._refuses(http) or await self.answer(http, body)
 
     async def _models(self, http: web.Request) -> web.Response:
         self.num_model_lists += 1
@@ -148,9 +163,14 @@ class FakeEngine:
             finally:
                 self.num_lists_awaited -= 1
                 self.list_left.set()
-        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+        models = {"object": "list", "data": [{"id": name} for name in self.models]}
+        return self._refuses(http) or web.json_response(models)
 
     async def _health(self, http: web.Request) -> web.Response:
+        if self.on_health is not None:
+            self.on_health()
+        if self.health_hangs:
+            await asyncio.Event().wait()
         return web.Response(status=200 if self.healthy else 503)
 
     @asynccontextmanager
@@ -203,6 +223,7 @@ class Fleet:
     url: str
     client: aiohttp.ClientSession
     clock: Clock
+    router: Router
 
     @property
     def e(self) -> FakeEngine:
@@ -216,6 +237,24 @@ class Fleet:
     def d(self) -> FakeEngine:
         return self.decoders[0]
 
+    def is_left_out(self, engine: FakeEngine) -> bool:
+        """Tell whether the router has found that this engine hangs."""
+        workers = (each for group in self.router._stages.values() for each in group)
+        return any(worker.is_hung for worker in workers if worker.url == engine.url)
+
+    def is_next(self, engine: FakeEngine) -> bool:
+        """Tell whether this decoder is the one that the next request is sent to."""
+        worker = self.router._stages[Stage.DECODE].choose()
+        return worker is not None and worker.url == engine.url
+
+    @contextmanager
+    def busy(self, engine: FakeEngine) -> Iterator[None]:
+        """Have the router believe that a decoder has more to do than others."""
+        decoders = self.router._stages[Stage.DECODE]
+        (worker,) = (each for each in decoders if each.url == engine.url)
+        with decoders.lease(worker), decoders.lease(worker):
+            yield
+
     async def post(
         self, body: object, headers: dict[str, str] | None = None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
@@ -224,8 +263,9 @@ class Fleet:
         async with self.client.post(self.url + CHAT, data=content, headers=headers) as response:
             return response, await response.read()
 
-    async def health(self) -> tuple[int, dict[str, Any]]:
-        async with self.client.get(self.url + "/health") as response:
+    async def health(self, key: str | None = STATUS_KEY) -> tuple[int, dict[str, Any]]:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with self.client.get(self.url + "/health", headers=headers) as response:
             return response.status, await response.json()
 
 
@@ -250,10 +290,9 @@ async def fleet(
             encoders=e_urls + encoders_more,
             prefillers=p_urls,
             decoders=d_urls + decoders_more,
-            **options,
+            **{"status_key": Secret(STATUS_KEY.encode()), **options},
         )
-        url = await stack.enter_async_context(
-            _listening(make_runner(Router(config, clock), config))
-        )
+        router = Router(config, clock)
+        url = await stack.enter_async_context(_listening(make_runner(router, config)))
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Fleet(stages[0], stages[1], stages[2], url, client, clock)
+        yield Fleet(stages[0], stages[1], stages[2], url, client, clock, router)

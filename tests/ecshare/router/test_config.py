@@ -16,7 +16,8 @@ def test_every_option_arrives() -> None:
         "--max-in-flight-mb 9 --max-connections 7 --client-timeout-s 1.5 "
         "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
-        "--media-timeout-s 2 --cool-down-s 1 --access-log --hand-over after"
+        "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
+        "--hand-over after"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -33,6 +34,7 @@ def test_every_option_arrives() -> None:
         allow_media_domains=("example.org",),
         allow_media_networks=(ip_network("10.0.0.0/8"), ip_network("fd00::1/128")),
         timeout_s=30.0,
+        first_byte_timeout_s=9.0,
         stage_timeout_s=4.5,
         media_timeout_s=2.0,
         cool_down_s=1.0,

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which clients engines would serve, as far as is known: only for them are media downloaded."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+
+from ecshare.router.errors import EngineError, RefusalError
+
+Headers = Mapping[str, str]
+
+_FRESH_S = 10.0
+_KEPT_S = 300.0
+_MAX_KNOWN = 4096
+
+
+class Clients:
+    """Remembers the keys (Authorization headers) that decode took, as hashes.
+
+    A known one passes at once, and is asked about again behind the request that it came with.
+    Refusals are not remembered. Belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self, ask: Callable[[Headers], Awaitable[None]], clock_s: Callable[[], float]
+    ) -> None:
+        """`ask` asks decode with a client's headers.
+
+        It raises RefusalError if decode refuses them, and EngineError if decode cannot say.
+        """
+        self._ask = ask
+        self._clock_s = clock_s
+        self._taken_s: OrderedDict[bytes, float] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
+
+    async def check(self, headers: Headers) -> None:
+        """Return if engines would serve who sends these headers; raises as `ask` does."""
+        key = _hashed(headers)
+        age_s = self._clock_s() - self._taken_s.get(key, float("-inf"))
+        if age_s >= _KEPT_S:
+            await self._update(key, headers)
+        elif age_s >= _FRESH_S and key not in self._asking:
+            self._asking[key] = asyncio.create_task(self._refresh(key, headers))
+
+    async def close(self) -> None:
+        """Give up what is being asked."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _refresh(self, key: bytes, headers: Headers) -> None:
+        try:
+            with contextlib.suppress(EngineError, RefusalError):
+                await self._update(key, headers)
+        finally:
+            del self._asking[key]
+
+    async def _update(self, key: bytes, headers: Headers) -> None:
+        try:
+            await self._ask(headers)
+        except RefusalError:
+            self._taken_s.pop(key, None)
+            raise
+        self._taken_s[key] = self._clock_s()
+        self._taken_s.move_to_end(key)
+        if len(self._taken_s) > _MAX_KNOWN:
+            self._taken_s.popitem(last=False)
+
+
+def _hashed(headers: Headers) -> bytes:
+    return hashlib.sha256(headers.get("Authorization", "").encode()).digest()
