@@ -131,7 +131,8 @@ class FakeEngine:
     """The only Authorization that it takes; None: it does not look."""
     refusal: int = 401
     healthy: bool = True
-    health_hangs: bool = False
+    health_answers: asyncio.Event | None = None
+    """It says whether it is healthy once this is set; None: at once."""
     on_health: Callable[[], None] | None = None
     """Called whenever it is asked for its health."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -169,8 +170,8 @@ class FakeEngine:
     async def _health(self, http: web.Request) -> web.Response:
         if self.on_health is not None:
             self.on_health()
-        if self.health_hangs:
-            await asyncio.Event().wait()
+        if self.health_answers is not None:
+            await self.health_answers.wait()
         return web.Response(status=200 if self.healthy else 503)
 
     @asynccontextmanager
@@ -241,6 +242,11 @@ class Fleet:
         """Tell whether the router has found that this engine hangs."""
         workers = (each for group in self.router._stages.values() for each in group)
         return any(worker.is_hung for worker in workers if worker.url == engine.url)
+
+    def is_watched(self, engine: FakeEngine) -> bool:
+        """Tell whether the router looks whether this engine hangs."""
+        wards = self.router.relay._watch._wards.items()
+        return any(ward.watching for worker, ward in wards if worker.url == engine.url)
 
     def is_next(self, engine: FakeEngine) -> bool:
         """Tell whether this decoder is the one that the next request is sent to."""

@@ -4,6 +4,9 @@
 import asyncio
 import json
 import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from typing import Any
 
@@ -256,6 +259,54 @@ async def test_a_redirect_leads_to_allowed_networks_only() -> None:
         assert asked == ["/a.png"] * 3
 
 
+@pytest.mark.parametrize("public_first", [True, False])
+async def test_of_a_names_addresses_only_public_ones_are_connected_to(
+    public_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here 127.0.0.2 plays the public one, as an allowed network."""
+    asked = []
+
+    async def serve(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        asked.append(http.transport.get_extra_info("sockname")[0])
+        return web.Response(body=PNG)
+
+    media = web.Application()
+    media.router.add_get("/{name}", serve)
+    async with (
+        serving_everywhere(media) as port,
+        fleet(allow_media_networks=(ip_network("127.0.0.2"),)) as f,
+    ):
+        resolve = asyncio.get_running_loop().getaddrinfo
+
+        async def several(host: Any, *args: Any, **fields: Any) -> Any:
+            if host not in ("several.example", "private.example"):
+                return await resolve(host, *args, **fields)
+            hosts = ["127.0.0.2", "127.0.0.1"] if host == "several.example" else ["127.0.0.1"]
+            kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+            ends = hosts if public_first else hosts[::-1]
+            return [(*kind, (address, port)) for address in ends]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", several)
+        response, _ = await f.post(at(f"http://several.example:{port}/a.png"))
+        assert response.status == 200
+        _, error = await refusal(f, at(f"http://private.example:{port}/a.png"))
+        assert error["message"] == UNAVAILABLE
+        assert asked == ["127.0.0.2"]
+
+
+@asynccontextmanager
+async def serving_everywhere(app: web.Application) -> AsyncIterator[int]:
+    """Serve on all addresses of this host; yields the port."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "0.0.0.0", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
 async def test_an_allowed_domain_alone_opens_no_network_and_the_other_way_round() -> None:
     async def serve(http: web.Request) -> web.StreamResponse:
         return web.Response(body=PNG)
@@ -283,8 +334,10 @@ async def test_an_open_port_is_told_like_a_closed_one() -> None:
         ):
             urls = (no_such_path, mail, "http://127.0.0.1:9", "http://name.invalid")
             told = [await refusal(f, at(f"{url}/a.png")) for url in urls]
-            assert told == [told[0]] * len(urls)
-            assert told[0][1]["message"] == UNAVAILABLE
+        async with fleet() as f:  # what may not be connected to at all is told alike
+            told += [await refusal(f, at(f"{url}/a.png")) for url in urls]
+        assert told == [told[0]] * len(told)
+        assert told[0][1]["message"] == UNAVAILABLE
 
 
 @pytest.mark.parametrize("stage", ["e", "p", "d"])

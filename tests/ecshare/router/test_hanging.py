@@ -2,6 +2,7 @@
 """Engines that accept requests and never answer: they are found, left out, and tried again."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -143,7 +144,9 @@ async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
             assert await response.content.readany() == EVENTS[-1]
 
 
-async def test_one_that_answers_others_is_slow_and_does_not_hang() -> None:
+async def test_one_that_answers_others_is_slow_and_does_not_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The request goes to another one, and the engine keeps its place."""
     async with one_hangs(healthy=True, first_byte_timeout_s=0.3) as (f, busy):
 
@@ -158,6 +161,7 @@ async def test_one_that_answers_others_is_slow_and_does_not_hang() -> None:
                 await f.post(chat(stream=True))
         assert (await asked)[1] == b"".join(EVENTS)
         assert len(busy.bodies) > 3
+        assert "left out" not in caplog.text
         assert all(each["healthy"] for each in (await f.health())[1]["stages"]["decode"])
 
 
@@ -185,6 +189,31 @@ async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
         assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0].status == 200
 
 
+async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine has answered somebody else a moment before."""
+    monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.2)
+    async with one_hangs(healthy=False) as (f, bad):
+        with f.busy(f.decoders[1]):
+            bad.answer = decoded
+            await f.post(chat())
+            await give_up(f, bad)
+        await until(lambda: f.is_left_out(bad))
+
+
+async def test_an_answer_counts_for_more_than_a_late_health() -> None:
+    async with one_hangs(healthy=False) as (f, slow):
+        slow.answer = held = Held(decoded)
+        slow.health_answers = asyncio.Event()
+        probes = count_probes(slow)
+        asked = asyncio.create_task(f.post(chat()))
+        await until(lambda: probes.count == 1)
+        held.let_go.set()
+        await asked
+        slow.health_answers.set()
+        await until(lambda: not f.is_watched(slow))
+        assert not f.is_left_out(slow)
+
+
 async def give_up(f: Fleet, engine: FakeEngine, **fields: Any) -> int:
     """Ask `engine`, leave as soon as it has been asked; returns how many requests it has got."""
     engine.answer = hanging = Hanging()
@@ -200,19 +229,15 @@ async def test_impatient_clients_do_not_hide_a_gpu_that_hangs() -> None:
     async with one_hangs(healthy=True, first_byte_timeout_s=0.4) as (f, bad):
 
         async def impatient() -> None:
-            while True:
-                try:
-                    await asyncio.wait_for(f.post(chat(stream=True)), 0.1)
-                except TimeoutError:
-                    continue
+            while not f.is_left_out(bad):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await f.post(chat(stream=True))
 
-        clients = [asyncio.create_task(impatient()) for _ in range(4)]
-        await until(lambda: f.is_left_out(bad))
+        async with asyncio.timeout(SOON_S):
+            await asyncio.gather(*(impatient() for _ in range(4)))
         num_lost = len(bad.bodies)
         assert num_lost >= 3
-        for client in clients:
-            client.cancel()
-        await asyncio.wait(clients)
         for _ in range(4):
             await f.post(chat(stream=True))
         assert len(bad.bodies) == num_lost
@@ -317,7 +342,7 @@ async def test_an_engine_that_hangs_is_not_asked_for_each_report() -> None:
     async with one_hangs(healthy=False) as (f, bad):
         await f.post(chat())
         await until(lambda: f.is_left_out(bad))
-        bad.health_hangs = True
+        bad.health_answers = asyncio.Event()
         status, report = await asyncio.wait_for(f.health(), SOON_S)
         assert status == 200
         assert {each["url"]: each["healthy"] for each in report["stages"]["decode"]} == {
