@@ -165,10 +165,11 @@ async def test_one_that_answers_others_is_slow_and_does_not_hang(
         assert all(each["healthy"] for each in (await f.health())[1]["stages"]["decode"])
 
 
+@pytest.mark.parametrize("num_p", [0, 1])
 @pytest.mark.parametrize("healthy", [False, True])
-async def test_a_single_engine_is_waited_for(healthy: bool) -> None:
+async def test_a_single_engine_is_waited_for(healthy: bool, num_p: int) -> None:
     """There is nobody else to ask: a long queue must not become an error."""
-    async with fleet(0, 0, first_byte_timeout_s=0.05) as f:
+    async with fleet(0, num_p, first_byte_timeout_s=0.05) as f:
         f.d.answer, f.d.healthy = held, _ = Held(decoded), healthy
         probes = count_probes(f.d)
         asked = asyncio.create_task(f.post(chat(stream=True)))
@@ -312,10 +313,22 @@ async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
         assert len(bad.bodies) == 1
 
 
+async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
+    async with one_hangs(healthy=False) as (f, bad):
+        await f.post(chat())
+        bad.healthy, bad.answer = True, failing(503)
+        f.clock.now_s += 1000
+        await until(lambda: not f.is_left_out(bad))
+        for _ in range(4):
+            assert (await f.post(chat()))[0].status == 200
+        assert len(bad.bodies) == 2
+
+
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app, "_MODELS_ANOTHER_S", TICK_S)
+    monkeypatch.setattr(app, "_MODELS_TIMEOUT_S", LONG_S)  # would be seen
     monkeypatch.setattr("ecshare.router.models._PATIENCE_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]
