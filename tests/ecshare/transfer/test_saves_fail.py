@@ -89,7 +89,7 @@ def on_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(fd: int, body: object) -> None:
+    def fail(fd: int, *_: object) -> None:
         os.close(fd)
         raise OSError(number, os.strerror(number))
 
