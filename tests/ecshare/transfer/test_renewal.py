@@ -165,7 +165,7 @@ def test_what_somebody_put_in_the_manifests_place_keeps_no_mark_away(
 def no_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As some buckets' policies have it, or a folder of several users with the sticky bit."""
 
-    def refuse(_: str, path: str) -> bool:
+    def refuse(_: str, path: str, *__: object) -> bool:
         raise PermissionError(1, "Operation not permitted", path)
 
     monkeypatch.setattr("ecshare.store.directory._rename", refuse)
