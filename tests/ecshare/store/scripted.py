@@ -24,6 +24,7 @@ class Scripted(http.server.ThreadingHTTPServer):
 
 class Asked(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body waits for its header's acknowledgement
     server: Scripted
 
     def do_any(self) -> None:

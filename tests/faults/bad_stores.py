@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer engines over a bad S3 server, and what must hold whatever it answers.
+
+No byte that is given out is wrong; no job hangs; `close` returns; no good object leaves the store;
+saves that fail cost no loads; and soon after the server is well again, so are loads and saves.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecshare.config import EncoderConfig
+from ecshare.store.errors import ConfigError
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.rows import Rows
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from ecshare.transfer.staging import Staging
+from tests.engines.chat import wait_until
+from tests.faults.bad_s3 import BUCKET, BadS3, Stored, bad_s3, modes
+
+IO_TIMEOUT_S = 2.0
+FETCH_TIMEOUT_S = 3.0
+HANGS_S = 60.0
+"""Nothing here takes so long unless it hangs."""
+FACTS = {"model": "a model"}
+NAMESPACE = namespace_digest(FACTS)
+PATH = "options"
+
+BY_ROW = "by row"
+SPARE = "spare"
+"""Nobody asks for it while the server fails."""
+SHAPES = {"small": (16, 64), "medium": (300, 1024), "large": (5, 1 << 20), BY_ROW: (128, 2000),
+          SPARE: (16, 64)}  # fmt: skip
+ROWS = Rows(10, 20, *SHAPES[BY_ROW])
+ASKED = [name for name in SHAPES if name != SPARE]
+ROADS = ("obstore", "s3fs")
+
+
+def key_of(name: str) -> str:
+    return object_key(Kind.EC, NAMESPACE, name)
+
+
+def tensor_of(name: str) -> Tensor:
+    """What is stored under `name`: another one for each name."""
+    shape = SHAPES.get(name, (16, 64))
+    dice = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=dice)
+
+
+@dataclass
+class World:
+    """A bad S3 server with good objects in it, and engines that reach it by one road."""
+
+    road: str
+    server: BadS3
+    folder: Path
+    good: dict[str, Stored] = field(default_factory=dict)
+    """The objects that every test begins with."""
+    _staging: Staging = field(default_factory=lambda: Staging(torch.device("cpu"), 1 << 28))
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def fill(self) -> None:
+        with self.engine() as engine:
+            engine.start_up(Kind.EC, NAMESPACE, FACTS, write=True)
+            assert {done.outcome for done in self.save(engine, *SHAPES)} == {Outcome.OK}
+        self.good = dict(self.server.objects)
+
+    def begin(self) -> None:
+        """Have the server well, and everything as it was."""
+        self.server.faults = {}
+        self.server.objects = dict(self.good)
+        self.server.deleted = set()
+
+    @contextmanager
+    def engine(self) -> Iterator[TransferEngine]:
+        """An engine with a host cache of its own; at the end `close` must return."""
+        engine = TransferEngine(self._config(), PATH)
+        try:
+            yield engine
+        finally:
+            closing = threading.Thread(target=engine.close, args=(IO_TIMEOUT_S,), daemon=True)
+            closing.start()
+            closing.join(HANGS_S)
+            assert not closing.is_alive(), "close() hangs"
+
+    def _config(self) -> EncoderConfig:
+        options: dict[str, Any] = dict(self.server.storage_options)
+        if self.road == "s3fs":
+            options["s3_additional_kwargs"] = {}
+        return EncoderConfig(
+            url=f"s3://{BUCKET}/cache",
+            storage_options=options,
+            host_cache_dir=f"{self.folder}/host-{next(self._numbers)}",
+            host_cache_bytes=1 << 28,
+            io_timeout_s=IO_TIMEOUT_S,
+        )
+
+    def new_name(self) -> str:
+        return f"new {next(self._numbers)}"
+
+    def start_up(self, engine: TransferEngine) -> None:
+        engine.start_up(Kind.EC, NAMESPACE, FACTS, write=True)
+
+    def save(self, engine: TransferEngine, *names: str) -> list[Done]:
+        jobs = []
+        for name in names:
+            tensor = tensor_of(name)
+            facts = TensorFacts("U8", tuple(tensor.shape), by_row=name == BY_ROW)
+            slab = self._staging.reserve(facts)
+            assert slab is not None
+            self._staging.copy_out(slab, tensor)
+            jobs.append(Put(key_of(name), slab))
+        return self._ended(engine, jobs)
+
+    def load(self, engine: TransferEngine, *names: str, rows: bool = False) -> Counter[Outcome]:
+        """Fetch objects, and some rows of one; return how it ended. What came must be right."""
+        jobs: list[Job] = [
+            Fetch(key_of(name), FETCH_TIMEOUT_S, PROLOGUE_BYTES + tensor_of(name).nbytes)
+            for name in names
+        ]
+        wanted = {id(job): tensor_of(name) for job, name in zip(jobs, names, strict=True)}
+        if rows:
+            jobs.append(Fetch(key_of(BY_ROW), FETCH_TIMEOUT_S, rows=ROWS))
+            wanted[id(jobs[-1])] = tensor_of(BY_ROW)[ROWS.first : ROWS.end]
+        outcomes: Counter[Outcome] = Counter()
+        for done in self._ended(engine, jobs):
+            outcomes[done.outcome] += 1
+            if isinstance(done.value, StoredObject):
+                right = wanted[id(done.job)].numpy().tobytes()
+                assert bytes(done.value.payload) == right, "wrong bytes were given out"
+                done.value.release()
+        return outcomes
+
+    def look_up(self, engine: TransferEngine) -> None:
+        self._ended(engine, [Lookup(tuple(map(key_of, SHAPES)), IO_TIMEOUT_S, store_only=True)])
+
+    def _ended(self, engine: TransferEngine, jobs: Sequence[Job]) -> list[Done]:
+        engine.submit(*jobs)
+        ended = engine.drain(HANGS_S)
+        assert not engine.in_flight, f"{engine.in_flight} jobs hang"
+        assert len(ended) == len(jobs)
+        return ended
+
+    def check_none_is_lost(self) -> None:
+        lost = {name for name in SHAPES if key_of(name) in map(_plain, self.server.deleted)}
+        assert not lost, f"good objects were removed: {sorted(lost)}"
+
+    def check_heals(self, engine: TransferEngine) -> None:
+        self.server.faults = {}
+        wait_until(
+            lambda: bool(self.load(engine, SPARE)[Outcome.OK]),
+            "loads do not work again",
+            HANGS_S,
+        )
+        name = self.new_name()
+        wait_until(
+            lambda: self.save(engine, name)[0].outcome is Outcome.OK,
+            "saves do not work again",
+            HANGS_S,
+        )
+        assert self.is_stored(name)
+
+    def is_stored(self, name: str) -> bool:
+        return any(_plain(key) == key_of(name) for key in tuple(self.server.objects))
+
+    def replace(self, name: str, stored: Stored) -> None:
+        """As if somebody had damaged it in the store."""
+        assert self.is_stored(name)
+        self.server.objects[f"cache/{key_of(name)}"] = stored
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix("cache/")
+
+
+@contextmanager
+def world(road: str, folder: Path) -> Iterator[World]:
+    with bad_s3() as server:
+        made = World(road, server, folder)
+        made.fill()
+        yield made
+
+
+def check_jobs(at: World, mode: str) -> None:
+    """Saves, loads and look-ups while the server fails as `mode` says, and afterwards."""
+    at.begin()
+    with at.engine() as engine:
+        at.start_up(engine)
+        at.server.faults = modes(mode)
+        # More than open a breaker.
+        at.save(engine, *(at.new_name() for _ in range(6)))
+        loaded = at.load(engine, *ASKED, rows=True)
+        if mode.startswith("put:") and " " not in mode:
+            assert loaded == {Outcome.OK: len(ASKED) + 1}, "saves that fail cost loads"
+        at.look_up(engine)
+        at.load(engine, *ASKED, rows=True)
+        at.check_none_is_lost()
+        at.check_heals(engine)
+        at.server.faults = modes(mode)
+        coming = [Fetch(key_of(at.new_name()), HANGS_S, is_announced=True) for _ in range(3)]
+        engine.submit(*coming)
+    at.check_none_is_lost()
+
+
+def check_start(at: World, mode: str) -> None:
+    """An engine that starts meanwhile does so, or says in a sentence why not; then it is quiet."""
+    at.begin()
+    at.server.faults, said = modes(mode), PATH
+    with at.engine() as engine:
+        try:
+            at.start_up(engine)
+        except ConfigError as exc:
+            said = str(exc)
+    assert PATH in said
+    assert "\n" not in said
+    at.check_none_is_lost()
+
+    def is_quiet() -> bool:
+        before = at.server.num_asked
+        return not threading.Event().wait(0.3) and at.server.num_asked == before
+
+    wait_until(is_quiet, "an engine that was closed goes on asking")
+
+
+def check_damaged(at: World, name: str, body: bytes, etag: str = "") -> None:
+    """What is damaged in the store itself is not given out, and the next save makes it good."""
+    at.begin()
+    at.replace(name, Stored(body, etag) if etag else Stored.of(body))
+    with at.engine() as engine:
+        at.start_up(engine)
+        assert not at.load(engine, name)[Outcome.OK]
+        at.load(engine, rows=True)
+        at.server.deleted.discard(f"cache/{key_of(name)}")
+        at.check_none_is_lost()
+        assert at.save(engine, name)[0].outcome is Outcome.OK
+    with at.engine() as other:
+        at.start_up(other)
+        loaded = at.load(other, *ASKED, rows=True)
+        assert loaded == {Outcome.OK: len(ASKED) + 1}, "it was not made good"
+    at.check_none_is_lost()

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An S3 server that answers wrongly, in every way that a server or somebody on the way to it can.
+
+Transfer engines only, without vLLM: by obstore and by s3fs.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ecshare.transfer.jobs import Outcome
+from tests.faults.bad_s3 import (
+    FAULTS,
+    empty,
+    flipped,
+    flipped_in_front,
+    half,
+    longer,
+    modes,
+    zeroed,
+)
+from tests.faults.bad_stores import (
+    BY_ROW,
+    ROADS,
+    World,
+    check_damaged,
+    check_jobs,
+    check_start,
+    key_of,
+    world,
+)
+
+pytestmark = pytest.mark.faults
+
+SINGLE = [f"{verb}:{name}" for verb, faults in FAULTS.items() for name in faults]
+SEVERAL = [
+    "get:503 head:503 put:503",
+    "get:403 head:403 put:403 list:403 delete:403",
+    "get:hang head:hang put:hang list:hang",
+    "get:skew head:skew put:skew list:skew",
+    "get:flipped head:missing",
+    "get:flipped head:503",
+    "get:flipped head:no-etag",
+    "get:flipped head:hang",
+    "get:half head:everything",
+    "get:flipped-with-its-etag head:no-etag",
+    "get:another head:no-etag",
+    *(f"get:flipped delete:{name}" for name in FAULTS["delete"]),
+]
+DAMAGE = [half, empty, longer, flipped, flipped_in_front, zeroed]
+
+
+@pytest.fixture(scope="module", params=ROADS)
+def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(request.param, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", [*SINGLE, *SEVERAL])
+def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
+    check_jobs(at, mode)
+
+
+@pytest.mark.parametrize("mode", [*SINGLE, *SEVERAL])
+def test_an_engine_starts_or_says_why_not(at: World, mode: str) -> None:
+    check_start(at, mode)
+
+
+@pytest.mark.parametrize("name", ["medium", BY_ROW])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_in_the_store_is_made_good(
+    at: World, damage: Callable[[bytes], bytes], name: str
+) -> None:
+    body = damage(at.good[f"cache/{key_of(name)}"].body)
+    check_damaged(at, name, body)
+
+
+@pytest.mark.parametrize("damage", [half, flipped])
+def test_also_where_etags_are_no_md5(at: World, damage: Callable[[bytes], bytes]) -> None:
+    """As of objects that were encrypted, or uploaded in parts."""
+    body = damage(at.good[f"cache/{key_of('medium')}"].body)
+    check_damaged(at, "medium", body, f'"{"0" * 32}-2"')
+
+
+def test_a_torn_upload_is_made_good(at: World) -> None:
+    at.begin()
+    name = at.new_name()
+    with at.engine() as engine:
+        at.start_up(engine)
+        at.server.faults = modes("put:torn")
+        at.save(engine, name)
+        at.server.faults = {}
+    with at.engine() as engine:
+        assert not at.load(engine, name)[Outcome.OK]
+        assert at.save(engine, name)[0].outcome is Outcome.OK
+    with at.engine() as engine:
+        assert at.load(engine, name)[Outcome.OK]
+    at.check_none_is_lost()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many cases, and which: the gate runs a few hundred of each kind, `make fuzz` many times more.
+
+One seed makes the same cases every time. What hypothesis finds it shrinks, and prints as a call.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, Phase, seed, settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+SCALE = float(os.environ.get("FUZZ_CASES", "1"))
+
+
+def cases(number: int) -> int:
+    """How many to run of what the gate runs `number` of."""
+    return max(1, round(number * SCALE))
+
+
+def dice(name: str) -> random.Random:
+    return random.Random(f"{SEED} {name}")
+
+
+def fuzzed(number: int) -> Callable[[F], F]:
+    """Run a hypothesis test with as many cases as `cases(number)`. Nothing is kept on the disk."""
+
+    def wrap(test: F) -> F:
+        limited = settings(
+            max_examples=cases(number),
+            database=None,
+            deadline=None,
+            # What is large or slow here is so on purpose.
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        )
+        return seed(SEED)(limited(test))
+
+    return wrap

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects from a store that anybody may write to: what was sealed comes out, or ObjectCorrupt."""
+
+import base64
+import contextlib
+import json
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from ecshare.store import format as fmt
+from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.format import PROLOGUE_BYTES, RunningChecksum, TensorFacts, seal, unseal
+from ecshare.store.integrity import Integrity
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.rows import Rows
+from tests.fuzz.running import dice, fuzzed
+from tests.fuzz.values import ODD_TEXT, mutated, written
+
+pytestmark = pytest.mark.fuzz
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+NAMESPACE = "00112233445566778899aabbccddeeff"
+KEY = object_key(Kind.KV, NAMESPACE, b"name", "t0of1")
+OTHER_KEY = object_key(Kind.KV, NAMESPACE, b"other", "t0of1")
+OURS, THEIRS = Integrity(b"0123456789abcdef0123"), Integrity(b"another key of 16+ bytes")
+ATTRIBUTES = {"num_embeds": 4, "metadata": {"image_grid_thw": [1, 2, 3]}}
+FORMS: list[tuple[str, tuple[int, ...], bool]] = [
+    ("BF16", (4, 16), False),
+    ("F32", (4, 3, 5), True),
+    ("U8", (128, 2), True),
+    ("F32", (0, 8), False),
+    ("F64", (), False),
+    ("BF16", (1, 7), True),
+]
+HEADER_BYTES = PROLOGUE_BYTES - 8
+
+
+class Sound(NamedTuple):
+    """An object as it was sealed."""
+
+    raw: bytes
+    facts: TensorFacts
+    integrity: Integrity | None
+
+    @property
+    def payload(self) -> bytes:
+        return self.raw[PROLOGUE_BYTES:]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.facts.num_bytes // self.facts.shape[0]
+
+    def header(self) -> Any:
+        return json.loads(self.raw[8:PROLOGUE_BYTES])
+
+
+def sealed(
+    facts: TensorFacts, integrity: Integrity | None, key: str = KEY, content: str = "ours"
+) -> Sound:
+    raw = bytearray(PROLOGUE_BYTES) + dice(content).randbytes(facts.num_bytes)
+    seal(memoryview(raw), facts, key, integrity)
+    return Sound(bytes(raw), facts, integrity)
+
+
+SOUND = [
+    sealed(TensorFacts(dtype, shape, ATTRIBUTES, by_row), integrity)
+    for integrity in (None, OURS)
+    for dtype, shape, by_row in FORMS
+]
+STRANGE = [
+    sealed(TensorFacts(dtype, shape, ATTRIBUTES, by_row), integrity, key, "theirs").raw
+    for dtype, shape, by_row in FORMS[:2]
+    for integrity, key in ((None, KEY), (THEIRS, KEY), (OURS, OTHER_KEY))
+]
+
+
+def with_text(raw: bytes, text: bytes) -> bytes:
+    """`raw` with another header."""
+    head = struct.pack("<Q", HEADER_BYTES) + text[:HEADER_BYTES].ljust(HEADER_BYTES)
+    return head + raw[PROLOGUE_BYTES:]
+
+
+def with_header(raw: bytes, header: Any) -> bytes:
+    return with_text(raw, json.dumps(header, separators=(",", ":")).encode())
+
+
+def with_fitting_checksum(raw: bytes) -> bytes:
+    """As an enemy makes it, who knows the format and no key."""
+    try:
+        said = fmt._header(memoryview(raw))
+        facts = fmt._facts(said)
+    except ObjectCorrupt:
+        return raw
+    header = json.loads(raw[8:PROLOGUE_BYTES])
+    header["__metadata__"]["ecshare.checksum"] = fmt._checksum(
+        fmt._believed(facts, said.metadata), memoryview(raw)[PROLOGUE_BYTES:]
+    )
+    return with_header(raw, header)
+
+
+# --- damage: what nobody meant to do, or somebody without understanding ---
+
+
+def flip_bits(draw: Draw, sound: Sound) -> bytes:
+    raw = bytearray(sound.raw)
+    used = 8 + len(sound.raw[8:PROLOGUE_BYTES].rstrip())
+    where = st.integers(0, len(raw) - 1) | st.integers(0, used - 1)
+    for at in draw(st.lists(where, min_size=1, max_size=5)):
+        raw[at] ^= 1 << draw(st.integers(0, 7))
+    return bytes(raw)
+
+
+def cut(draw: Draw, sound: Sound) -> bytes:
+    edges = st.sampled_from([0, 7, 8, 100, PROLOGUE_BYTES - 1, PROLOGUE_BYTES])
+    return sound.raw[: draw(edges | st.integers(0, len(sound.raw) - 1))]
+
+
+def extend(draw: Draw, sound: Sound) -> bytes:
+    more: bytes = draw(st.binary(min_size=1, max_size=40))
+    return sound.raw + more
+
+
+def change_header(draw: Draw, sound: Sound) -> bytes:
+    text = written(draw(mutated(sound.header())), ascii_only=draw(st.booleans()))
+    return with_text(sound.raw, text)
+
+
+def change_metadata(draw: Draw, sound: Sound) -> bytes:
+    header = sound.header()
+    metadata = header["__metadata__"]
+    name = draw(st.sampled_from(sorted(metadata)))
+    text: str = metadata[name]
+    at = draw(st.integers(0, len(text)))
+    odd = [
+        *ODD_TEXT,
+        text.upper(),
+        text[:at],
+        text[:at] + "x" + text[at + 1 :],
+        f"{text}=",
+        f"{text} ",
+    ]
+    metadata[name] = draw(st.sampled_from(odd))
+    return with_header(sound.raw, header)
+
+
+def change_attributes(draw: Draw, sound: Sound) -> bytes:
+    header, depth = sound.header(), draw(st.sampled_from([5, 300, 900, 1800]))
+    odd = [
+        *('{"a":' + "[" * depth + "]" * depth + "}", "{" + '"a":{' * min(depth, 500)),
+        *('{"a":' + "9" * 3000 + "}", '{"a":1e999}', '{"a":NaN}', '{"\\ud800":1}'),
+        *("null", "[]", '{"a":"\\u0000"}', '{"a":1,"a":2}', ""),
+    ]
+    header["__metadata__"]["ecshare.attributes"] = draw(st.sampled_from(odd))
+    return with_header(sound.raw, header)
+
+
+def change_text(draw: Draw, sound: Sound) -> bytes:
+    text = sound.raw[8:PROLOGUE_BYTES].rstrip()
+    again = b'"tensor":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    odd = [
+        b"{" + again + b"," + text[1:],
+        text[:-1] + b"," + again + b"}",
+        text.replace(b'"shape":[', b'"shape":[1,1,1,1,1,1,1,', 1),
+        text.replace(b"[", b"[ ", 1).replace(b",", b" ,", 3),
+        b" \n\t" + text,
+        b"\xef\xbb\xbf" + text,
+        text.decode().encode("utf-16"),
+        b"[" * HEADER_BYTES,
+    ]
+    return with_text(sound.raw, draw(st.sampled_from(odd)))
+
+
+def make_up(draw: Draw, sound: Sound) -> bytes:
+    front: bytes = draw(st.binary(max_size=64))
+    return front + bytes(draw(st.sampled_from([0, PROLOGUE_BYTES])))
+
+
+# --- forgeries: all that fits, but for a key that the enemy has not ---
+
+
+def another_object(draw: Draw, sound: Sound) -> bytes:
+    strange = draw(st.sampled_from(STRANGE))
+    kept = draw(st.sampled_from([0, PROLOGUE_BYTES]))
+    return sound.raw[:kept] + strange[kept:]
+
+
+def resealed(draw: Draw, sound: Sound) -> bytes:
+    """Other content, with some of the genuine one's checksums."""
+    attributes = draw(st.sampled_from([ATTRIBUTES, {}, {"num_embeds": 5}]))
+    facts = TensorFacts(sound.facts.dtype, sound.facts.shape, attributes, sound.facts.by_row)
+    forged = sealed(facts, draw(st.sampled_from([None, THEIRS])), content="forged")
+    header, genuine = forged.header(), sound.header()
+    for name in ("ecshare.mac", "ecshare.rows"):
+        if draw(st.booleans()) and name in genuine["__metadata__"]:
+            header["__metadata__"][name] = genuine["__metadata__"][name]
+    if draw(st.booleans()):
+        header["__metadata__"].pop("ecshare.rows", None)
+    raw = with_header(forged.raw, header)
+    return with_fitting_checksum(raw) if draw(st.booleans()) else raw
+
+
+def swapped_rows(draw: Draw, sound: Sound) -> bytes:
+    """Two rows changed places, and perhaps their checksums too."""
+    if not sound.facts.by_row or sound.facts.shape[0] < 2:
+        reject()
+    size, payload, header = sound.row_bytes, sound.payload, sound.header()
+    payload = payload[size : 2 * size] + payload[:size] + payload[2 * size :]
+    if draw(st.booleans()):
+        metadata = header["__metadata__"]
+        prefix, _, text = metadata["ecshare.rows"].partition(":")
+        digests = base64.b64decode(text)
+        digests = digests[16:32] + digests[:16] + digests[32:]
+        metadata["ecshare.rows"] = f"{prefix}:{base64.b64encode(digests).decode()}"
+    return with_fitting_checksum(with_header(sound.raw[:PROLOGUE_BYTES] + payload, header))
+
+
+def other_facts(draw: Draw, sound: Sound) -> bytes:
+    """The genuine bytes, which mean something else."""
+    header = sound.header()
+    match draw(st.sampled_from(["shape", "dtype", "attributes", "producer"])):
+        case "shape":
+            header["tensor"]["shape"] = [*sound.facts.shape[::-1], 1]
+        case "dtype":
+            same_size = {"BF16": "F16", "F32": "I32", "U8": "I8", "F64": "I64"}
+            header["tensor"]["dtype"] = same_size[sound.facts.dtype]
+        case name:
+            header["__metadata__"][f"ecshare.{name}"] = "{}"
+    return with_fitting_checksum(with_header(sound.raw, header))
+
+
+Change = Callable[[Draw, Sound], bytes]
+DAMAGE: list[Change] = [
+    flip_bits, cut, extend, change_header, change_metadata, change_attributes, change_text, make_up,
+]  # fmt: skip
+FORGERY: list[Change] = [another_object, resealed, swapped_rows, other_facts]
+
+
+# --- readers ---
+
+
+def read_whole(draw: Draw, raw: bytes, sound: Sound) -> None:
+    check(unseal(memoryview(raw), KEY, integrity=sound.integrity), sound.facts, sound.payload)
+
+
+def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
+    running, pieces, at = RunningChecksum(), [], 0
+    while at < len(raw):
+        size = draw(st.sampled_from([PROLOGUE_BYTES, 5000, 100, len(raw)]))
+        pieces.append((at, memoryview(raw)[at : at + size]))
+        at += size
+    if draw(st.booleans()):
+        pieces = draw(st.permutations(pieces))
+    for offset, piece in pieces:
+        running.take(offset, piece)
+    found = unseal(
+        memoryview(raw), KEY, integrity=sound.integrity, checksum=running.result(len(raw))
+    )
+    check(found, sound.facts, sound.payload)
+
+
+def read_rows(draw: Draw, raw: bytes, sound: Sound) -> None:
+    if not sound.facts.by_row:
+        reject()
+    count = sound.facts.shape[0]
+    first = draw(st.integers(0, count - 1))
+    rows = Rows(first, draw(st.integers(first + 1, count)), count, sound.row_bytes)
+    body = b"".join(raw[span.start : span.stop] for span in rows.spans(PROLOGUE_BYTES))
+    found = fmt.unseal_rows(memoryview(body), KEY, rows, integrity=sound.integrity)
+    payload = sound.payload[first * sound.row_bytes : rows.end * sound.row_bytes]
+    check(found, fmt.facts_of_rows(sound.facts, rows), payload)
+
+
+def check(found: fmt.Sealed, facts: TensorFacts, payload: bytes) -> None:
+    assert bytes(found.payload) == payload, "wrong bytes were taken"
+    assert found.facts == facts, "wrong facts were believed"
+
+
+READERS = [read_whole, read_with_running_checksum, read_rows]
+
+
+@fuzzed(400)
+@given(st.data())
+def test_damaged_objects_are_refused_or_harmless(data: st.DataObject) -> None:
+    sound = data.draw(st.sampled_from(SOUND))
+    raw = data.draw(st.sampled_from(DAMAGE))(data.draw, sound)
+    refused = ""
+    try:
+        data.draw(st.sampled_from(READERS))(data.draw, raw, sound)
+    except ObjectCorrupt as exc:
+        refused = str(exc)
+    assert len(refused) < 1000
+
+
+@fuzzed(300)
+@given(st.data())
+def test_forged_objects_are_refused_by_who_has_a_key(data: st.DataObject) -> None:
+    sound = data.draw(st.sampled_from([each for each in SOUND if each.integrity]))
+    raw = data.draw(st.sampled_from(FORGERY))(data.draw, sound)
+    with contextlib.suppress(ObjectCorrupt):
+        data.draw(st.sampled_from(READERS))(data.draw, raw, sound)
+
+
+@fuzzed(100)
+@given(st.data())
+def test_what_was_sealed_is_read(data: st.DataObject) -> None:
+    """That readers take anything at all."""
+    sound = data.draw(st.sampled_from(SOUND))
+    data.draw(st.sampled_from(READERS))(data.draw, sound.raw, sound)

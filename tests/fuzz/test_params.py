@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients say about transfers is understood, or ignored."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshare.messages import announced_size, announced_tokens
+from tests.fuzz.running import fuzzed
+from tests.fuzz.values import mutated
+
+pytestmark = pytest.mark.fuzz
+
+NUM_TOKENS = 10
+FORMS: list[dict[str, Any]] = [
+    {"kvshare": {"num_tokens": 7, "size": 1}},
+    {"kvshare": {"streamed": True}},
+    {"kvshare": {"streamed": True, "size": 2}},
+    {"do_remote_prefill": True, "kvshare": {"num_tokens": 9}},
+]
+
+
+@fuzzed(300)
+@given(st.sampled_from(FORMS).flatmap(mutated))
+def test_announcements_are_in_range(params: Any) -> None:
+    request: Any = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=NUM_TOKENS)
+    num_tokens = announced_tokens(request)
+    assert type(num_tokens) is int
+    assert 0 <= num_tokens < NUM_TOKENS
+    assert type(announced_size(request)) is int
