@@ -5,16 +5,20 @@ STORE ?= folder
 MODEL ?=
 # For `make test-matrix`: releases, such as VLLM="0.31.0 0.32.0" (default: all that we serve).
 VLLM ?=
+# For `make fuzz`: which cases, and how many times as many as `make unit` tries.
+SEED ?= 1
+CASES ?= 40
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-matrix constraints docs clean
+.PHONY: help setup demo test lint unit packaging engines test-models test-faults fuzz test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
 	@echo "make lint | unit | packaging | engines    one part of the above"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
+	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make constraints                          write constraints.txt: the versions in .venv"
@@ -55,6 +59,12 @@ test-models: setup
 test-faults: setup
 	@if unshare -rm true 2>/dev/null; then own="unshare -rm"; fi; \
 	$$own $(BIN)/python -m pytest -v -m faults
+
+# The seed makes the cases: the same one makes the same again.
+fuzz: setup
+	@echo "SEED=$(SEED) CASES=$(CASES)"
+	FUZZ_SEED="$(SEED)" FUZZ_CASES="$(CASES)" $(BIN)/python -m pytest -q -m fuzz -n 2 --durations=0 \
+		--durations-min=1 tests/fuzz
 
 test-matrix:
 	@$(PYTHON) scripts/matrix.py $(VLLM)

@@ -549,8 +549,8 @@ FAULTS: dict[Verb, dict[str, Fault]] = {
 
 def modes(text: str) -> dict[Verb, Fault]:
     """Read "get:half delete:403"."""
-    pairs = (each.partition(":") for each in text.split())
-    return {verb: FAULTS[verb][name] for verb, _, name in pairs}  # type: ignore[index]
+    named = dict(each.split(":") for each in text.split())
+    return {verb: FAULTS[verb][named[verb]] for verb in FAULTS if verb in named}
 
 
 @contextmanager

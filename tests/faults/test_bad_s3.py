@@ -4,13 +4,15 @@
 Transfer engines only, without vLLM: by obstore and by s3fs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from ecshare.transfer.jobs import Outcome
 from tests.faults.bad_s3 import (
+    ANY,
     FAULTS,
+    Verb,
     empty,
     flipped,
     flipped_in_front,
@@ -32,12 +34,19 @@ from tests.faults.bad_stores import (
 
 pytestmark = pytest.mark.faults
 
-SINGLE = [f"{verb}:{name}" for verb, faults in FAULTS.items() for name in faults]
-SEVERAL = [
-    "get:503 head:503 put:503",
+
+def every(verb: Verb, among: Iterable[str] = ()) -> list[str]:
+    return [f"{verb}:{name}" for name in among or FAULTS[verb]]
+
+
+ALL_AT_ONCE = [
+    "get:503 head:503 put:503 list:503",
     "get:403 head:403 put:403 list:403 delete:403",
     "get:hang head:hang put:hang list:hang",
     "get:skew head:skew put:skew list:skew",
+]
+# Whether an object is damaged in the store is asked by HEAD.
+BOTH_WAYS = [
     "get:flipped head:missing",
     "get:flipped head:503",
     "get:flipped head:no-etag",
@@ -45,8 +54,10 @@ SEVERAL = [
     "get:half head:everything",
     "get:flipped-with-its-etag head:no-etag",
     "get:another head:no-etag",
-    *(f"get:flipped delete:{name}" for name in FAULTS["delete"]),
 ]
+JOBS = [*every("get"), *every("put"), *every("head"), *ALL_AT_ONCE, *BOTH_WAYS]
+STARTS = [*every("get", [*ANY, "web-page", "half", "missing", "endless-head"]),
+          *every("put"), *every("list"), *ALL_AT_ONCE]  # fmt: skip
 DAMAGE = [half, empty, longer, flipped, flipped_in_front, zeroed]
 
 
@@ -56,12 +67,12 @@ def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         yield made
 
 
-@pytest.mark.parametrize("mode", [*SINGLE, *SEVERAL])
+@pytest.mark.parametrize("mode", JOBS)
 def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
     check_jobs(at, mode)
 
 
-@pytest.mark.parametrize("mode", [*SINGLE, *SEVERAL])
+@pytest.mark.parametrize("mode", STARTS)
 def test_an_engine_starts_or_says_why_not(at: World, mode: str) -> None:
     check_start(at, mode)
 
@@ -80,6 +91,11 @@ def test_also_where_etags_are_no_md5(at: World, damage: Callable[[bytes], bytes]
     """As of objects that were encrypted, or uploaded in parts."""
     body = damage(at.good[f"cache/{key_of('medium')}"].body)
     check_damaged(at, "medium", body, f'"{"0" * 32}-2"')
+
+
+@pytest.mark.parametrize("mode", [*every("delete"), "head:503", "head:missing", "head:hang"])
+def test_also_where_it_cannot_be_removed(at: World, mode: str) -> None:
+    check_damaged(at, "medium", flipped(at.good[f"cache/{key_of('medium')}"].body), mode=mode)
 
 
 def test_a_torn_upload_is_made_good(at: World) -> None:

@@ -185,7 +185,7 @@ def make_up(draw: Draw, sound: Sound) -> bytes:
 
 
 def another_object(draw: Draw, sound: Sound) -> bytes:
-    strange = draw(st.sampled_from(STRANGE))
+    strange: bytes = draw(st.sampled_from(STRANGE))
     kept = draw(st.sampled_from([0, PROLOGUE_BYTES]))
     return sound.raw[:kept] + strange[kept:]
 

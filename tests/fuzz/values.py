@@ -69,20 +69,21 @@ def mutated(draw: st.DrawFn, base: Any) -> Any:
 
 
 def _change(draw: st.DrawFn, value: Any, at: Path) -> None:
-    parent = value
+    parent: Any = value
+    last: Any = at[-1]
     for name in at[:-1]:
         parent = parent[name]
     match draw(st.sampled_from(["replace", "replace", "drop", "add", "repeat"])):
         case "replace":
-            parent[at[-1]] = draw(values)
+            parent[last] = draw(values)
         case "drop":
-            del parent[at[-1]]
+            del parent[last]
         case "add" if isinstance(parent, dict):
             parent[draw(odd_text | st.sampled_from(sorted(map(str, parent))))] = draw(values)
         case "add":
             parent.insert(draw(st.integers(0, len(parent))), draw(values))
         case _ if isinstance(parent, list):
-            parent.append(copy.deepcopy(parent[at[-1]]))
+            parent.append(copy.deepcopy(parent[last]))
 
 
 def written(value: Any, *, ascii_only: bool = True) -> bytes:

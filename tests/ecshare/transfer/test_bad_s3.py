@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some of what `make test-faults` tries on an S3 server that answers wrongly: see tests/faults."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults.bad_s3 import flipped, half
+from tests.faults.bad_stores import World, check_damaged, check_jobs, key_of, world
+
+MODES = [
+    "get:web-page-with-etag",
+    "get:half-with-its-etag",
+    "get:flipped",
+    "get:another",
+    "get:503",
+]
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world("obstore", tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
+    check_jobs(at, mode)
+
+
+@pytest.mark.parametrize("damage", [half, flipped])
+def test_what_is_damaged_in_the_store_is_made_good(
+    at: World, damage: Callable[[bytes], bytes]
+) -> None:
+    check_damaged(at, "medium", damage(at.good[f"cache/{key_of('medium')}"].body))

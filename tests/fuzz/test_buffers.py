@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of look-up buffers: what cannot be used is refused as damaged, whatever it holds."""
+
+import contextlib
+import json
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from ecshare.store.errors import ObjectCorrupt
+from kvshare import legacy
+from kvshare.entries import NAMES, Entry, pack, unpack
+from tests.fuzz.running import fuzzed
+from tests.fuzz.values import mutated, written
+
+pytestmark = pytest.mark.fuzz
+
+NUM_TOKENS, LAYERS, HEADS, HEAD_SIZE, BLOCK = 8, 2, 2, 4, 4
+TENSORS = {
+    "input_tokens": torch.arange(NUM_TOKENS),
+    "roi": torch.ones(NUM_TOKENS, dtype=torch.bool),
+    "key": torch.ones(LAYERS, NUM_TOKENS, HEADS, HEAD_SIZE),
+    "value": torch.ones(LAYERS, NUM_TOKENS, HEADS, HEAD_SIZE),
+    "hidden": torch.ones(NUM_TOKENS, 4),
+}
+WHOLE = pack(range(NUM_TOKENS), TENSORS).numpy().tobytes()
+FRONT = 8 + 8 * NUM_TOKENS
+(HEADER_BYTES,) = struct.unpack_from("<Q", WHOLE, FRONT)
+HEADER = json.loads(WHOLE[FRONT + 8 : FRONT + 8 + HEADER_BYTES])
+BODY = WHOLE[FRONT + 8 + HEADER_BYTES :]
+WANTED = [(0, 1, 2), tuple(range(NUM_TOKENS)), None]
+DTYPES = ["BF16", "F8_E4M3", "F64", "I64", "U8", "BOOL", "U64", "F4", "C64"]
+
+
+@st.composite
+def entries(draw: DrawFn) -> bytes:
+    match draw(st.integers(0, 5)):
+        case 0:
+            at = draw(st.integers(0, len(WHOLE) - 1))
+            return WHOLE[:at] + bytes([WHOLE[at] ^ 4]) + WHOLE[at + 1 :]
+        case 1:
+            return WHOLE[: draw(st.integers(1, len(WHOLE)))]
+        case 2:
+            counts = st.sampled_from([0, 1, 7, 9, 2**20, 2**61, 2**63, 2**64 - 1])
+            at = draw(st.sampled_from([0, FRONT]))
+            return WHOLE[:at] + struct.pack("<Q", draw(counts)) + WHOLE[at + 8 :]
+        case 3:
+            return draw(st.binary(min_size=1, max_size=200))
+        case 4:
+            header = json.loads(json.dumps(HEADER))
+            one = header[draw(st.sampled_from(NAMES))]
+            one["dtype"] = draw(st.sampled_from(DTYPES))
+            one["shape"] = draw(st.permutations(one["shape"]))
+            return with_header(header)
+        case _:
+            return with_header(draw(mutated(HEADER)))
+
+
+def with_header(header: Any) -> bytes:
+    text = written(header)
+    return WHOLE[:FRONT] + struct.pack("<Q", len(text)) + text + BODY
+
+
+@fuzzed(300)
+@given(entries())
+def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
+    with contextlib.suppress(ObjectCorrupt):
+        tensors = unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        for wanted in WANTED:
+            Entry("key", NUM_TOKENS, "digest").covers(tensors, wanted)
+        input_tokens, _, keys, values, hidden = tensors
+        caches = [torch.zeros(2, 4, BLOCK, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
+        if input_tokens.ndim:
+            slots = torch.arange(min(len(input_tokens), NUM_TOKENS))
+            legacy._scatter(caches, slots, keys, values)
+        legacy._unpacked(hidden, BLOCK, torch.device("cpu"))
+
+
+@fuzzed(100)
+@given(st.binary(min_size=1, max_size=100) | entries())
+def test_odd_states_are_refused_or_understood(raw: bytes) -> None:
+    legacy._unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu"))
