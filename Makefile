@@ -7,7 +7,7 @@ MODEL ?=
 VLLM ?=
 # For `make fuzz`: which cases, and how many times as many as `make unit` tries.
 SEED ?= 1
-CASES ?= 40
+CASES ?= 20
 
 BIN := .venv/bin
 

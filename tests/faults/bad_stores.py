@@ -46,6 +46,8 @@ SHAPES = {"small": (16, 64), "medium": (300, 1024), "large": (2, 1 << 20), BY_RO
           SPARE: (16, 64)}  # fmt: skip
 ROWS = Rows(10, 20, *SHAPES[BY_ROW])
 ASKED = [name for name in SHAPES if name != SPARE]
+NO_MD5 = f'"{"0" * 32}-2"'
+"""An ETag as of an object that was encrypted, or uploaded in parts."""
 ROADS = ("obstore", "s3fs")
 
 

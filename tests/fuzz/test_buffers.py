@@ -34,12 +34,19 @@ FRONT = 8 + 8 * NUM_TOKENS
 HEADER = json.loads(WHOLE[FRONT + 8 : FRONT + 8 + HEADER_BYTES])
 BODY = WHOLE[FRONT + 8 + HEADER_BYTES :]
 WANTED = [(0, 1, 2), tuple(range(NUM_TOKENS)), None]
+ODD_DTYPES = [torch.bool, torch.uint8, torch.float32, torch.int64, torch.bfloat16]
+ODD_DTYPES += [torch.float8_e4m3fn, torch.complex64, torch.uint16]
 DTYPES = ["BF16", "F8_E4M3", "F64", "I64", "U8", "BOOL", "U64", "F4", "C64"]
 
 
 @st.composite
 def entries(draw: DrawFn) -> bytes:
-    match draw(st.integers(0, 5)):
+    match draw(st.integers(0, 7)):
+        case 6 | 7:
+            name = draw(st.sampled_from(NAMES))
+            shape = draw(st.lists(st.integers(0, 9), max_size=4))
+            odd = torch.zeros(shape, dtype=draw(st.sampled_from(ODD_DTYPES)))
+            return pack(range(NUM_TOKENS), {**TENSORS, name: odd}).numpy().tobytes()
         case 0:
             at = draw(st.integers(0, len(WHOLE) - 1))
             return WHOLE[:at] + bytes([WHOLE[at] ^ 4]) + WHOLE[at + 1 :]

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from ecshare.store.format import PROLOGUE_BYTES
 from tests.fuzz.running import cases, dice
 from tests.fuzz.values import ODD_NUMBERS, ODD_TEXT
 from tests.kvshare.toy import (
@@ -68,8 +69,8 @@ def damage(path: Path, others: list[Path], chance: Random) -> None:
         case 0:
             path.write_bytes(body[: chance.randrange(len(body) or 1)])
         case 1:
-            at = chance.randrange(len(body) or 1)
-            path.write_bytes(body[:at] + bytes([body[at] ^ 4]) + body[at + 1 :] if body else b"")
+            at = PROLOGUE_BYTES + chance.randrange(100)
+            path.write_bytes(body[:at] + b"?" + body[at + 1 :])
         case 2:
             path.write_bytes(chance.choice(others).read_bytes())
         case 3:
@@ -84,6 +85,12 @@ def damage(path: Path, others: list[Path], chance: Random) -> None:
         case 7:
             with path.open("wb") as file:
                 file.truncate(HUGE)
+
+
+def forget(host: Path) -> None:
+    """As if all that a host's cache holds had been evicted."""
+    for path in host.glob("*+*"):
+        path.unlink()
 
 
 def damage_some(folder: Path, chance: Random) -> int:
@@ -120,5 +127,7 @@ def test_every_answer_is_right(engines: list[ToyEngine], tmp_path: Path) -> None
             seen["loaded"] += answer.computed_prompt_tokens < len(words)
         if chance.random() < 0.5:
             seen["damaged"] += damage_some(tmp_path, chance)
+            for host in tmp_path.glob("host-*"):
+                forget(host)
     assert seen["loaded"]
     assert seen["damaged"]

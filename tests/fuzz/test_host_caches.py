@@ -4,6 +4,7 @@
 import os
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,7 +38,16 @@ def entry_name(key: str) -> str:
 
 
 NAMES = [
-    *(".used", ".claims", ".ledgers", ".ledgers/x.0", "random", "." + "0" * 16 + ".tmp"),
+    *(
+        ".used",
+        ".used",
+        ".used",
+        ".claims",
+        ".ledgers",
+        ".ledgers/x.0",
+        "random",
+        "." + "0" * 16 + ".tmp",
+    ),
     *map(entry_name, KEYS),
     entry_name(KEYS[0]) + ".rows-0-1",
 ]
@@ -118,6 +128,7 @@ ODD: dict[str, Callable[[Path, int], None]] = {
 def oddities(draw: st.DrawFn) -> tuple[str, str, int]:
     """A name, what lies there, and a number that it is made with."""
     numbers = st.sampled_from([0, -1, 1, 9, 100, -(2**63), 2**63 - 1, 2**40, 0o222, 0o444, 0o666])
+    numbers |= st.integers(0, 9)
     return draw(st.sampled_from(NAMES)), draw(st.sampled_from(sorted(ODD))), draw(numbers)
 
 
@@ -162,6 +173,11 @@ class User:
         self.entries.append(entry)
         if entry_name(entry.key) not in self._planted:
             assert entry.body == body_of(entry.key), "wrong bytes"
+        else:
+            status = os.lstat(entry.path)
+            assert stat.S_ISREG(status.st_mode)
+            assert status.st_size
+            assert not status.st_mode & 0o022, "others may write to it"
 
 
 @fuzzed(150)

@@ -197,7 +197,7 @@ E_ANSWER = {"metadata": {"image_grid_thw": [1, 2, 3]}, "item_indices": [0]}
 P_ANSWER = {"kv_transfer_params": {"kvshare": {"num_tokens": 7, "size": 1}}}
 
 
-@fuzzed(300)
+@fuzzed(200)
 @given(bodies(), mutated({"ec_transfer_params": {"uuid": E_ANSWER}}), mutated(P_ANSWER))
 def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any) -> None:
     try:

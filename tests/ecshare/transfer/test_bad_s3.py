@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.bad_s3 import flipped, half
-from tests.faults.bad_stores import World, check_damaged, check_jobs, key_of, world
+from tests.faults.bad_stores import NO_MD5, World, check_damaged, check_jobs, key_of, world
 
 MODES = [
     "get:web-page-with-etag",
@@ -28,8 +28,9 @@ def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> Non
     check_jobs(at, mode)
 
 
+@pytest.mark.parametrize("etag", ["", NO_MD5], ids=["its own etag", "an etag that is no md5"])
 @pytest.mark.parametrize("damage", [half, flipped])
 def test_what_is_damaged_in_the_store_is_made_good(
-    at: World, damage: Callable[[bytes], bytes]
+    at: World, damage: Callable[[bytes], bytes], etag: str
 ) -> None:
-    check_damaged(at, "medium", damage(at.good[f"cache/{key_of('medium')}"].body))
+    check_damaged(at, "medium", damage(at.good[f"cache/{key_of('medium')}"].body), etag)
