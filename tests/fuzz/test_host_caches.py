@@ -180,7 +180,7 @@ class User:
             assert not status.st_mode & 0o022, "others may write to it"
 
 
-@fuzzed(150)
+@fuzzed(300)
 @given(
     st.booleans(),
     st.sampled_from(LIMITS),

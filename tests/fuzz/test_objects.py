@@ -154,7 +154,16 @@ def change_attributes(draw: Draw, sound: Sound) -> bytes:
     odd = [
         *('{"a":' + "[" * depth + "]" * depth + "}", "{" + '"a":{' * min(depth, 500)),
         *('{"a":' + "9" * 3000 + "}", '{"a":1e999}', '{"a":NaN}', '{"\\ud800":1}'),
-        *('{"a":' + "[" * 3000, "null", "[]", '{"a":"\\u0000"}', '{"a":1,"a":2}', ""),
+        *(
+            '{"a":' + "[" * 2000,
+            '{"a":' * 400,
+            '{"a":' + "[" * 1200,
+            "null",
+            "[]",
+            '{"a":"\\u0000"}',
+            '{"a":1,"a":2}',
+            "",
+        ),
     ]
     header["__metadata__"]["ecshare.attributes"] = draw(st.sampled_from(odd))
     return with_header(sound.raw, header)
@@ -236,7 +245,8 @@ def other_facts(draw: Draw, sound: Sound) -> bytes:
 
 Change = Callable[[Draw, Sound], bytes]
 DAMAGE: list[Change] = [
-    flip_bits, cut, extend, change_header, change_metadata, change_attributes, change_text, make_up,
+    flip_bits, cut, extend, change_header, change_metadata, change_attributes, change_attributes,
+    change_text, make_up,
 ]  # fmt: skip
 FORGERY: list[Change] = [another_object, resealed, swapped_rows, other_facts]
 
