@@ -14,6 +14,8 @@ MODES = [
     "get:flipped",
     "get:another",
     "get:503",
+    "put:403",
+    "put:full",
 ]
 
 
