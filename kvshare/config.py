@@ -16,6 +16,8 @@ from ecshare.store.errors import ConfigError
 OPTIONS_PATH = "kv_connector_extra_config"
 CHUNK_TOKENS = 256
 
+Tails = Literal["always", "salted", "never"]
+
 
 class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the KV connector: those that both connectors take, and its own."""
@@ -23,6 +25,12 @@ class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] | None = None
     """Tokens of one stored object: a whole number of vLLM's blocks; one block where that is larger.
     Left out: 256, or the next whole number of blocks. Engines share KV where it is the same."""
+
+    tails: Tails = "always"
+    """Whether the last, partly filled block of a prompt is stored and loaded. Where it is, whoever
+    may ask an engine can guess the end of somebody's prompt token by token. `salted`: only of
+    requests that carry a `cache_salt`, as a gateway sets one for each tenant. `never`: up to a
+    block of each prompt is then computed again. The same on all engines."""
 
     def chunk_blocks(self, block_tokens: int) -> int:
         """Return how many blocks of `block_tokens` make a chunk.

@@ -21,6 +21,8 @@ from typing import Any, NewType
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.request import Request
 
+from kvshare.config import Tails
+
 ChunkKey = NewType("ChunkKey", bytes)
 HashFunction = Callable[[Any], bytes]
 
@@ -49,6 +51,12 @@ class Grid:
     chunk_blocks: int
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter that the request runs with: the end of each name."""
+    tails: Tails = "always"
+    """Of which prompts the tail is stored: the option of this name."""
+
+    def has_tail(self, request: Request) -> bool:
+        """Whether the tail of the prompt may be stored and loaded, if it has one."""
+        return self.tails == "always" or (self.tails == "salted" and bool(request.cache_salt))
 
     @property
     def chunk_tokens(self) -> int:
@@ -91,7 +99,10 @@ class Tail:
 
 
 def tail_of(request: Request, grid: Grid) -> Tail | None:
-    """Return the tail of the prompt; None if full blocks hold all but its last token."""
+    """Return the tail of the prompt; None if full blocks hold all but its last token, or if its
+    tail is not to be stored."""
+    if not grid.has_tail(request):
+        return None
     block, num_tokens = divmod(request.num_prompt_tokens - 1, grid.block_tokens)
     if not num_tokens or num_tokens == grid.block_tokens - 1 or block > len(request.block_hashes):
         return None
@@ -102,6 +113,15 @@ def tail_of(request: Request, grid: Grid) -> Tail | None:
         request.block_hashes[block - 1] if block else None,
         tuple(request.all_token_ids[start : start + num_tokens]),
         extra_keys,
+    )
+
+
+def stored_tokens(request: Request, grid: Grid) -> int:
+    """Return up to which token of the prompt all is stored once it is computed."""
+    full_tokens = request.num_prompt_tokens // grid.block_tokens * grid.block_tokens
+    return min(
+        request.num_prompt_tokens if grid.has_tail(request) else full_tokens,
+        request.num_prompt_tokens - 1,
     )
 
 

@@ -27,7 +27,7 @@ from kvshare.layers import layer_sets_of, own_size, parts_of, readable_sizes, re
 from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, tail_of
+from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class KVScheduler:
         )
         facts = KVFacts(
             namespace=namespace.digest,
-            grid=Grid(block_tokens, chunk_blocks),
+            grid=Grid(block_tokens, chunk_blocks, tails=config.tails),
             layer_sets=sets,
             size=own_size(sets, tp_size),
             parts={size: parts_of(sets, size) for size in readable_sizes(sets, tp_size)},
@@ -348,7 +348,7 @@ class KVScheduler:
         if progress.saved_prompt_tokens < request.num_prompt_tokens or grid is None:
             return 0
         if tracked.num_lost_before == self._num_lost and not progress.has_gap:
-            return request.num_prompt_tokens - 1
+            return stored_tokens(request, grid)
         # A save was dropped meanwhile, or the store has failed: it may be one of this prompt.
         hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
         chunks = Prefix(grid, hashes, tail_of(request, grid)).chunks(0, self._facts.hash_function)

@@ -32,7 +32,7 @@ EVERY = {
 }
 OWN: dict[type[StoreConfig], dict[str, Any]] = {
     EncoderConfig: {"save": "durable"},
-    KVConfig: {"chunk_tokens": 512},
+    KVConfig: {"chunk_tokens": 512, "tails": "salted"},
     TierConfig: {"locality": "REMOTE"},
 }
 
