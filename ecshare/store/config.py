@@ -78,7 +78,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     integrity_key: str = ""
     """A secret that all engines share: each object then carries a MAC made with it, and objects
     without the right one count as missing. `env:NAME` or `file:/path`, or the key itself, which
-    then lies open; best 32 random bytes as hex."""
+    then lies open: 32 random bytes or more, as `openssl rand -hex 32` makes them."""
 
     @property
     def folder(self) -> str:

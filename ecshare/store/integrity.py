@@ -6,13 +6,19 @@ MACs nor the fingerprint tell it, and neither helps to make the other.
 """
 
 import hmac
+import re
+from itertools import pairwise
 
 from blake3 import blake3
 
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import referenced
 
-_SHORTEST = 16  # characters: whoever reads the bucket can try out short ones at leisure
+# Who reads the bucket can try out keys at leisure, on a MAC or on the fingerprint.
+_FEWEST_BYTES = 32
+_FEWEST_STEPS = 12
+"""Different distances from one character to the next; 32 random bytes in hex have 20 or more."""
+_HEX = re.compile(rb"[0-9a-fA-F]+")
 _MAC_CONTEXT = "ecshare 2026-11 object mac"
 _ROW_CONTEXT = "ecshare 2026-11 row mac"
 _ROWS_CONTEXT = "ecshare 2026-11 rows mac"
@@ -28,7 +34,8 @@ class Integrity:
         self._row_key = blake3(secret, derive_key_context=_ROW_CONTEXT).digest()
         self._rows_key = blake3(secret, derive_key_context=_ROWS_CONTEXT).digest()
         self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
-        """16 hex digits that tell keys apart without telling the key."""
+        """16 hex digits that tell keys apart. Everybody may see them: they are of no help against
+        a key of 32 random bytes, though they tell whether a guess is right."""
 
     def mac(self, believed: bytes, payload: memoryview) -> str:
         """The MAC of what a reader believes of an object, and of its payload."""
@@ -56,19 +63,49 @@ def open_integrity(text: str, path: str) -> Integrity | None:
 
     `path` is where the user wrote the options. Raises ConfigError without telling the key.
     """
-    if not text:
-        return None
-    option = f"{path}.integrity_key"
+    return Integrity(read_key(text, f"{path}.integrity_key")) if text else None
+
+
+def read_key(text: str, option: str) -> bytes:
+    """Return the key that `text` is, or names: "env:NAME" or "file:/path".
+
+    `option` is what the user calls it. Raises ConfigError, which does not tell the key: it cannot
+    be read, or does not look like 32 random bytes.
+    """
     if text.startswith("env:"):
-        secret = referenced(text, option)
+        key = referenced(text, option)
         source = f"the environment variable {text.removeprefix('env:')!r}"
     elif text.startswith("file:"):
-        secret, source = referenced(text, option), text
+        key, source = referenced(text, option), text
     else:
-        secret, source = text.encode("utf-8", "surrogatepass"), "it"
-    if len(secret) < _SHORTEST:
+        key, source = text.encode("utf-8", "surrogatepass"), "it"
+    wrong = _weakness(key)
+    if wrong:
         raise ConfigError(
-            f"{option}: {source} holds {len(secret)} bytes, a key needs {_SHORTEST} or more; "
-            "make one with: openssl rand -hex 32"
+            f"{option}: {source} {wrong}; a key is {_FEWEST_BYTES} random bytes or more: make one "
+            "with: openssl rand -hex 32"
         )
-    return Integrity(secret)
+    return key
+
+
+def _weakness(key: bytes) -> str:
+    """Say why `key` does not look like enough random bytes; "": it does.
+
+    Random text in hex or base64 has no blanks, and capitals only by its alphabet: what people
+    make up has, or repeats itself, or goes up by steps of one.
+    """
+    num_bytes = _most_random_bytes(key)
+    if num_bytes < _FEWEST_BYTES:
+        return f"holds {num_bytes} random bytes at most"
+    is_text = key.isascii()
+    is_hex = _HEX.fullmatch(key)
+    is_of_words = is_text and not is_hex and (key.islower() or key.isupper() or b" " in key)
+    steps = {(after - before) % 256 for before, after in pairwise(key)}
+    return "looks like words or a pattern" if is_of_words or len(steps) < _FEWEST_STEPS else ""
+
+
+def _most_random_bytes(key: bytes) -> int:
+    """How many random bytes `key` can have been made of, written as it is."""
+    if _HEX.fullmatch(key):
+        return len(key) // 2
+    return len(key) * 6 // 8 if key.isascii() else len(key)

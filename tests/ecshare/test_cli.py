@@ -23,6 +23,7 @@ from tests.ecshare.conftest import Doctor, start
 FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
 NAMESPACE = namespace_digest(FACTS)
 KEY = object_key(Kind.EC, NAMESPACE, "picture")
+INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
 def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
@@ -87,10 +88,10 @@ def test_damaged_objects_are_named(doctor: Doctor, tmp_path: Path) -> None:
 
 def test_objects_of_another_integrity_key_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
     start(tmp_path, FACTS, "", KEY)
-    status, text = doctor(integrity_key="0123456789abcdef")
+    status, text = doctor(integrity_key=INTEGRITY_KEY)
     assert status == 0, text
     assert f"{NAMESPACE}: not sampled, it was written with another integrity_key" in text
-    assert "0123456789abcdef" not in text
+    assert INTEGRITY_KEY not in text
 
 
 def test_nothing_of_a_hostile_manifest_reaches_the_terminal(doctor: Doctor, tmp_path: Path) -> None:
@@ -159,7 +160,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (("doctor", "@/no/such/file"), "argument store: /no/such/file cannot be read"),
         (("doctor", "/tmp", "--sample", "x"), "--sample: 'x' is not a whole number, 0 or more"),
         (("doctor", "/tmp", "--sample", "-1"), "--sample: '-1' is not a whole number, 0 or more"),
-        (("doctor", '{"url": "/x", "integrity_key": "short"}'), "integrity_key: it holds 5 bytes"),
+        (
+            ("doctor", '{"url": "/x", "integrity_key": "short"}'),
+            "key: it holds 3 random bytes",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(

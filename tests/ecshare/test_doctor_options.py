@@ -28,7 +28,7 @@ EVERY = {
     "buffer_bytes": 3,
     "host_cache_dir": "/h",
     "host_cache_bytes": 4,
-    "integrity_key": "0123456789abcdef",
+    "integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
 }
 OWN: dict[type[StoreConfig], dict[str, Any]] = {
     EncoderConfig: {"save": "durable"},

@@ -27,6 +27,7 @@ from tests.conftest import LOGS
 from tests.engines.chat import wait_until
 
 TOKENS = list(range(100, 140))
+INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
@@ -106,7 +107,7 @@ def test_buffers_of_other_names_epochs_and_keys_are_apart(
     opened(KVStoreBuffer, folder).put("key", torch.ones(1))
     assert opened(KVStoreBuffer, folder, name="other").get("key") is None
     assert opened(KVStoreBuffer, folder | {"epoch": "2"}).get("key") is None
-    assert opened(KVStoreBuffer, folder | {"integrity_key": "k" * 16}).get("key") is None
+    assert opened(KVStoreBuffer, folder | {"integrity_key": INTEGRITY_KEY}).get("key") is None
 
 
 def test_a_damaged_tensor_is_none_and_can_be_replaced(

@@ -160,6 +160,7 @@ def test_requests_that_finish_leave_nothing_behind(
 
 
 OTHER_GROUPS = (OffloadingGroupConfig(16, ("layer.0", "layer.2"), 0),)
+INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ OTHER_GROUPS = (OffloadingGroupConfig(16, ("layer.0", "layer.2"), 0),)
         {"worker_kv_bytes_per_block": BLOCK_BYTES // 2, "cache__blocks_per_chunk": 2},
         {"model": "another model"},
         {"tier": {"epoch": "another"}},
-        {"tier": {"integrity_key": "k" * 16}},
+        {"tier": {"integrity_key": INTEGRITY_KEY}},
     ],
     ids=str,
 )

@@ -365,7 +365,7 @@ def test_a_bad_object_is_a_miss_and_its_neighbours_are_loaded(
 
 def test_objects_made_without_the_key_are_misses(start: Start, tmp_path: Path) -> None:
     """Copied to where they would have to lie: whoever may write to the bucket can do that."""
-    one, host = start(), start(integrity_key=os.urandom(16).hex())
+    one, host = start(), start(integrity_key=os.urandom(32).hex())
     one.offload([1])
     one.rest()
     body = path_of(one, 1, tmp_path).read_bytes()

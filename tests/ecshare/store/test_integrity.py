@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import base64
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Kind, object_key
 
-SECRET = "0123456789abcdef0123456789abcdef"
+SECRET = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 OURS = Integrity(SECRET.encode())
 OTHERS = Integrity(b"fedcba9876543210")
 KEY = object_key(Kind.EC, "0" * 32, "an object")
@@ -76,11 +77,20 @@ def test_the_key_may_come_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("env:NOT_SET_AT_ALL", "the environment variable 'NOT_SET_AT_ALL' holds 0 bytes"),
+        ("env:NOT_SET_AT_ALL", "the environment variable 'NOT_SET_AT_ALL' holds 0 random"),
         ("file:/does/not/exist", "/does/not/exist cannot be read"),
         ("file:/a\0b", "cannot be read"),
         ("file:", "cannot be read"),
-        ("hidden", "it holds 6 bytes, a key needs 16 or more"),
+        ("hidden", "it holds 4 random bytes at most; a key is 32 random bytes or more"),
+        (SECRET[:-2], "it holds 31 random bytes at most"),
+        ("hidden" * 10, "it looks like words or a pattern"),
+        ("0123456789abcdef" * 4, "it looks like words or a pattern"),
+        (
+            "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
+            "it looks like words or a pattern",
+        ),
+        ("The hidden word, and more words until it is long enough", "it looks like words"),
+        ("the-hidden-word-and-more-words-until-it-is-long-enough", "it looks like words"),
     ],
 )
 def test_a_key_that_cannot_be_is_refused_with_the_fix(text: str, words: str) -> None:
@@ -88,7 +98,23 @@ def test_a_key_that_cannot_be_is_refused_with_the_fix(text: str, words: str) -> 
         open_integrity(text, "options")
     assert str(caught.value).startswith("options.integrity_key: ")
     assert words in str(caught.value)
-    assert "hidden" not in str(caught.value)
+    assert ":" in text or text[:6] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        SECRET.encode(),
+        SECRET.upper().encode(),
+        base64.b64encode(bytes.fromhex(SECRET)),
+        base64.urlsafe_b64encode(bytes.fromhex(SECRET)).rstrip(b"="),
+        base64.encodebytes(bytes.fromhex(SECRET) * 2 + b"odd"),
+        bytes.fromhex(SECRET),
+    ],
+)
+def test_random_bytes_are_a_key_however_they_are_written(tmp_path: Path, key: bytes) -> None:
+    (tmp_path / "key").write_bytes(key)
+    assert open_integrity(f"file:{tmp_path}/key", "options") is not None
 
 
 def test_logs_do_not_tell_the_key() -> None:

@@ -521,7 +521,11 @@ def test_an_object_that_is_kept_from_us_stays_for_others(
 
 def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start: Start) -> None:
     staging = Staging(torch.device("cpu"), 1 << 22)
-    keys = {"one": "a secret of ours", "two": "another secret, as long", "none": ""}
+    keys = {
+        "one": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
+        "two": "c57a20f9e84b1d36720fe9b58a3cd41690d7f2643b8e51acf4196d0e82b7a35f",
+        "none": "",
+    }
     outcomes = {}
     for writer, secret in keys.items():
         slab = staging.reserve(FACTS)
