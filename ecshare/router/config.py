@@ -13,9 +13,13 @@ from msgspec import Struct
 from ecshare import __version__
 from ecshare.router.addresses import Network
 from ecshare.router.secret import Secret, read_secret
+from ecshare.store.errors import ConfigError
+from ecshare.store.integrity import read_key, router_token
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[^\s\x00-\x1f/\\@]+")
+
+_NO_KEY = "none"
 
 MIB = 1024 * 1024
 
@@ -44,6 +48,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     cool_down_s: float = 5.0
     status_key: Secret | None = None
     access_log: bool = False
+    router_token: str = ""
+    """What engines behind a RouterGate know this router by; secret."""
 
 
 def parse_arguments(
@@ -76,6 +82,7 @@ def parse_arguments(
         cool_down_s=options.cool_down_s,
         status_key=options.status_key,
         access_log=options.access_log,
+        router_token=options.router_key,
     )
 
 
@@ -212,6 +219,14 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "Bearer KEY, is told where the engines are and what they do",
     )
     say("--access-log", action="store_true", help="log one line per request")
+    say(
+        "--router-key",
+        metavar="KEY",
+        type=_router_token,
+        default=_NO_KEY,
+        help="key that this router shares with engines behind a RouterGate, as env:NAME or "
+        "file:/path: 32 random bytes or more",
+    )
     return parser
 
 
@@ -274,6 +289,18 @@ def _secret(text: str) -> Secret:
     try:
         return read_secret(text)
     except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _router_token(text: str) -> str:
+    if text == _NO_KEY:
+        return ""
+    if not text.startswith(("env:", "file:")):
+        # Everybody on this host sees arguments; so this one is not repeated either.
+        raise argparse.ArgumentTypeError("name the key as env:NAME or file:/path")
+    try:
+        return router_token(read_key(text, "the key"))
+    except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 

@@ -25,6 +25,7 @@ from ecshare.router.memory import Share
 from ecshare.router.together import together
 from ecshare.router.watch import Patience, SilentError, Wait, Watch
 from ecshare.router.workers import Stage, Worker, Workers
+from ecshare.store.integrity import TOKEN_HEADER
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
@@ -92,6 +93,8 @@ class Relay:
 
     def __init__(self, config: RouterConfig, workers: Mapping[Stage, Workers]) -> None:
         self._config = config
+        token = config.router_token
+        self._own_headers = {TOKEN_HEADER: token} if token else {}
         self._workers = workers
         self._watch = Watch(
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
@@ -159,7 +162,7 @@ class Relay:
         """
         stage, worker = self._engine(to)
         workers = self._workers[stage]
-        headers = {**headers, "Content-Type": "application/json"}
+        headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
         async with self._watched(stage, worker, patience) as wait:

@@ -23,7 +23,11 @@ _MAC_CONTEXT = "ecshare 2026-11 object mac"
 _ROW_CONTEXT = "ecshare 2026-11 row mac"
 _ROWS_CONTEXT = "ecshare 2026-11 rows mac"
 _FINGERPRINT_CONTEXT = "ecshare 2026-11 integrity key fingerprint"
+_ROUTER_CONTEXT = "ecshare 2026-11 router token"
 _PREFIX = "blake3:"
+
+TOKEN_HEADER = "x-ecshare-router"
+"""The HTTP header in which a router shows its token."""
 
 
 class Integrity:
@@ -86,6 +90,11 @@ def read_key(text: str, option: str) -> bytes:
             "with: openssl rand -hex 32"
         )
     return key
+
+
+def router_token(key: bytes) -> str:
+    """Return what the router shows to engines that share `key` with it: 64 hex digits."""
+    return blake3(key, derive_key_context=_ROUTER_CONTEXT).hexdigest()
 
 
 def _weakness(key: bytes) -> str:

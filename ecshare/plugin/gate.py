@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ASGI middleware for vLLM's API server: what names media or transfers comes from the router alone.
+
+    export ECSHARE_ROUTER_KEY=file:/etc/ecshare/router.key
+    vllm serve ... --middleware ecshare.plugin.gate.RouterGate
+
+vLLM takes a client's `uuid` for the content of a picture: embeddings and KV are stored by it for
+the whole fleet, so whoever chooses it chooses what others get. Nothing behind the API server can
+tell such a name from a hash that vLLM has made itself, hence this. Requests of the router, which
+shows that it has the key, pass; so does what names nothing. The rest is refused.
+
+vLLM imports this by name and makes one object in each API server process.
+"""
+
+import hmac
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+from ecshare.store.integrity import TOKEN_HEADER, read_key, router_token
+
+KEY_VARIABLE = "ECSHARE_ROUTER_KEY"
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# vLLM itself has no limit; this one is for who has shown no key yet.
+_MAX_BODY_BYTES = 256 << 20
+# A body without these says nothing that is to be refused, whatever its encoding: names in JSON may
+# be escaped, and UTF-16 has a zero in every bracket.
+_WORTH_READING = (b"uuid", b"mm_hashes", b"transfer_params", b"\\u", b"\0")
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+_MEDIA = re.compile("image|audio|video|vision|embed")
+# Schemas, which may describe anything; no media are read from them.
+_SCHEMAS = ("tools", "functions")
+
+
+class RouterGate:
+    """Lets requests through that are the router's or that name nothing; refuses others with 400.
+
+    Any task of the server's event loop; holds nothing but the key.
+    """
+
+    def __init__(self, app: App) -> None:
+        """Guard `app`. Without the environment variable ECSHARE_ROUTER_KEY nobody is the router.
+
+        Raises:
+            ConfigError: the variable holds no good key, and names no file that does.
+        """
+        self._app = app
+        key = os.environ.get(KEY_VARIABLE, "")
+        self._token = router_token(read_key(key, KEY_VARIABLE)).encode() if key else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI has it."""
+        if scope["type"] != "http" or self._is_router(scope):
+            await self._app(scope, receive, send)
+            return
+        body = await _read(receive)
+        if body is None:
+            await _refuse(send, 413, "The body is too large.")
+            return
+        claim = claim_in(body)
+        if claim is not None:
+            await _refuse(send, 400, f"`{claim}` is not accepted from clients; leave it out.")
+            return
+        await self._app(scope, _again(body, receive), send)
+
+    def _is_router(self, scope: Scope) -> bool:
+        name = TOKEN_HEADER.encode()
+        shown = [value for header, value in scope["headers"] if header.lower() == name]
+        return bool(self._token) and len(shown) == 1 and hmac.compare_digest(shown[0], self._token)
+
+
+def claim_in(body: bytes) -> str | None:
+    """Return the first field of a request by which it names media or transfers; None: none.
+
+    What is no JSON holds none: vLLM reads bodies with the same parser, in whatever encoding.
+    """
+    if not any(word in body for word in _WORTH_READING):
+        return None
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for part in _objects(request):
+        if part.get("uuid") is not None and _is_media(part):
+            return "uuid"
+        for name in (*_TRANSFERS, "mm_hashes"):
+            if part.get(name) is not None:
+                return name
+    return None
+
+
+def _is_media(part: dict[str, Any]) -> bool:
+    """Whether vLLM may read this object as a content part that holds media, or names them."""
+    return any(_MEDIA.search(name) for name in (*part, str(part.get("type"))))
+
+
+def _objects(request: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a JSON value but those in schemas."""
+    left = [request]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield value
+            left += [inner for name, inner in value.items() if name not in _SCHEMAS]
+        elif isinstance(value, list):
+            left += value
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Return the whole body, as far as it has come when the client leaves; None: too large."""
+    body, goes_on = bytearray(), True
+    while goes_on:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > _MAX_BODY_BYTES:
+            return None
+        goes_on = message["type"] == "http.request" and message.get("more_body", False)
+    return bytes(body)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives `body`, which was taken, and then what comes after it."""
+    taken = [body]
+
+    async def receive_again() -> Message:
+        if taken:
+            return {"type": "http.request", "body": taken.pop(), "more_body": False}
+        return await receive()
+
+    return receive_again
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 413:
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes the gate before an engine's API server, on the server's own request type."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ecshare.plugin import gate
+from ecshare.plugin.gate import RouterGate
+from ecshare.store.errors import ConfigError
+from ecshare.store.integrity import TOKEN_HEADER, router_token
+
+KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+TOKEN = router_token(KEY.encode())
+
+
+class Answered:
+    """What came of one request: the status, and the body that reached the server, if one did."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.text = b""
+        self.reached: bytes | None = None
+
+
+async def ask(
+    *chunks: bytes, headers: tuple[tuple[str, str], ...] = (), kind: str = "http"
+) -> Answered:
+    answered = Answered()
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        if kind != "http":
+            answered.reached = b""
+            return
+        answered.reached = await Request(scope, receive).body()
+        await Response(b"served")(scope, receive, send)
+
+    async def arriving() -> AsyncIterator[dict[str, Any]]:
+        for number, chunk in enumerate(chunks, 1):
+            more = number < len(chunks)
+            yield {"type": "http.request", "body": chunk, "more_body": more}
+        yield {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answered.status = message.get("status", answered.status)
+        answered.text += message.get("body", b"")
+
+    scope = {
+        "type": kind,
+        "method": "POST",
+        "headers": [(name.encode(), value.encode()) for name, value in headers],
+    }
+    await RouterGate(server)(scope, arriving().__anext__, send)
+    return answered
+
+
+def chat(*content: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}], **fields}
+
+
+CLAIMS = [
+    ("uuid", chat(PICTURE | {"uuid": "a" * 64})),
+    ("uuid", chat(PICTURE | {"uuid": 7})),
+    ("uuid", chat(PICTURE | {"uuid": {"a": 1}})),
+    ("uuid", chat({"image_url": None, "uuid": "x"})),
+    ("uuid", chat({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1]}, "uuid": "x"})),
+    ("uuid", chat({"type": "input_audio", "input_audio": {}, "uuid": "x"})),
+    ("uuid", chat({"type": "text", "text": "a", "video_url": "u", "uuid": "x"})),
+    ("uuid", {"requests": [chat("text"), chat(PICTURE | {"uuid": "x"})]}),
+    ("uuid", {"token_ids": [1], "content_parts": [PICTURE | {"uuid": "x"}]}),
+    ("uuid", {"data_1": {"content": [PICTURE | {"uuid": "x"}]}}),
+    ("mm_hashes", {"token_ids": [1], "features": {"mm_hashes": {"image": ["x"]}}}),
+    ("kv_transfer_params", chat("text", kv_transfer_params={})),
+    ("ec_transfer_params", chat("text", ec_transfer_params={"x": {}})),
+    ("kv_transfer_params", chat("text", vllm_xargs={"kv_transfer_params": 484})),
+]
+
+
+@pytest.mark.parametrize(("field", "request_"), CLAIMS)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32", "escaped"])
+async def test_a_client_names_neither_media_nor_transfers(
+    field: str, request_: dict[str, Any], encoding: str
+) -> None:
+    text = json.dumps(request_)
+    if encoding == "escaped":
+        text = text.replace(field, f"\\u{ord(field[0]):04x}{field[1:]}")
+    body = text.encode("utf-8" if encoding == "escaped" else encoding)
+    assert json.loads(body) == request_, "the server would read it so"
+    answered = await ask(body)
+    assert (answered.status, answered.reached) == (400, None)
+    said = json.loads(answered.text)["error"]["message"]
+    assert said == f"`{field}` is not accepted from clients; leave it out."
+
+
+TOOL = {"properties": {"uuid": {"type": "string"}, "image_url": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        chat("text"),
+        chat(PICTURE, {"type": "text", "text": "what is a uuid, and what are mm_hashes?"}),
+        chat(PICTURE | {"uuid": None}, kv_transfer_params=None),
+        chat("text", tools=[{"type": "function", "function": {"parameters": TOOL}}]),
+        chat("text", documents=[{"uuid": "4", "text": "a document"}]),
+        {},
+        [],
+        "uuid",
+    ],
+)
+async def test_what_names_nothing_passes_unchanged(request_: Any) -> None:
+    body = json.dumps(request_).encode()
+    answered = await ask(body[:3], body[3:9], body[9:])
+    assert (answered.status, answered.reached) == (200, body)
+
+
+@pytest.mark.parametrize("body", [b"", b"uuid", b'{"uuid": "\xff"}', b"[" * 5000 + b'"uuid"'])
+async def test_what_is_no_json_is_the_servers_to_refuse(body: bytes) -> None:
+    assert (await ask(body)).reached == body
+
+
+async def test_the_router_names_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECSHARE_ROUTER_KEY", KEY)
+    body = json.dumps(CLAIMS[0][1]).encode()
+    assert (await ask(body, headers=((TOKEN_HEADER, TOKEN),))).reached == body
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        (),
+        ((TOKEN_HEADER, ""),),
+        ((TOKEN_HEADER, KEY),),
+        ((TOKEN_HEADER, TOKEN[:-1]),),
+        ((TOKEN_HEADER, "\u00e9"),),
+        ((TOKEN_HEADER, TOKEN), (TOKEN_HEADER, "x")),
+        (("authorization", TOKEN),),
+    ],
+)
+async def test_nobody_else_is_the_router(
+    monkeypatch: pytest.MonkeyPatch, headers: tuple[tuple[str, str], ...]
+) -> None:
+    monkeypatch.setenv("ECSHARE_ROUTER_KEY", KEY)
+    assert (await ask(json.dumps(CLAIMS[0][1]).encode(), headers=headers)).status == 400
+
+
+@pytest.mark.parametrize("shown", ["", TOKEN, router_token(b"")])
+async def test_without_a_key_nobody_is_the_router(
+    monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    monkeypatch.delenv("ECSHARE_ROUTER_KEY", raising=False)
+    body = json.dumps(CLAIMS[0][1]).encode()
+    assert (await ask(body, headers=((TOKEN_HEADER, shown),))).status == 400
+
+
+def test_a_key_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("never asked")
+
+    monkeypatch.setenv("ECSHARE_ROUTER_KEY", "letmein")
+    with pytest.raises(ConfigError, match="ECSHARE_ROUTER_KEY: it holds 5 random bytes at most"):
+        RouterGate(server)
+
+
+async def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_MAX_BODY_BYTES", 10)
+    assert (await ask(b"12345", b"67890")).status == 200
+    answered = await ask(b"12345", b"67890", b"1", b"never taken")
+    assert (answered.status, answered.reached) == (413, None)
+
+
+async def test_what_is_no_http_passes() -> None:
+    assert (await ask(kind="lifespan")).reached == b""
