@@ -21,6 +21,7 @@ from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
+from ecshare.plugin.compat import is_named_by_request, names_media_by_request
 from ecshare.plugin.identity import (
     Namespace,
     encoder_namespace,
@@ -84,6 +85,7 @@ class EncoderScheduler:
                 "came last under a picture's hash, be it without the picture: when an embedding "
                 "is lost, requests that have the picture would fail"
             )
+        self._numbers_media = names_media_by_request(vllm_config)
         self._has_tower_adapters = has_tower_adapters(vllm_config)
         self._placeholders = Placeholders(vllm_config.model_config)
         self._engine = TransferEngine(config, OPTIONS_PATH)
@@ -184,7 +186,8 @@ class EncoderScheduler:
         unkept = self._unkept.pop(request.request_id, ())
         if not self._role.is_producer or not request.mm_features or self._is_idle:
             return None
-        announced = self._placeholders.announcement(request.mm_features)
+        shared = [feature for feature in request.mm_features if self._is_shared(feature)]
+        announced = self._placeholders.announcement(shared)
         return {name: entry for name, entry in announced.items() if name not in unkept}
 
     def take_unavailable(self) -> set[str]:
@@ -237,7 +240,7 @@ class EncoderScheduler:
 
     def _is_settled(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether it is known what to do with one item of a request; asks the store if need be."""
-        if len(feature.identifier) > MAX_IDENTIFIER_CHARS:
+        if not self._is_shared(feature):
             return self._placeholders.can_encode(feature) or self._lose(request)
         item = self._items.get(feature.identifier)
         if item is None or request.request_id not in item.waiters:
@@ -257,6 +260,12 @@ class EncoderScheduler:
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
             return self._lose(request)
         return True
+
+    def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Whether the item may be in the store, by its name."""
+        if self._numbers_media and is_named_by_request(feature):
+            return False
+        return len(feature.identifier) <= MAX_IDENTIFIER_CHARS
 
     def _join(
         self, request: "Request", feature: "MultiModalFeatureSpec", item: Item | None

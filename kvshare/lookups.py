@@ -54,6 +54,8 @@ class KVFacts:
     """vLLM's own, which made the block hashes."""
     saves: bool
     loads: bool
+    numbers_media: bool = False
+    """vLLM gives media numbers for names; KV that is made of them is not shared."""
     store_source: str = UNSPECIFIED_SOURCE
     """What vLLM calls hits in a store like this one."""
 

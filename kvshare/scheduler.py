@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.plugin.compat import is_named_by_request, names_media_by_request
 from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -21,6 +22,7 @@ from ecshare.store.keys import size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from ecshare.transfer.stats import Stats, merged
+from kvshare.adapters import Adapter
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.layers import layer_sets_of, own_size, parts_of, readable_sizes, refusal
@@ -134,6 +136,7 @@ class KVScheduler:
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,
+            numbers_media=names_media_by_request(vllm_config),
             store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
         )
         mark = size_key(namespace.kind, namespace.digest, facts.size)
@@ -316,7 +319,11 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            progress = Progress(request, self._adapters.of(request))
+            is_nameless = self._facts.numbers_media and any(
+                map(is_named_by_request, request.mm_features)
+            )
+            adapter = Adapter(None, True) if is_nameless else self._adapters.of(request)
+            progress = Progress(request, adapter)
             tracked = _Tracked(progress, num_lost_before=self._num_lost)
             self._tracked[request.request_id] = tracked
         return tracked

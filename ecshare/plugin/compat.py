@@ -2,6 +2,7 @@
 """Names and hooks that moved between vLLM releases; the only place that asks."""
 
 import platform
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -62,6 +63,22 @@ def repacks_blocks() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def names_media_by_request(vllm_config: Any) -> bool:
+    """Whether vLLM numbers the media that come without a uuid, instead of hashing them.
+
+    It does where neither its cache of inputs nor its cache of prefixes needs a hash.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_inputs = media is None or getattr(media, "mm_processor_cache_gb", 1) != 0
+    return not has_inputs and not vllm_config.cache_config.enable_prefix_caching
+
+
+def is_named_by_request(feature: Any) -> bool:
+    """Whether a media item may be named so: another engine, and this one once it has been started
+    again, gives the same name to another item."""
+    return re.search(rf"-{re.escape(feature.modality)}-[0-9]+$", feature.identifier) is not None
 
 
 def register_once(factory: Any, name: str, module_path: str) -> None:

@@ -288,6 +288,53 @@ def test_a_cache_of_inputs_that_may_confuse_them_is_warned_of(
     assert ("--mm-processor-cache-gb" in caplog.text) is warns
 
 
+@pytest.mark.parametrize(("has_a_cache", "is_shared"), [(True, True), (False, False)])
+def test_a_number_that_vllm_gave_a_picture_is_not_its_name(
+    start: Start,
+    vllm_config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    has_a_cache: bool,
+    is_shared: bool,
+) -> None:
+    """Without caches vLLM counts pictures from 1, in every engine."""
+    media = vllm_config.model_config.multimodal_config
+    monkeypatch.setattr(media, "mm_processor_cache_gb", 0)
+    monkeypatch.setattr(vllm_config.cache_config, "enable_prefix_caching", has_a_cache)
+    scheduler = start("ec_both")
+    name = numbered()
+    numbered_one, named_one = request(feature(name)), request(feature("a" * 64), name="other")
+    for asked in (numbered_one, named_one):
+        assert until_ready(scheduler, asked)
+        scheduler.allocated(asked, 0)
+    orders = scheduler.orders({"request": 1, "other": 1})
+    saved = {order.identifier for order in orders.saves}
+    assert saved == ({name, "a" * 64} if is_shared else {"a" * 64})
+    announced = scheduler.finished(numbered_one)
+    assert announced is not None
+    assert set(announced) == ({name} if is_shared else set())
+    assert set(scheduler.finished(named_one) or ()) == {"a" * 64}
+    lost = request(feature(name, pixels=False), name="lost")
+    if not is_shared:
+        assert not scheduler.ready(lost, 0)
+        assert scheduler.take_unavailable() == {"lost"}
+
+
+def numbered() -> str:
+    """What this vLLM calls the first picture, where it has no cache that needs a hash."""
+    base = pytest.importorskip("vllm.renderers.base")
+    off = SimpleNamespace(mm_processor_cache_gb=0)
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=off),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=False)),
+        _validate_mm_uuids=lambda *_: None,
+    )
+    items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    names = base.BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    (name,) = names["image"]
+    assert isinstance(name, str)
+    return name
+
+
 def test_a_late_store_is_a_miss(start: Start, tmp_path: Path, shape: tuple[int, int]) -> None:
     scheduler = start("ec_consumer", wait_s=1e-9)
     store(scheduler, tmp_path, shape)

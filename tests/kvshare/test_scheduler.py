@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -331,6 +332,24 @@ def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
         (tail.key, (4,), 2, 0),
     ]
     assert bytes(part.key) == request.block_hashes[4]
+
+
+@pytest.mark.parametrize("numbers_media", [True, False])
+@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "a" * 64])
+def test_kv_of_a_picture_that_has_a_number_for_a_name_is_not_shared(
+    bench: StartBench, name: str, numbers_media: bool
+) -> None:
+    """Without caches vLLM counts pictures from 1, in every engine: two may have one name."""
+    here = bench(numbers_media=numbers_media)
+    is_shared = name == "a" * 64 or not numbers_media
+    prompt, blocks = list(range(5 * BLOCK + 1)), [1, 2, 3, 4, 5, 6]
+    place = PlaceholderRange(offset=1, length=2)
+    picture = MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place)
+    request = make_request("r", prompt, mm_features=[picture])
+    here.put(chunks_for(request)[:2])
+    assert here.ask(request) == (2 * BLOCK if is_shared else 0)
+    assert len(here.run(request, 2 * BLOCK, len(prompt), blocks).saves) == 3 * is_shared
+    assert (here.half.finished(request) is not None) is is_shared
 
 
 def test_a_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
