@@ -8,7 +8,7 @@ axes that every kernel means alike: CPU kernels repack the inside of a block for
 set. So blocks are moved whole, never by token.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -31,6 +31,9 @@ BlockIds = Sequence[Sequence[int]]
 """The blocks of some consecutive tokens, in each of the cache groups of a layer set."""
 
 
+Erase = Callable[[Tensor, int], None]
+
+
 class BlockCaches:
     """The KV cache of one layer set in one worker, as numbered blocks of one shape.
 
@@ -44,11 +47,12 @@ class BlockCaches:
         num_blocks: int,
         block_tokens: int,
         *,
-        is_repacked: bool = False,
+        erase: Erase | None = None,
     ) -> None:
         """Find the axes of each layer's tensor in `caches`, which holds those of other sets too.
 
-        `is_repacked`: the kernel mixes the tokens of a block, so that none can be told from others.
+        `erase`: given where the kernel mixes the tokens of a block, so that none can be told from
+        others; zeroes those from a given one on in blocks of a host, [block, head, token, content].
 
         Raises:
             ValueError: a layout this does not understand; the message says which and why.
@@ -67,7 +71,9 @@ class BlockCaches:
         self._by_row = layer_set.is_checked_by_head
         self._block_tokens = block_tokens
         self._content = int(first.shape[-1])
-        self._is_repacked = is_repacked
+        self._erase = erase
+        self.erases = erase is None or _can_erase(erase, first)
+        """Whether what follows the last token of a block can be zeroed."""
 
     def facts(self, num_blocks: int, num_tokens: int, name: str) -> TensorFacts:
         """Return what the object of a chunk of `num_blocks` says of itself; `num_tokens` count.
@@ -87,13 +93,19 @@ class BlockCaches:
     def read(self, block_ids: BlockIds, num_tokens: int, out: Tensor) -> None:
         """Copy blocks to `out` [head, layer, token, content], on the cache's device.
 
-        What follows the first `num_tokens` are bytes of nobody or of an earlier request: they are
-        zeroed. Where the kernel mixes the tokens of a block that cannot be done.
+        What follows the first `num_tokens`, in the last block, are bytes of nobody or of an earlier
+        request: they are zeroed, if it is one that `erases`.
         """
         places = [_places(ids, self.device) for ids in block_ids]
         for number, (pages, group) in enumerate(self._layers):
-            _gather(pages, places[group], _rows(out, number, pages))
-        if not self._is_repacked:
+            rows = _rows(out, number, pages)
+            _gather(pages, places[group], rows)
+            if self._erase is not None and self.erases and num_tokens < out.shape[2]:
+                # Of the last block, as kernels have it: [kernel block, head, token, content].
+                block = rows[-1].transpose(0, 1).contiguous()
+                self._erase(block, num_tokens % self._block_tokens)
+                rows[-1].copy_(block.transpose(0, 1))
+        if self._erase is None:
             out[:, :, num_tokens:] = 0
 
     def write(
@@ -112,6 +124,20 @@ class BlockCaches:
         for number, (pages, group) in enumerate(self._layers):
             target = pages[:, first_head:end_head]
             _scatter(_rows(here, number, target), target, places[group])
+
+
+def _can_erase(erase: Erase, pages: Tensor) -> bool:
+    """Try it, on a block of ones."""
+    block = torch.ones_like(pages[0].transpose(0, 1), memory_format=torch.contiguous_format)
+    num_blocks, _, kernel_tokens, _ = block.shape
+    block_tokens = num_blocks * kernel_tokens
+    first_token = block_tokens // 2
+    try:
+        erase(block, first_token)
+    except Exception:  # noqa: BLE001 — another release's kernel: whatever it raises, it cannot
+        return False
+    num_kept = block.numel() // block_tokens * first_token
+    return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
 
 
 def _rows(chunk: Tensor, number: int, pages: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ecshare.plugin.compat import repacks_blocks
+from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.store.keys import Kind, object_key
@@ -19,7 +19,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Outcome, Put, Tier
 from ecshare.transfer.staging import Staging
 from ecshare.transfer.stats import Stats, merged
-from kvshare.blocks import BlockCaches
+from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import publishes_events
 from kvshare.layers import LayerSet, layer_sets_of, refusal
@@ -43,8 +43,8 @@ class CacheShape:
     block_tokens: int
     layer_sets: tuple[LayerSet, ...]
     num_groups: int
-    is_repacked: bool
-    """The kernel mixes the tokens of a block."""
+    erase: Erase | None = None
+    """Where the kernel mixes the tokens of a block: see `BlockCaches`."""
 
     @property
     def keeps_prefix(self) -> bool:
@@ -121,7 +121,13 @@ class KVWorker:
                 vllm_config.cache_config.block_size,
                 layer_sets_of(vllm_config, kv_cache_config),
                 len(kv_cache_config.kv_cache_groups),
-                repacks_blocks(),
+                partial(
+                    erase_slots,
+                    dtype=vllm_config.model_config.dtype,
+                    cache_dtype=vllm_config.cache_config.cache_dtype,
+                )
+                if repacks_blocks()
+                else None,
             )
         engine = TransferEngine(config, OPTIONS_PATH)
         engine.probe(write=role.is_kv_producer)
@@ -147,7 +153,7 @@ class KVWorker:
                     layer_set,
                     shape.num_blocks,
                     shape.block_tokens,
-                    is_repacked=shape.is_repacked,
+                    erase=shape.erase,
                 )
                 for layer_set in shape.layer_sets
             ]
@@ -281,7 +287,9 @@ class KVWorker:
         if staging is not None:
             blocks = self._blocks[piece.layer_set]
             facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
-            slab = staging.reserve(facts)
+            # What an earlier request has left in the last block is not to leave this engine.
+            is_clean = blocks.erases or piece.num_tokens == facts.shape[2]
+            slab = staging.reserve(facts) if is_clean else None
         if staging is None or slab is None:
             self._dropped(piece)
             return None

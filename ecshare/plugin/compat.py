@@ -65,6 +65,27 @@ def repacks_blocks() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> None:
+    """Zero all tokens from `first_slot` on in `blocks` [block, head, token, content] of a CPU.
+
+    By vLLM's own kernel, which alone knows where it has put a token; `dtype`: the model's.
+    Raises whatever a release raises that has no such kernel, or another.
+    """
+    import torch
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    num_blocks, num_heads, block_tokens, content = blocks.shape
+    keys, values = blocks.view(num_blocks, num_heads, 2 * block_tokens, content // 2).chunk(2, 2)
+    slots = torch.arange(first_slot, num_blocks * block_tokens)
+    nothing = torch.zeros(len(slots), num_heads, content // 2, dtype=dtype)
+    kernel = _get_attn_isa(dtype, block_tokens, content // 2, cache_dtype)
+    options: dict[str, Any] = {}
+    if cache_dtype.startswith("fp8"):
+        options["kv_cache_dtype"] = cache_dtype
+    _custom_ops.cpu_attn_reshape_and_cache(nothing, nothing, keys, values, slots, kernel, **options)
+
+
 def names_media_by_request(vllm_config: Any) -> bool:
     """Whether vLLM numbers the media that come without a uuid, instead of hashing them.
 

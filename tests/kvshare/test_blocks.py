@@ -12,8 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from vllm import _custom_ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 import kvshare.blocks as module
+from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
@@ -145,10 +149,75 @@ def test_what_does_not_count_is_zero(make: Callable[[], list[Tensor]]) -> None:
     assert payload[:, :, TOKENS + 3 :].count_nonzero() == 0
 
 
-def test_what_the_kernel_has_mixed_is_kept_whole() -> None:
+def backwards(blocks: Tensor, first_token: int) -> None:
+    """As a kernel would that lays out the tokens of a block from its end."""
+    blocks[:, :, : TOKENS - first_token] = 0
+
+
+def test_what_the_kernel_has_mixed_is_zeroed_by_the_kernel() -> None:
     caches = named([cache + 1 for cache in head_major()])
-    mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, is_repacked=True)
-    assert torch.equal(stored(mixed, 2, num_tokens=3), stored(mixed, 2))
+    mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=backwards)
+    assert mixed.erases
+    whole, part = stored(mixed, 1, 2), stored(mixed, 1, 2, num_tokens=TOKENS + 3)
+    rest = TOKENS - 3
+    assert torch.equal(part[:, :, :TOKENS], whole[:, :, :TOKENS])
+    assert part[:, :, TOKENS : TOKENS + rest].count_nonzero() == 0
+    assert torch.equal(part[:, :, TOKENS + rest :], whole[:, :, TOKENS + rest :])
+
+
+def fails(blocks: Tensor, first_token: int) -> None:
+    raise RuntimeError("no such kernel")
+
+
+def does_nothing(blocks: Tensor, first_token: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("erase", [fails, does_nothing])
+def test_a_kernel_that_cannot_zero_is_known(erase: Any) -> None:
+    caches = named([cache + 1 for cache in head_major()])
+    mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=erase)
+    assert not mixed.erases
+    assert blocks_of(caches).erases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+def test_vllms_cpu_kernel_zeroes_what_follows_a_token(
+    dtype: torch.dtype, kernel_blocks: int
+) -> None:
+    """A block that its kernel has filled twice: the second time in part."""
+    if not current_platform.is_cpu():
+        pytest.skip("the kernels of CPUs alone mix tokens")
+    current_platform.import_kernels()
+    size, num_tokens, content = 64, 17, 64
+    cache = torch.zeros(2 * kernel_blocks, HEADS, size // kernel_blocks, content, dtype=dtype)
+    fresh = cache.clone()
+    erase = partial(erase_slots, dtype=dtype, cache_dtype="auto")
+    fill(cache, size, content)
+    fill(cache, num_tokens, content)
+    fill(fresh, num_tokens, content)
+    read = []
+    for tensor in (cache, fresh):
+        caches = {"layers.0.attn": tensor}
+        blocks = BlockCaches(caches, layer_set(caches), 2, size, erase=erase)
+        assert blocks.erases
+        out = torch.empty(HEADS, 1, size, content, dtype=dtype)
+        blocks.read([[0]], num_tokens, out)
+        read.append(out)
+    assert torch.equal(*read)
+    assert read[0].count_nonzero() == HEADS * num_tokens * content
+
+
+def fill(cache: Tensor, num_tokens: int, content: int) -> None:
+    """Have vLLM write the first `num_tokens` tokens of `cache`."""
+    num_blocks, _, size, _ = cache.shape
+    keys, values = cache.view(num_blocks, HEADS, 2 * size, content // 2).chunk(2, 2)
+    kv = torch.arange(1, num_tokens * HEADS * content // 2 + 1, dtype=torch.float32)
+    kv = (kv % 7 + num_tokens).view(num_tokens, HEADS, content // 2).to(cache.dtype)
+    kernel = _get_attn_isa(cache.dtype, size, content // 2)
+    slots = torch.arange(num_tokens)
+    _custom_ops.cpu_attn_reshape_and_cache(kv, kv, keys, values, slots, kernel)
 
 
 def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class Fleet:
         own = max(1, num_heads // tp_size)
         layers = tuple((f"l.{number}", 0) for number in range(LAYERS))
         layer_set = LayerSet(0, (0,), layers, Span(), own, num_heads)
-        shape = CacheShape(BLOCKS, TOKENS, (layer_set,), 1, is_repacked=False)
+        shape = CacheShape(BLOCKS, TOKENS, (layer_set,), 1)
         self.engines, self.workers, self.caches = [], [], []
         for rank in range(tp_size):
             config = KVConfig(**place, host_cache_dir=str(hosts / str(rank)))

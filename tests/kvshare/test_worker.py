@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ GIVE_UP_S = 20.0
 LAYER_SET = LayerSet(
     0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), Span(), HEADS, HEADS
 )
-SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1, is_repacked=False)
+SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1)
 RANK = Rank(0, 1, 0, 1)
 A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 
@@ -114,6 +115,25 @@ def name_of(chunk: ChunkKey) -> str:
 
 def random_cache() -> Tensor:
     return torch.rand(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+
+
+def cannot(blocks: Tensor, first_token: int) -> None:
+    raise RuntimeError("another kernel")
+
+
+def test_a_tail_that_cannot_be_cleaned_stays_here(
+    host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows its last token is what an earlier request left in the block."""
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "SHAPE", replace(SHAPE, erase=cannot))
+        source = host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, 2, 5))
+    assert source.counts() == {"blocks/saved": 1, "blocks/dropped": 1}
+    report = source.worker.report()
+    assert report is not None
+    assert report.lost == {B}, "nobody is told of it"
 
 
 def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:

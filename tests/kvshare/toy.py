@@ -259,7 +259,7 @@ class ToyEngine:
         kv_config = KVConfig(**extra)
         self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
         sets = layer_sets(cache, 1, HEADS)
-        shape = CacheShape(num_blocks, BLOCK, sets, len(groups), is_repacked=False)
+        shape = CacheShape(num_blocks, BLOCK, sets, len(groups))
         self.worker = KVWorker(
             kv_config,
             shape,
