@@ -35,6 +35,7 @@ VLLM_OPTIONS = {
     "--ec-transfer-config",
     "--kv-events-config",
     "--kv-transfer-config",
+    "--middleware",
     "--mm-processor-cache-gb",
     "--model",
     "--tensor-parallel-size",
@@ -116,7 +117,7 @@ def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
             case ["ecshare", command, *_]:
                 assert command in ("doctor", "router"), words
             case [program, *_]:
-                known = program in ("git", "cd", "curl", "pip", "export", "vllm")
+                known = program in ("git", "cd", "curl", "openssl", "pip", "export", "vllm")
                 assert known or program in RUN_BY_TESTS, words
 
 
