@@ -23,6 +23,7 @@ KV_EXTRA, EC_EXTRA = "kv_connector_extra_config", "ec_connector_extra_config"
 EVERY = {
     "storage_options": {},
     "epoch": "e",
+    "folder_access": "group",
     "wait_s": 1.5,
     "io_timeout_s": 2.5,
     "buffer_bytes": 3,

@@ -8,6 +8,7 @@ import pytest
 
 from ecshare.router.config import parse_arguments
 from ecshare.router.secret import Secret, read_secret
+from ecshare.store.errors import ConfigError
 from tests.ecshare.router.fake_engine import STATUS_KEY, fleet
 
 KEY = "0123456789abcdef" * 2
@@ -81,11 +82,11 @@ def test_what_is_no_key_is_refused_without_repeating_it(
         ("env:NOT_SET", "'env:NOT_SET' holds 0 bytes"),
         ("env:SHORT", "'env:SHORT' holds 5 bytes, a key has 16"),
         (f"file:{tmp_path}/short", "holds 5 bytes"),
-        (f"file:{tmp_path}/long", "holds 4098 bytes"),
+        (f"file:{tmp_path}/long", "holds 5000 bytes"),
         (f"file:{tmp_path}/none", "cannot be read (No such file"),
         ("file:a\0b", "cannot be read"),
     ):
-        with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
             read_secret(text)
         assert KEY not in str(caught.value)
 

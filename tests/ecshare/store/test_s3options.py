@@ -189,11 +189,12 @@ def test_half_a_credential_is_refused() -> None:
 
 
 def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ca.pem").write_bytes(b"pem")
+    pem = b"-----BEGIN CERTIFICATE-----\nMA==\n-----END CERTIFICATE-----\n"
+    (tmp_path / "ca.pem").write_bytes(pem)
     found = planned(**KEYS, client_kwargs={"verify": str(tmp_path / "ca.pem")})
-    assert found.client["root_certificate"] == b"pem"
+    assert found.client["root_certificate"] == pem
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
-    assert planned(**KEYS).client["root_certificate"] == b"pem"
+    assert planned(**KEYS).client["root_certificate"] == pem
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
     assert refusal(**KEYS).startswith("AWS_CA_BUNDLE: no certificates")
 

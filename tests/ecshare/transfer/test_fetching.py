@@ -594,6 +594,25 @@ def test_an_object_is_had_soon_after_its_way_is_well_again(store: Scripted, star
     assert done.outcome is Outcome.OK
 
 
+def test_an_object_that_is_missing_says_nothing_of_the_way(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While everything that came was damaged, it is not the one object that is tried."""
+    monkeypatch.setattr("ecshare.transfer.health._FIRST_PAUSE_S", 1.0)
+    damaged = [object_key(Kind.EC, "0" * 32, f"damaged {number}") for number in range(4)]
+    missing = object_key(Kind.EC, "0" * 32, "missing")
+    store.objects = {KEY: sealed(), **{key: flipped(sealed(key)) for key in damaged}}
+    store.states_md5 = False
+    engine = start()
+    for key in damaged:
+        assert finish(engine, Fetch(key, 10)).outcome is Outcome.CORRUPT
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.UNAVAILABLE
+    while (done := finish(engine, Fetch(missing, 10))).outcome is Outcome.UNAVAILABLE:
+        time.sleep(0.05)
+    assert done.outcome is Outcome.MISSING
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+
+
 def test_damage_that_is_not_proven_is_replaced_by_the_next_save(
     store: Scripted, start: Start
 ) -> None:

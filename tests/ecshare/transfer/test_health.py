@@ -60,6 +60,19 @@ def test_one_probe_a_pause(clock: Clock) -> None:
     assert health.admit()
 
 
+def test_a_probe_that_showed_nothing_leaves_its_turn_to_the_next(clock: Clock) -> None:
+    health = opened(clock)
+    clock.now_s += 0.51
+    probe = begun(health)
+    health.withdrawn(probe)
+    assert health.admit() is None
+    health.ended(probe)
+    fail(health, begun(health))
+    health.withdrawn(probe)  # of old: changes nothing
+    clock.now_s += 0.99
+    assert health.admit() is None
+
+
 def test_no_probe_while_one_is_out(clock: Clock) -> None:
     health = opened(clock)
     clock.now_s += 0.51
