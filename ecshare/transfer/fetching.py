@@ -325,6 +325,7 @@ class Fetcher:
         try:
             stored = await self._download_twice(job, deadline_s, is_answered)
         except ObjectUnreadable:
+            self._road.withdrawn(trial)
             self._shun(job.key)
             raise
         except ObjectCorrupt:
@@ -334,6 +335,9 @@ class Fetcher:
             else:
                 self._shun(job.key)
                 _remember(self._replaceable, job.key, None)
+            raise
+        except BaseException:
+            self._road.withdrawn(trial)
             raise
         finally:
             self._road.ended(trial)

@@ -91,6 +91,11 @@ class StoreHealth:
         if self.is_open:
             self._next_probe_s = self._clock_s() + self._pause_s
 
+    def withdrawn(self, operation: int) -> None:
+        """Record that it showed nothing either way: another probe may follow at once."""
+        if operation == self._probe:
+            self._next_probe_s = self._clock_s()
+
     def ended(self, operation: int) -> None:
         """Let another probe follow if this was one. Due to all that was admitted, come what may."""
         if operation == self._probe:
