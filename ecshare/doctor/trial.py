@@ -85,7 +85,7 @@ def fix(exc: StoreError) -> str:
     if isinstance(exc, StoreDenied):
         return (
             "check key and secret, in storage_options or in the environment, and what they may do "
-            "there"
+            "there; of a folder, its owner and mode"
         )
     return "check the url and storage_options"
 

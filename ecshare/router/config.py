@@ -288,7 +288,7 @@ def _network(text: str) -> Network:
 def _secret(text: str) -> Secret:
     try:
         return read_secret(text)
-    except ValueError as exc:
+    except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 

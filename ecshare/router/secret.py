@@ -2,8 +2,9 @@
 """A key that clients show in `Authorization: Bearer KEY`."""
 
 import hmac
-import os
-from pathlib import Path
+
+from ecshare.store.errors import ConfigError
+from ecshare.store.secrets import referenced
 
 _SHORTEST_BYTES = 16
 _LONGEST_BYTES = 4096
@@ -27,29 +28,17 @@ class Secret:
 
 
 def read_secret(text: str) -> Secret:
-    """Read a key from `env:NAME` or `file:PATH`; raises ValueError with a sentence.
+    """Read a key from `env:NAME` or `file:PATH`; raises ConfigError with a sentence.
 
     The sentence repeats nothing that could be a key given in the wrong place.
     """
     where, _, name = text.partition(":")
-    if where == "env" and name:
-        key = os.environ.get(name, "").encode("utf-8", "surrogateescape").strip()
-    elif where == "file" and name:
-        key = _from_file(Path(name))
-    else:
-        raise ValueError("a key is given as env:NAME or file:PATH")
+    if where not in ("env", "file") or not name:
+        raise ConfigError("a key is given as env:NAME or file:PATH")
+    key = referenced(text, "the key").strip()
     if not _SHORTEST_BYTES <= len(key) <= _LONGEST_BYTES:
-        raise ValueError(
+        raise ConfigError(
             f"{text!r} holds {len(key)} bytes, a key has {_SHORTEST_BYTES} to {_LONGEST_BYTES}; "
             "make one with: openssl rand -hex 32"
         )
     return Secret(key)
-
-
-def _from_file(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_LONGEST_BYTES + 2).strip()
-    except (OSError, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or str(exc)
-        raise ValueError(f"'file:{path}' cannot be read ({reason})") from exc
