@@ -191,11 +191,11 @@ class Fetcher:
         _remember(self._shunned, key, (time.monotonic() + pause_s, pause_s))
 
     def must_replace(self, key: str) -> bool:
-        """Whether a save of `key` finds a damaged object in its place, which was not removed."""
+        """Whether a save of `key` may find a damaged object in its place."""
         return key in self._replaceable
 
     def is_well(self, key: str) -> None:
-        """Record that a good object lies under `key`, or none."""
+        """Record that a good object lies under `key`."""
         self._shunned.pop(key, None)
         self._replaceable.pop(key, None)
 
@@ -331,10 +331,11 @@ class Fetcher:
         except ObjectCorrupt:
             self._road.failed(trial, _ALL_DAMAGED)
             if await self._removal.consider(job, deadline_s):
-                self.is_well(job.key)
+                self._shunned.pop(job.key, None)
             else:
                 self._shun(job.key)
-                _remember(self._replaceable, job.key, None)
+            # Also where it is said to be gone: a store may say so and keep it.
+            _remember(self._replaceable, job.key, None)
             raise
         except BaseException:
             self._road.withdrawn(trial)
