@@ -31,7 +31,7 @@ setup:
 	@$(PYTHON) scripts/setup.py
 
 demo: setup
-	@$(BIN)/python examples/one_box/demo.py --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
+	@$(BIN)/python -m examples.one_box.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
 test: lint unit packaging engines
 

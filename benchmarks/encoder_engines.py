@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
-from ecshare.testing.asking import ask, picture, question, stream
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, ec_argument, example_argument
-from ecshare.testing.models import make_qwen25_vl
-from ecshare.testing.s3 import SeaweedFS
+from lab.models import make_qwen25_vl
+from lab.servers.engines import SMALL_ENGINE, EngineProcess, ec_argument, example_argument
+from lab.servers.openai_client import ask, picture, question, stream
+from lab.servers.s3 import SeaweedFS
 
 MODULE = "benchmarks.encoder_engines"
 PICTURE_PIXELS = 448

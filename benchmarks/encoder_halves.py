@@ -32,7 +32,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from benchmarks.measure import touch, wait_until
-from ecshare.testing.models import make_qwen25_vl
+from lab.models import make_qwen25_vl
 
 Role = Literal["ec_producer", "ec_consumer", "ec_both"]
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Table
-from ecshare.testing.engines import EngineProcess
+from lab.servers.engines import EngineProcess
 
 PLAIN = "no connector"
 CLIENTS = 4

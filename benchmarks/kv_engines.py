@@ -23,15 +23,15 @@ import s3fs
 from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
-from ecshare.testing.asking import Answer, ask, question
-from ecshare.testing.engines import (
+from lab.models import make_qwen2
+from lab.servers.engines import (
     SMALL_ENGINE,
     EngineProcess,
     kv_argument,
     kv_example_argument,
 )
-from ecshare.testing.models import make_qwen2
-from ecshare.testing.s3 import SeaweedFS
+from lab.servers.openai_client import Answer, ask, question
+from lab.servers.s3 import SeaweedFS
 
 MODULE = "benchmarks.kv_engines"
 # Large enough that to compute a prompt takes much longer than to ask for it. It still has seven

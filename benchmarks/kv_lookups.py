@@ -20,7 +20,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
 from ecshare.transfer.staging import Staging
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.lookups import KVFacts
+from kvshare.facts import KVFacts
 from kvshare.prefix import Chunk, Grid, Prefix
 from kvshare.scheduler import KVScheduler
 

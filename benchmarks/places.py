@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import file_system
-from ecshare.testing.proxy import ProxyProcess
-from ecshare.testing.s3 import SeaweedFS
+from lab.faults.tcp_proxy import ProxyProcess
+from lab.servers.s3 import SeaweedFS
 
 SHM = Path("/dev/shm")  # noqa: S108 - where the host cache is by default, too
 

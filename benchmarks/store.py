@@ -18,9 +18,10 @@ from benchmarks.measure import Readings, cpu_s, noise
 from benchmarks.raw import RawClient, RawFiles, RawObstore, RawS3fs
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
+from ecshare.store.fsspec_store import open_remote
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Memory, ObjectStore, open_store
-from ecshare.store.remote import open_remote
+from ecshare.store.objects import Memory, ObjectStore
+from ecshare.store.open import open_store
 
 MODULE = "benchmarks.store"
 KB, MB = 1000, 1000 * 1000

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from ecshare.plugin.adapters import AdapterContents
-from ecshare.plugin.identity import Namespace, adapter_fingerprint
+from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
+from ecshare.plugin.model_facts import Namespace
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (

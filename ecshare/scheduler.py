@@ -18,19 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.facts import encoder_namespace, encoder_widths
 from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request
-from ecshare.plugin.identity import (
-    Namespace,
-    encoder_namespace,
-    encoder_widths,
-    has_tower_adapters,
-)
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
+from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Run, StoredObject
 from ecshare.transfer.staging import dtype_name

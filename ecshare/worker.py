@@ -20,7 +20,7 @@ from ecshare.plugin.ledger import open_ledger
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorFacts
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.fetching import open_object
+from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name
 from ecshare.transfer.stats import Stats, merged

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from vllm.v1.request import Request
 
-from ecshare.plugin.adapters import AdapterContents
+from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.compat import hashed_adapter
-from ecshare.plugin.identity import adapter_fingerprint
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Run
 from ecshare.transfer.stats import Stats

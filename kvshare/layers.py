@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from ecshare.plugin.ranks import Rank
 from ecshare.store.rows import MAX_ROWS
 from kvshare.prefix import Chunk
-from kvshare.shares import (
+from kvshare.shards import (
     Source,
     is_first_holder,
     num_shares,

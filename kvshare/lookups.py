@@ -19,15 +19,12 @@ from ecshare.transfer.jobs import Done, Inquiry, Lookup, Outcome, Questions, Tie
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
-from kvshare.layers import LayerSet
+from kvshare.facts import KVFacts
 from kvshare.messages import announced_size, announced_tokens
-from kvshare.prefix import Chunk, ChunkKey, Grid, HashFunction, Prefix, covered_tokens
+from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens
+from kvshare.recent_keys import TrustedKeys
 from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
-from kvshare.sizes import StoredSizes
-from kvshare.trusted import TrustedKeys
-
-UNSPECIFIED_SOURCE = "external_unspecified"
-"""vLLM's word for hits from a remote store, or from who knows where."""
+from kvshare.tp_sizes import StoredSizes
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
@@ -36,28 +33,6 @@ _FEWEST_CHUNKS = 4
 
 Answers = Generator[Sequence[str], Sequence[Tier | None], dict[ChunkKey, int]]
 """Yields keys, is sent where each of them is, and returns the size of each chunk that is stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVFacts:
-    """What the scheduler half must know of its engine."""
-
-    namespace: str
-    grid: Grid
-    layer_sets: tuple[LayerSet, ...]
-    size: int
-    """The tensor-parallel size that it stores chunks in; see shares.py."""
-    parts: Mapping[int, tuple[str, ...]]
-    """By each size that it can read, the names of the shares in which a chunk is stored: it is
-    there if all of one size are."""
-    hash_function: HashFunction
-    """vLLM's own, which made the block hashes."""
-    saves: bool
-    loads: bool
-    numbers_media: bool = False
-    """vLLM gives media numbers for names; KV that is made of them is not shared."""
-    store_source: str = UNSPECIFIED_SOURCE
-    """What vLLM calls hits in a store like this one."""
 
 
 @dataclass(slots=True)

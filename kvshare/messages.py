@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvshare.prefix import ChunkKey
-from kvshare.shares import Source
+from kvshare.shards import Source
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvshare.chunk_parts import Pieces
 from kvshare.events import BlockEvents
-from kvshare.lookups import KVFacts, Lookups
+from kvshare.facts import KVFacts
+from kvshare.lookups import Lookups
 from kvshare.messages import Piece
-from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, Grid, tail_of
 
 if TYPE_CHECKING:

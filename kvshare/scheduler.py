@@ -15,7 +15,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request
-from ecshare.plugin.identity import kv_namespace
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.store.keys import size_key
@@ -23,12 +22,13 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from ecshare.transfer.stats import Stats, merged
 from kvshare.adapters import Adapter
+from kvshare.chunk_parts import Pieces
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
+from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
 from kvshare.layers import layer_sets_of, own_size, parts_of, readable_sizes, refusal
-from kvshare.lookups import UNSPECIFIED_SOURCE, KVFacts, Lookups, Search
+from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
-from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
 from kvshare.saves import Progress, SavePlan
 

@@ -26,7 +26,7 @@ from kvshare.layers import LayerSet, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
-from kvshare.trusted import TrustedKeys
+from kvshare.recent_keys import TrustedKeys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

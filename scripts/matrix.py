@@ -27,8 +27,8 @@ TESTS = (
     "tests/ecshare/test_placeholders.py",
     "tests/ecshare/test_scheduler.py",
     "tests/ecshare/test_worker.py",
-    "tests/ecshare/testing/test_conformance.py",
-    "tests/ecshare/testing/test_conformance_kit.py",
+    "tests/lab/test_conformance.py",
+    "tests/lab/test_conformance_kit.py",
     "tests/kvshare",
 )
 APART_FROM = ("tests/engines/test_demo.py", "tests/engines/test_examples.py")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ecshare.testing import ready_made
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess
-from ecshare.testing.s3 import SeaweedFS
+from lab import model_cache
+from lab.servers.engines import SMALL_ENGINE, EngineProcess
+from lab.servers.s3 import SeaweedFS
 
 CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests"
@@ -30,13 +30,13 @@ settings.load_profile("ours")
 @pytest.fixture(scope="session")
 def vlm() -> Path:
     """A small Qwen2.5-VL, made once per recipe and kept in .cache."""
-    return ready_made.model(CACHE / "models")
+    return model_cache.model(CACHE / "models")
 
 
 @pytest.fixture(scope="session")
 def other_vlm() -> Path:
     """The same shape as `vlm` with other weights."""
-    return ready_made.model(CACHE / "models", seed=1)
+    return model_cache.model(CACHE / "models", seed=1)
 
 
 @pytest.fixture(scope="session")

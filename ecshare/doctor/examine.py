@@ -19,10 +19,11 @@ from ecshare.doctor.options import Stranger, Subject
 from ecshare.doctor.trial import fix, missing_folder, try_out
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
-from ecshare.store.hostfolder import check_private, default_root, fitting
+from ecshare.store.hostcache.folder import check_private, default_root, fitting
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Kind
-from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
 
 

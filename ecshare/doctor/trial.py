@@ -13,8 +13,8 @@ from ecshare.doctor.endpoint import oddity
 from ecshare.doctor.findings import Finding, Level, printable, words
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
+from ecshare.store.fsspec_store import RemoteObjects
 from ecshare.store.objects import Memory, ObjectStore, probe
-from ecshare.store.remote import RemoteObjects
 from ecshare.store.secrets import masked_url
 
 _LOOK_UPS = 5

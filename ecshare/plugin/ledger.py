@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ecshare.store.hostcache import HostCache
+from ecshare.store.hostcache.cache import HostCache
 from ecshare.transfer.stats import is_gauge
 
 Totals = dict[int, dict[str, float]]

@@ -22,9 +22,13 @@ from ecshare.router import plan
 from ecshare.router.bodies import read_body
 from ecshare.router.chat import Chat, Media, Request, is_inline, read_chat
 from ecshare.router.clients import Clients
+from ecshare.router.concurrent import together
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
-from ecshare.router.envelope import (
+from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.health import Patience
+from ecshare.router.memory import Memory, Share
+from ecshare.router.middleware import (
     TRIP,
     Trip,
     end_stream,
@@ -33,13 +37,9 @@ from ecshare.router.envelope import (
     unavailable,
     verbatim,
 )
-from ecshare.router.errors import ApiError, EngineError, RefusalError
-from ecshare.router.memory import Memory, Share
 from ecshare.router.models import Served
 from ecshare.router.race import first_good
 from ecshare.router.relay import Relay, Reply
-from ecshare.router.together import together
-from ecshare.router.watch import Patience
 from ecshare.router.workers import Stage, Worker, Workers
 
 logger = logging.getLogger(__name__)

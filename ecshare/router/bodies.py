@@ -7,9 +7,9 @@ from aiohttp import hdrs, web
 
 from ecshare.router.bulk import Bulk
 from ecshare.router.config import MIB, RouterConfig
-from ecshare.router.envelope import too_large
 from ecshare.router.errors import ApiError
 from ecshare.router.memory import Share
+from ecshare.router.middleware import too_large
 
 _SLOWEST_BYTES_A_S = 64 * 1024
 _MAX_TEXT_BYTES = 32 * MIB

@@ -19,11 +19,11 @@ from yarl import URL
 from ecshare.router.addresses import may_connect
 from ecshare.router.bulk import Bulk, Payload
 from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
+from ecshare.router.concurrent import together
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.health import Patience, SilentError, Wait, Watch
 from ecshare.router.memory import Share
-from ecshare.router.together import together
-from ecshare.router.watch import Patience, SilentError, Wait, Watch
 from ecshare.router.workers import Stage, Worker, Workers
 from ecshare.store.integrity import TOKEN_HEADER
 

@@ -19,8 +19,8 @@ import obstore
 from obstore import exceptions as foreign
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ecshare.store.azureoptions import AzurePlan
-from ecshare.store.cloudoptions import CloudPlan
+from ecshare.store.azure_options import AzurePlan
+from ecshare.store.cloud_options import CloudPlan
 from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
@@ -29,7 +29,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.gcsoptions import GCSPlan
+from ecshare.store.gcs_options import GCSPlan
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
@@ -42,7 +42,7 @@ from ecshare.store.objects import (
     cut,
     md5_of_etag,
 )
-from ecshare.store.s3options import S3Plan
+from ecshare.store.s3_options import S3Plan
 from ecshare.store.secrets import masked_text
 from ecshare.store.threads import Threads, bounded, together
 

@@ -26,9 +26,8 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from ecshare.store.hard_links import is_private, link_open_file
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.leftovers import temporary_name
-from ecshare.store.links import is_private, link_open_file
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
     Buffer,
@@ -39,6 +38,7 @@ from ecshare.store.objects import (
     Window,
     cut,
 )
+from ecshare.store.temp_files import temporary_name
 from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)

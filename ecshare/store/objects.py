@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a store, and the way from a url to one.
+"""The contract of a store, and sinks to read into."""
 
-| url                                                | store                  | road    |
-|----------------------------------------------------|------------------------|---------|
-| `/folder`, `file:///folder`                        | `directory.Directory`  | files   |
-| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudObjects`   | obstore |
-| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudObjects`   | obstore |
-| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudObjects`   | obstore |
-| the same, with an option that obstore has not      | `remote.RemoteObjects` | fsspec  |
-| anything else fsspec can open                      | `remote.RemoteObjects` | fsspec  |
-"""
-
-import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
-from ecshare.store.accounts import AZURE, GCS
 from ecshare.store.buffers import fresh_buffer
-from ecshare.store.config import StoreConfig
 from ecshare.store.errors import (
-    ConfigError,
     ObjectCorrupt,
     ObjectMissing,
     ObjectUnreadable,
@@ -32,12 +18,6 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.keys import PROBE_KEY
-from ecshare.store.secrets import masked_url
-
-if TYPE_CHECKING:
-    from ecshare.store.cloudoptions import CloudPlan
-
-logger = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -251,27 +231,6 @@ def md5_of_etag(etag: object) -> str:
     return text if _MD5.fullmatch(text) else ""
 
 
-def open_store(config: StoreConfig, path: str) -> ObjectStore:
-    """Return the store that `config` names. Touches no network; `probe` does.
-
-    `path` is where the user wrote these options, e.g. "ec_connector_extra_config". Raises
-    ConfigError for a url or an option that cannot work, naming it and the fix.
-    """
-    protocol, _, rest = config.url.partition("://")
-    if not rest and "://" not in config.url:
-        protocol, rest = "file", config.url
-    if "::" in config.url:
-        raise ConfigError(
-            f"{path}.url: chained urls ('::') are not supported; name the store alone"
-        )
-    if protocol in ("file", "local"):
-        store, road = _directory(config, rest, path), "files"
-    else:
-        store, road = _bucket(config, protocol, path)
-    logger.info("store %s is reached by %s", masked_url(config.url), road)
-    return store
-
-
 async def probe(store: ObjectStore, *, write: bool) -> None:
     """Find out at start whether `store` answers, and with `write` whether it takes objects.
 
@@ -305,59 +264,3 @@ async def _see_that_it_lists(store: ObjectStore) -> None:
         async with aclosing(store.list(f"probe-{secrets.token_hex(8)}/")) as found:  # type: ignore[type-var]
             async for _ in found:
                 break
-
-
-def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
-    from ecshare.store.directory import Directory
-
-    for name in config.storage_options:
-        if name != "auto_mkdir":  # fsspec's own; a Directory always makes what it needs
-            raise ConfigError(
-                f"{path}.storage_options.{name}: a folder takes no options; leave it out"
-            )
-    if folder.startswith("localhost/"):
-        folder = folder.removeprefix("localhost")
-    if not folder.startswith("/"):
-        raise ConfigError(
-            f"{path}.url: {masked_url(config.url)!r} is not an absolute folder, and engines run in "
-            "different working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
-        )
-    return Directory.open(
-        folder,
-        config.io_timeout_s,
-        f"{path}.url",
-        is_shared=config.folder_access == "group",
-    )
-
-
-def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
-    from ecshare.store.cloudoptions import CloudPlan
-    from ecshare.store.remote import open_remote
-
-    found = _plan(config, protocol, path)
-    if found is None:
-        return open_remote(config, path), "fsspec"
-    if isinstance(found, CloudPlan):
-        try:
-            from ecshare.store.cloud import open_cloud
-        except ImportError:
-            return open_remote(config, path), "fsspec, because obstore is not installed"
-        return open_cloud(found, config.io_timeout_s, path, config.secrets()), "obstore"
-    return open_remote(config, path, found), f"fsspec, because {found}"
-
-
-def _plan(config: StoreConfig, protocol: str, path: str) -> "CloudPlan | str | None":
-    """What obstore is to be told; or why it will not do; None: it does not know the protocol."""
-    if protocol in ("s3", "s3a"):
-        from ecshare.store import s3options
-
-        return s3options.plan(config, path)
-    if protocol in AZURE:
-        from ecshare.store import azureoptions
-
-        return azureoptions.plan(config, path)
-    if protocol in GCS:
-        from ecshare.store import gcsoptions
-
-        return gcsoptions.plan(config, path)
-    return None

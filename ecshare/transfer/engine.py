@@ -23,19 +23,19 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from ecshare.store.claims import Claim
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
 from ecshare.store.format import seal
-from ecshare.store.hostcache import Entry, open_host_cache
+from ecshare.store.hostcache.cache import Entry, open_host_cache
+from ecshare.store.hostcache.single_flight import Claim
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind
-from ecshare.store.leftovers import sweep
-from ecshare.store.objects import Buffer, ObjectStore, open_store, probe
+from ecshare.store.objects import Buffer, ObjectStore, probe
+from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
-from ecshare.transfer.access import StoreAccess
-from ecshare.transfer.aside import start_aside
-from ecshare.transfer.fetching import Fetcher
+from ecshare.store.temp_files import sweep
+from ecshare.transfer.affinity import start_aside
+from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
@@ -50,10 +50,11 @@ from ecshare.transfer.jobs import (
     StoredObject,
     Tier,
 )
-from ecshare.transfer.lanes import Urgency
 from ecshare.transfer.namespaces import NamespaceWatch
+from ecshare.transfer.priority import Urgency
 from ecshare.transfer.renewal import Record, renew, write_record
 from ecshare.transfer.stats import Stats
+from ecshare.transfer.store_client import StoreAccess
 
 logger = logging.getLogger(__name__)
 

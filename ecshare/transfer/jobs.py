@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from ecshare.store.format import TensorFacts
-from ecshare.store.hostcache import Entry
+from ecshare.store.hostcache.cache import Entry
 from ecshare.store.rows import Rows
 from ecshare.transfer.staging import Slab
 

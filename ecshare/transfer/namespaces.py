@@ -9,8 +9,8 @@ from ecshare.store.errors import StoreError
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
 from ecshare.store.objects import ObjectStore
-from ecshare.transfer.access import StoreAccess
-from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.priority import Urgency
+from ecshare.transfer.store_client import StoreAccess
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import PROLOGUE_BYTES, Sealed, unseal, unseal_rows
 from ecshare.store.integrity import Integrity
 from ecshare.store.objects import MOST_HASHED_BYTES, Stated, read
-from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.jobs import Fetch
-from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.priority import Urgency
+from ecshare.transfer.store_client import StoreAccess
 
 logger = logging.getLogger(__name__)
 

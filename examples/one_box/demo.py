@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the split and compare it with one plain engine: what `make demo` runs.
 
-    python examples/one_box/demo.py [--store folder|s3] [--model NAME_OR_FOLDER]
+    python -m examples.one_box.demo [--store folder|s3] [--model NAME_OR_FOLDER]
 
 Starts encode, prefill and decode engines and the router with `engine.sh`, and one plain engine
 beside them. Asks all the same questions, restarts the three on the same store, and asks again,
@@ -29,11 +29,12 @@ from typing import Any
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, is_object_key
-from ecshare.store.objects import open_store
-from ecshare.testing import asking, ready_made
-from ecshare.testing.asking import Answer
-from ecshare.testing.processes import POLL_S, Server, ServerFailed
-from ecshare.testing.s3 import SeaweedFS
+from ecshare.store.open import open_store
+from lab import model_cache
+from lab.servers import openai_client as client
+from lab.servers.openai_client import Answer
+from lab.servers.processes import POLL_S, Server, ServerFailed
+from lab.servers.s3 import SeaweedFS
 
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parents[1] / ".cache" / "demo"
@@ -44,13 +45,13 @@ ENGINES = ("encode", "prefill", "decode")
 SIGN_OF_LIFE_S = 10.0
 
 QUESTIONS = {
-    "one picture": asking.question("Describe this picture.", [asking.picture(1)]),
-    "the same again": asking.question("How many people are there?", [asking.picture(1)]),
-    "two pictures": asking.question("Compare them.", [asking.picture(1), asking.picture(2)]),
-    "text only": asking.question("Tell me a story about the sea, the wind and the stars. " * 20),
+    "one picture": client.question("Describe this picture.", [client.picture(1)]),
+    "the same again": client.question("How many people are there?", [client.picture(1)]),
+    "two pictures": client.question("Compare them.", [client.picture(1), client.picture(2)]),
+    "text only": client.question("Tell me a story about the sea, the wind and the stars. " * 20),
 }
 NEW_QUESTIONS = {
-    "a new question": asking.question("What comes next?", [asking.picture(2)]),
+    "a new question": client.question("What comes next?", [client.picture(2)]),
 }
 ENCODED = ("ecshare_items_total", "encoded")
 LOADED = ("ecshare_items_total", "loaded")
@@ -148,14 +149,14 @@ def ask_all(
     """Ask each question twice, not streamed and streamed, and watch the engines' counters."""
     results = []
     for name, body in questions.items():
-        before = {engine: asking.counters(cluster[engine].base_url) for engine in ENGINES}
-        answer = asking.ask(cluster["router"].base_url, body)
+        before = {engine: client.counters(cluster[engine].base_url) for engine in ENGINES}
+        answer = client.ask(cluster["router"].base_url, body)
         moved = {}
         for engine in ENGINES:
-            after = asking.counters(cluster[engine].base_url)
+            after = client.counters(cluster[engine].base_url)
             moved[engine] = {key: n - before[engine].get(key, 0) for key, n in after.items()}
-        streamed = asking.ask(cluster["router"].base_url, body, stream=True)
-        loaded = asking.counters(cluster["prefill"].base_url).get(LOADED, 0)
+        streamed = client.ask(cluster["router"].base_url, body, stream=True)
+        loaded = client.counters(cluster["prefill"].base_url).get(LOADED, 0)
         num_loaded = int(loaded - before["prefill"].get(LOADED, 0))
         results.append(Result(name, name_of_round, answer, streamed, moved, num_loaded))
         print(f"  {name_of_round}: {name}", flush=True)
@@ -230,7 +231,7 @@ def run(model: str, options: dict[str, Any]) -> int:
     with running(plain, *cluster.values()):
         print("Asking the plain engine ...", flush=True)
         reference = {
-            name: asking.ask(plain.base_url, body)
+            name: client.ask(plain.base_url, body)
             for name, body in {**QUESTIONS, **NEW_QUESTIONS}.items()
         }
         plain.stop()
@@ -258,14 +259,16 @@ def run(model: str, options: dict[str, Any]) -> int:
 
 def main() -> int:
     """Read the command line and run; every failure is one message that names the log."""
-    parser = argparse.ArgumentParser(prog="demo.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.one_box.demo", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--store", choices=("folder", "s3"), default="folder")
     parser.add_argument("--model", help="a folder or a name (default: a small one, made now)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     shutil.rmtree(WORK, ignore_errors=True)
     HOST_CACHE.mkdir(parents=True, mode=0o700)
-    model = arguments.model or str(ready_made.model(WORK.parent / "models"))
+    model = arguments.model or str(model_cache.model(WORK.parent / "models"))
     try:
         with ExitStack() as stack:
             if arguments.store == "folder":
@@ -275,7 +278,7 @@ def main() -> int:
                 print(f"SeaweedFS serves S3 at {server.base_url}", flush=True)
                 options = {"url": server.url, "storage_options": server.storage_options}
             return run(model, options)
-    except (ServerFailed, asking.RequestFailed) as failure:
+    except (ServerFailed, client.RequestFailed) as failure:
         print(f"\n{failure}\nAll logs are in {LOGS}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

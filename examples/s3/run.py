@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split of ../one_box with its store in S3: yours, or one that is started here.
 
-    [STORE=s3://bucket/prefix] [MODEL=...] python examples/s3/run.py
+    [STORE=s3://bucket/prefix] [MODEL=...] python -m examples.s3.run
 
 Asks about a picture twice, shows which way the answers took and what lies in the bucket, and
 serves until Ctrl-C.
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, is_object_key
-from ecshare.store.objects import open_store
-from ecshare.testing import asking, ready_made
-from ecshare.testing.processes import Port, Server, ServerFailed
-from ecshare.testing.s3 import SeaweedFS
+from ecshare.store.open import open_store
+from lab import model_cache
+from lab.servers import openai_client as client
+from lab.servers.processes import Port, Server, ServerFailed
+from lab.servers.s3 import SeaweedFS
 
 ONE_BOX = Path(__file__).resolve().parents[1] / "one_box"
 WORK = Path(__file__).resolve().parents[2] / ".cache" / "s3"
@@ -78,9 +79,9 @@ async def show_objects() -> None:
 
 def show_answers(url: str) -> None:
     """Ask the same twice; the second time the picture is not encoded."""
-    body = asking.question("Describe this picture.", [asking.picture(1)])
+    body = client.question("Describe this picture.", [client.picture(1)])
     for _ in range(2):
-        answer = asking.ask(url, body)
+        answer = client.ask(url, body)
         times = ", ".join(f"{stage} {ms:.0f} ms" for stage, ms in answer.stage_ms.items())
         print(f"answered by way of {', '.join(answer.path)}: {times}")
 
@@ -88,7 +89,7 @@ def show_answers(url: str) -> None:
 def main() -> int:
     """Start everything, show it, and serve until Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ["MODEL"] = os.environ.get("MODEL") or str(ready_made.model(WORK.parent / "models"))
+    os.environ["MODEL"] = os.environ.get("MODEL") or str(model_cache.model(WORK.parent / "models"))
     try:
         with bucket():
             split = Split()
@@ -98,7 +99,7 @@ def main() -> int:
                 asyncio.run(show_objects())
                 print(f"Serving at {split.base_url}/v1 until Ctrl-C", flush=True)
                 signal.pause()
-    except (ServerFailed, asking.RequestFailed) as failure:
+    except (ServerFailed, client.RequestFailed) as failure:
         print(f"{failure}\nAll logs are in {LOGS}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

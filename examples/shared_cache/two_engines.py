@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two plain vLLM engines, one after the other: the second reuses what the first computed.
 
-python examples/shared_cache/two_engines.py [--url URL] [--model MODEL]
+python -m examples.shared_cache.two_engines [--url URL] [--model MODEL]
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ecshare.testing import ready_made
+from lab import model_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = Path(__file__).with_name("engine.py")
@@ -69,7 +69,7 @@ def main() -> int:
     options = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="ecshare-"))
     url = options.url or str(scratch / "store")
-    model = options.model or str(ready_made.model(ROOT / ".cache" / "models"))
+    model = options.model or str(model_cache.model(ROOT / ".cache" / "models"))
     print(f"starting two engines, one after the other; their log is {scratch}/engines.log")
     print(row("", "", "pictures", "", "tokens", ""))
     print(row("engine", "question", "encoded", "loaded", "computed", "reused"), flush=True)

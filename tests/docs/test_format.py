@@ -18,7 +18,8 @@ from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.manifest import write_manifest
-from ecshare.store.objects import open_store, probe
+from ecshare.store.objects import probe
+from ecshare.store.open import open_store
 from tests.docs.pages import ROOT, fences, first_column
 
 PAGE = ROOT / "docs" / "format.md"
@@ -126,12 +127,14 @@ async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
 
 
 def facts_of_the_code() -> set[str]:
-    """The names in the dictionaries of identity.py's functions, without running vLLM."""
-    tree = ast.parse((ROOT / "ecshare" / "plugin" / "identity.py").read_text())
-    facts = ("_model_facts", "_media_facts")
+    """The names in the dictionaries of the functions that collect facts, without running vLLM."""
+    files = ("ecshare/plugin/model_facts", "ecshare/facts", "kvshare/facts", "kvshare/tier/facts")
+    trees = [ast.parse((ROOT / f"{file}.py").read_text()) for file in files]
+    facts = ("model_facts", "media_facts")
     functions = ("encoder_namespace", "kv_namespace", "tier_namespace", *facts)
     return {
         key.value
+        for tree in trees
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef) and function.name in functions
         for dictionary in ast.walk(function)

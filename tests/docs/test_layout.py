@@ -26,4 +26,4 @@ def test_files_named_in_the_drawings_exist() -> None:
 
 
 def exists(name: str) -> bool:
-    return (ROOT / name).exists() or (ROOT / "ecshare" / name).exists()
+    return any((ROOT / folder / name).exists() for folder in (".", "ecshare", "ecshare/store"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pages name is there: links, commands, options. They name no machine of ours."""
 
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -19,13 +19,13 @@ from ecshare.config import EncoderConfig
 from ecshare.router.config import make_parser
 from ecshare.store.config import parse
 from kvshare.config import KVConfig, parse_tier
-from kvshare.tier import KVShareTier
+from kvshare.tier.manager import KVShareTier
 from tests.docs.pages import PAGES, ROOT, commands, json_objects
 
 # Programs that the pages tell people to run, and what runs each in CI.
 RUN_BY_TESTS = {
-    "examples/shared_cache/two_engines.py": "tests/engines/test_examples.py",
-    "examples/s3/run.py": "tests/engines/test_examples.py",
+    "examples.shared_cache.two_engines": "tests/engines/test_examples.py",
+    "examples.s3.run": "tests/engines/test_examples.py",
     "examples/one_box/run.sh": "examples/s3/run.py",
     "examples/one_box/engine.sh": "examples/one_box/run.sh",
 }
@@ -111,7 +111,7 @@ def test_commands_are_ones_that_a_test_runs(page: Path) -> None:
             case ["make", target, *_]:
                 assert target in make_targets(), words
             case [python, "-m", module, *_] if Path(python).name == "python":
-                assert module in ENGINES or module in modules_with_help(), words
+                assert module in (*ENGINES, *RUN_BY_TESTS, *modules_with_help()), words
             case [python, program, *_] if Path(python).name in ("python", "bash"):
                 assert program in RUN_BY_TESTS, words
             case ["ecshare", command, *_]:
@@ -128,7 +128,7 @@ def make_targets() -> set[str]:
 def modules_with_help() -> set[str]:
     """Modules of ours that the pages call by `python -m`. tests/benchmarks runs the benchmarks."""
     text = "\n".join(page.read_text() for page in PAGES)
-    return set(re.findall(r"-m (ecshare(?:\.\w+)*)", text))
+    return set(re.findall(r"-m ((?:ecshare|lab)(?:\.\w+)*)", text))
 
 
 @pytest.mark.parametrize("module", sorted(modules_with_help()))
@@ -141,10 +141,14 @@ def test_modules_have_help(module: str) -> None:
 
 @pytest.mark.parametrize(("program", "test"), RUN_BY_TESTS.items())
 def test_programs_are_run_by_the_tests_that_claim_it(program: str, test: str) -> None:
-    assert (ROOT / program).exists()
-    *_, folder, name = program.split("/")
-    assert name in (ROOT / test).read_text()
-    assert folder in (ROOT / test).read_text()
+    if "/" in program:
+        assert (ROOT / program).exists()
+        *_, folder, name = program.split("/")
+        assert name in (ROOT / test).read_text()
+        assert folder in (ROOT / test).read_text()
+    else:
+        assert importlib.util.find_spec(program)
+        assert f'"-m", "{program}"' in (ROOT / test).read_text()
 
 
 @every_page
@@ -197,14 +201,18 @@ def test_options_named_in_the_text_exist(page: Path) -> None:
     assert flags <= known_flags(), flags - known_flags()
 
 
+def path_of(program: str) -> Path:
+    return ROOT / (program if "/" in program else f"{program.replace('.', '/')}.py")
+
+
 def known_flags() -> set[str]:
     """Return the arguments of vLLM that the pages may name, of the router and of our programs."""
     ours = {name for action in make_parser("")._actions for name in action.option_strings}
     programs = [
-        *(ROOT / name for name in RUN_BY_TESTS),
+        *(path_of(name) for name in RUN_BY_TESTS),
         ROOT / "ecshare" / "cli.py",
         *(ROOT / "benchmarks").glob("*.py"),
-        ROOT / "ecshare" / "testing" / "conformance" / "__main__.py",
+        ROOT / "lab" / "conformance" / "__main__.py",
     ]
     for program in programs:
         ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))

@@ -15,8 +15,8 @@ from ecshare import __version__
 from ecshare.cli import main
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
-from ecshare.testing.processes import Port
-from ecshare.testing.s3 import Rclone, SeaweedFS
+from lab.servers.processes import Port
+from lab.servers.s3 import Rclone, SeaweedFS
 from tests.conftest import LOGS
 from tests.ecshare.conftest import Doctor, start
 

@@ -22,11 +22,12 @@ from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import Directory
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
-from ecshare.store.objects import Sink, Span, open_store
-from ecshare.testing.faultproxy import FaultProxy, Method
-from ecshare.testing.faults import Fault
-from ecshare.testing.processes import LOOPBACK, Port
-from ecshare.testing.s3 import SeaweedFS
+from ecshare.store.objects import Sink, Span
+from ecshare.store.open import open_store
+from lab.faults.http_proxy import FaultProxy, Method
+from lab.faults.kinds import Fault
+from lab.servers.processes import LOOPBACK, Port
+from lab.servers.s3 import SeaweedFS
 from tests.ecshare.conftest import Doctor, start
 
 FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
@@ -84,7 +85,7 @@ def test_read_only_writes_nothing_at_all(
     has_host_cache: bool,
 ) -> None:
     shm = tmp_path_factory.mktemp("shm")
-    monkeypatch.setattr("ecshare.store.hostfolder.SHM", shm)
+    monkeypatch.setattr("ecshare.store.hostcache.folder.SHM", shm)
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
     if has_host_cache:
         (tmp_path / "host").mkdir(mode=0o700)

@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import (
 
 from ecshare.config import EncoderConfig
 from ecshare.messages import Orders, Report
-from ecshare.plugin.identity import adapter_fingerprint
+from ecshare.plugin.adapters import adapter_fingerprint
 from ecshare.plugin.ledger import open_ledger
 from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
 from ecshare.store.format import TensorFacts

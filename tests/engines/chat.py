@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ecshare.testing import asking
-from ecshare.testing.processes import Server
+from lab.servers import openai_client as client
+from lab.servers.processes import Server
 
 STORED_WITHIN_S = 60.0
 COMES_WITHIN_S = 20.0
@@ -89,7 +89,7 @@ def counts(server: Server) -> dict[str, float]:
     """Return our own counters from an engine's /metrics, by `family/event`."""
     return {
         f"{name.removesuffix('_total')}/{event}": value
-        for (name, event), value in asking.counters(server.base_url).items()
+        for (name, event), value in client.counters(server.base_url).items()
         if name.startswith(("ecshare_", "kvshare_")) and name.endswith("_total")
     }
 
@@ -100,17 +100,17 @@ def text(words: str) -> dict[str, Any]:
 
 def picture(seed: int, uuid: str | None = None, size: int = 224) -> dict[str, Any]:
     """Return a picture item; each `seed` gives another picture."""
-    return _item("image", asking.picture(seed, size), uuid)
+    return _item("image", client.picture(seed, size), uuid)
 
 
 def video(seed: int, uuid: str | None = None, frames_per_s: int = 2) -> dict[str, Any]:
     """Return a video item; as `picture`."""
-    return _item("video", asking.video(seed, frames_per_s), uuid)
+    return _item("video", client.video(seed, frames_per_s), uuid)
 
 
 def sound(seed: int, uuid: str | None = None) -> dict[str, Any]:
     """Return a sound item; as `picture`."""
-    return _item("audio", asking.sound(seed), uuid)
+    return _item("audio", client.sound(seed), uuid)
 
 
 def _item(modality: str, url: str, uuid: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import kv_argument
+from lab.servers.engines import kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, stored_kv, text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DEMO = [sys.executable, str(ROOT / "examples" / "one_box" / "demo.py")]
+DEMO = [sys.executable, "-m", "examples.one_box.demo"]
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,11 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("store", ["folder", pytest.param("s3", marks=pytest.mark.models)])
 def test_the_demo_says_that_all_is_well(store: str) -> None:
     ran = subprocess.run(
-        [*DEMO, f"--store={store}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*DEMO, f"--store={store}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert ran.returncode == 0, ran.stdout
     assert "All as it should be." in ran.stdout
@@ -27,7 +31,11 @@ def test_the_demo_says_that_all_is_well(store: str) -> None:
 
 def test_ctrl_c_ends_every_process() -> None:
     demo = subprocess.Popen(
-        [*DEMO, "--store=s3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*DEMO, "--store=s3"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with demo:
         assert demo.stdout is not None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text, wait_until
 from tests.releases import needs_encoder_metrics

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counting, counts, passed_on, picture, text
 from tests.releases import needs_encoder_metrics

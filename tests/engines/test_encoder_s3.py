@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import ec_argument
-from ecshare.testing.s3 import SeaweedFS
+from lab.servers.engines import ec_argument
+from lab.servers.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text
 from tests.releases import HAS_ENCODER_METRICS

@@ -13,16 +13,15 @@ from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.engine
 
-EXAMPLES = ROOT / "examples"
-
 
 def test_shared_cache(vlm: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     ended = subprocess.run(
         [
-            *(sys.executable, str(EXAMPLES / "shared_cache" / "two_engines.py")),
+            *(sys.executable, "-m", "examples.shared_cache.two_engines"),
             *(f"--model={vlm}", f"--url={store}"),
         ],
+        cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -44,7 +43,8 @@ def test_shared_cache(vlm: Path, tmp_path: Path) -> None:
 def test_s3(vlm: Path) -> None:
     said = []
     with subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "s3" / "run.py")],
+        [sys.executable, "-m", "examples.s3.run"],
+        cwd=ROOT,
         env={**os.environ, "MODEL": str(vlm)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

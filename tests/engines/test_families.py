@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from ecshare.testing import ready_made
-from ecshare.testing.engines import EngineProcess, ec_argument
+from lab import model_cache
+from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import (
     Answer,
@@ -87,7 +87,7 @@ def fleet(
     root, logs = tmp_path_factory.mktemp(family), LOGS / f"{__name__}.{family}"
     url, limits = str(root / "store"), f"--limit-mm-per-prompt={LIMITS[family]}"
     options = {"host_cache_dir": str(root / "host"), "wait_s": 20, "save": "durable"}
-    with engines(logs, ready_made.model(CACHE / "models", family)) as start:
+    with engines(logs, model_cache.model(CACHE / "models", family)) as start:
         fleet = (
             start("plain", limits),
             start("encoder", limits, ec_argument("producer", url, **options)),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.integrity import TOKEN_HEADER, router_token
-from ecshare.testing.engines import EngineProcess, kv_argument
+from lab.servers.engines import EngineProcess, kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import Answer, picture, text
 

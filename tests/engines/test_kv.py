@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ecshare.testing.asking import counters
-from ecshare.testing.engines import EngineProcess, kv_argument
+from lab.servers.engines import EngineProcess, kv_argument
+from lab.servers.openai_client import counters
 from tests.conftest import StartEngine
 from tests.engines.chat import Answer, ask, complete, counts, picture, stored_kv, text
 from tests.kv_events import Subscriber

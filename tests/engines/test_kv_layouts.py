@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ecshare.testing import ready_made
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from lab import model_cache
+from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS
 from tests.engines.chat import Answer, ask, complete, stored_kv, text
 
@@ -59,7 +59,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     kind: Kind = KINDS[request.param]
     root = tmp_path_factory.mktemp("layouts")
-    model = ready_made.model(CACHE / "models", kind.family)
+    model = model_cache.model(CACHE / "models", kind.family)
     flags = (*SMALL_ENGINE, "--block-size=32", "--limit-mm-per-prompt={}", *kind.options)
 
     def engine(name: str, *more: str) -> EngineProcess:
@@ -115,7 +115,7 @@ def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
 @pytest.mark.models
 def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path: Path) -> None:
     """vLLM's kernel for all CPUs computes the rest of a prompt as if there were no beginning."""
-    model = ready_made.model(CACHE / "models", "deepseek-v2")
+    model = model_cache.model(CACHE / "models", "deepseek-v2")
     flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}", "--attention-backend=CPU_MLA")
     kv = kv_argument("both", f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
     with (
@@ -137,7 +137,7 @@ def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path
 def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path) -> None:
     """That kernel takes bfloat16 alone: tokens are equal where as many are computed at once, so
     the plain engine goes on from what is in its own cache."""
-    model = ready_made.model(CACHE / "models", "deepseek-v2")
+    model = model_cache.model(CACHE / "models", "deepseek-v2")
     bfloat16 = ("--dtype=bfloat16", "--block-size=32", "--limit-mm-per-prompt={}")
     flags = (*SMALL_ENGINE, *bfloat16)
 

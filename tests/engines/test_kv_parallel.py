@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, ask, stored_kv, text
 
 pytestmark = pytest.mark.engine

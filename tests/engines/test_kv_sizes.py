@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, complete
 
 pytestmark = [pytest.mark.engine, pytest.mark.models]  # minutes: not in the gate

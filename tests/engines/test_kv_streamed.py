@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing.engines import EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import EngineProcess, ec_argument, kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import (
     announced,

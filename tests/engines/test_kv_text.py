@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import pytest
 
-from ecshare.testing import ready_made
-from ecshare.testing.asking import counters
-from ecshare.testing.engines import EngineProcess, kv_argument
-from ecshare.testing.models import make_adapter
-from ecshare.testing.processes import Server
+from lab import model_cache
+from lab.models import make_adapter
+from lab.servers.engines import EngineProcess, kv_argument
+from lab.servers.openai_client import counters
+from lab.servers.processes import Server
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, ask, complete, counting, counts, stored_kv, text
 from tests.releases import CAN_GUESS, needs_guesses
@@ -89,7 +89,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         return kv_argument("both", f"file://{root}/store", **own)
 
     guesses = (f"--speculative-config={json.dumps(GUESSING)}",) if CAN_GUESS else ()
-    with engines(LOGS / __name__, ready_made.model(CACHE / "models", "qwen2")) as start:
+    with engines(LOGS / __name__, model_cache.model(CACHE / "models", "qwen2")) as start:
         fleet = Fleet(
             start("plain", *shape, *ADAPTERS, environment=MAY_BE_CHANGED),
             start("first", *shape, *ADAPTERS, sharing("first"), environment=MAY_BE_CHANGED),

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ecshare.testing.asking import counters
-from ecshare.testing.engines import EngineProcess, ec_argument
-from ecshare.testing.processes import LOOPBACK
-from ecshare.testing.proxy import ProxyProcess
-from ecshare.testing.s3 import SeaweedFS
+from lab.faults.tcp_proxy import ProxyProcess
+from lab.servers.engines import EngineProcess, ec_argument
+from lab.servers.openai_client import counters
+from lab.servers.processes import LOOPBACK
+from lab.servers.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, text, video
 from tests.releases import needs_encoder_metrics

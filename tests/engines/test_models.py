@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.asking import ask, picture, question
+from lab.servers.openai_client import ask, picture, question
 from tests.conftest import StartEngine
 
 pytestmark = pytest.mark.engine

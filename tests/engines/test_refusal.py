@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import ec_argument, kv_argument
-from ecshare.testing.processes import ServerFailed
+from lab.servers.engines import ec_argument, kv_argument
+from lab.servers.processes import ServerFailed
 from tests.conftest import StartEngine
 
 pytestmark = pytest.mark.engine

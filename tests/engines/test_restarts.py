@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, counting, picture, text
 from tests.releases import needs_encoder_metrics

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ecshare.testing import asking
-from ecshare.testing.engines import EngineProcess, ec_argument, kv_argument
-from ecshare.testing.processes import Server
+from lab.servers import openai_client as client
+from lab.servers.engines import EngineProcess, ec_argument, kv_argument
+from lab.servers.processes import Server
 from tests.conftest import LOGS, engines
 from tests.engines.chat import ask, picture, text
 from tests.releases import HAS_ENCODER_METRICS
@@ -108,10 +108,10 @@ def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
 def counting(*servers: Server) -> Iterator[list[Counter[tuple[str, str]]]]:
     """What each server counted inside the block; filled in when it ends."""
     gained: list[Counter[tuple[str, str]]] = []
-    before = [asking.counters(server.base_url) for server in servers]
+    before = [client.counters(server.base_url) for server in servers]
     yield gained
     for server, known in zip(servers, before, strict=True):
-        after = asking.counters(server.base_url)
+        after = client.counters(server.base_url)
         gained.append(Counter({name: int(n - known.get(name, 0)) for name, n in after.items()}))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import SMALL_ENGINE, EngineProcess
+from lab.servers.engines import SMALL_ENGINE, EngineProcess
 from tests.docs.pages import ROOT
 from tests.engines.chat import ask, counts, text, wait_until
 

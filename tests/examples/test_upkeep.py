@@ -18,8 +18,9 @@ from botocore import xform_name
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied
 from ecshare.store.keys import Kind, manifest_key, object_key, size_key
-from ecshare.store.objects import ObjectStore, open_store, probe, read
-from ecshare.testing.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, SeaweedFS
+from ecshare.store.objects import ObjectStore, probe, read
+from ecshare.store.open import open_store
+from lab.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, SeaweedFS
 from tests.conftest import LOGS
 from tests.docs.pages import ROOT, fences
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
-from ecshare.testing.processes import Server
+from lab.servers.processes import Server
 
 GIB = 1 << 30
 

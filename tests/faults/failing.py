@@ -11,9 +11,9 @@ from pathlib import Path
 
 import s3fs
 
-from ecshare.testing.faultproxy import FaultProxy, Method
-from ecshare.testing.faults import Fault
-from ecshare.testing.s3 import BUCKET, SeaweedFS
+from lab.faults.http_proxy import FaultProxy, Method
+from lab.faults.kinds import Fault
+from lab.servers.s3 import BUCKET, SeaweedFS
 from tests.faults.disks import SmallDisk
 
 Failing = Callable[[], contextlib.AbstractContextManager[None]]

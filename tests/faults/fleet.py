@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from ecshare.testing import asking
-from ecshare.testing.engines import EngineProcess
-from ecshare.testing.processes import Server
+from lab.servers import openai_client as client
+from lab.servers.engines import EngineProcess
+from lab.servers.processes import Server
 from tests.engines.chat import Answer, announced, ask, counts, picture, text
 
 QUESTION = text("what is to be seen here, and where?")
@@ -125,12 +125,12 @@ class Decoding(threading.Thread):
     As a context manager: they run during the block, and are right, every one, or it raises.
     """
 
-    BODY = asking.question("tell me about the sea", max_tokens=150) | {"ignore_eos": True}
+    BODY = client.question("tell me about the sea", max_tokens=150) | {"ignore_eos": True}
 
     def __init__(self, fleet: Engines) -> None:
         super().__init__(name="decoding", daemon=True)
         self._server: Server = fleet.consumer
-        self._expected = asking.ask(fleet.plain.base_url, self.BODY).token_ids
+        self._expected = client.ask(fleet.plain.base_url, self.BODY).token_ids
         self._answers: list[tuple[int, ...]] = []
         self._error: Exception | None = None
         self._is_over = threading.Event()
@@ -138,7 +138,7 @@ class Decoding(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_over.is_set():
-                answer = asking.ask(self._server.base_url, self.BODY, stream=True)
+                answer = client.ask(self._server.base_url, self.BODY, stream=True)
                 self._answers.append(answer.token_ids)
         except Exception as exc:  # noqa: BLE001 - raised again in the test's thread
             self._error = exc

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ecshare.testing.engines import EngineProcess, kv_argument
+from lab.servers.engines import EngineProcess, kv_argument
 from tests.engines.chat import Answer, ask, counting, counts, picture, text, wait_until
 from tests.faults.failing import Failing
 from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding

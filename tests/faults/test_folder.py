@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import ec_argument
+from lab.servers.engines import ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, picture, text, wait_until
 from tests.faults.damage import DAMAGE, GIB, UNFIT, most_memory_bytes, replace, unfit

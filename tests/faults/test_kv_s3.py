@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ecshare.testing.faultproxy import FaultProxy
-from ecshare.testing.faults import Fault
-from ecshare.testing.processes import LOOPBACK
-from ecshare.testing.s3 import SeaweedFS
+from lab.faults.http_proxy import FaultProxy
+from lab.faults.kinds import Fault
+from lab.servers.processes import LOOPBACK
+from lab.servers.s3 import SeaweedFS
 from tests.conftest import LOGS, StartEngine
 from tests.faults.failing import FAULTS, MIDDLE, READABLE, Bucket
 from tests.faults.fleet import Decoding

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.testing.engines import ec_argument
-from ecshare.testing.s3 import Rclone
+from lab.servers.engines import ec_argument
+from lab.servers.s3 import Rclone
 from tests.conftest import LOGS, StartEngine
 from tests.engines.chat import counts
 from tests.faults.fleet import LOADED, Decoding, Fleet

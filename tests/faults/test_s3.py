@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from ecshare.testing.engines import EngineProcess, ec_argument
-from ecshare.testing.faultproxy import FaultProxy
-from ecshare.testing.faults import Fault
-from ecshare.testing.processes import LOOPBACK
-from ecshare.testing.s3 import SeaweedFS
+from lab.faults.http_proxy import FaultProxy
+from lab.faults.kinds import Fault
+from lab.servers.engines import EngineProcess, ec_argument
+from lab.servers.processes import LOOPBACK
+from lab.servers.s3 import SeaweedFS
 from tests.conftest import LOGS, StartEngine
 from tests.faults.clock import Clock
 from tests.faults.failing import FAULTS, MIDDLE, READABLE, UPLOADS, Bucket, Failing

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from ecshare.store.errors import ObjectCorrupt
-from kvshare import legacy
-from kvshare.entries import NAMES, Entry, pack, unpack
+from kvshare.pre_v1 import connector
+from kvshare.pre_v1.index import NAMES, Entry, pack, unpack
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import mutated, written
 
@@ -84,11 +84,11 @@ def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
         caches = [torch.zeros(2, 4, BLOCK, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
         if input_tokens.ndim:
             slots = torch.arange(min(len(input_tokens), NUM_TOKENS))
-            legacy._scatter(caches, slots, keys, values)
-        legacy._unpacked(hidden, BLOCK, torch.device("cpu"))
+            connector._scatter(caches, slots, keys, values)
+        connector._unpacked(hidden, BLOCK, torch.device("cpu"))
 
 
 @fuzzed(100)
 @given(st.binary(min_size=1, max_size=100) | entries())
 def test_odd_states_are_refused_or_understood(raw: bytes) -> None:
-    legacy._unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu"))
+    connector._unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu"))

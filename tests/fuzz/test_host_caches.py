@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ecshare.plugin.ledger import Ledger, grown
 from ecshare.store.errors import ConfigError
-from ecshare.store.hostcache import Entry, HostCache
+from ecshare.store.hostcache.cache import Entry, HostCache
 from ecshare.store.keys import Kind, object_key
 from tests.fuzz.running import fuzzed
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from safetensors.torch import save
 
-from ecshare.plugin.identity import adapter_fingerprint
+from ecshare.plugin.adapters import adapter_fingerprint
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import mutated, written
 

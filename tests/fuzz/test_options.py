@@ -18,7 +18,7 @@ from ecshare.router.config import parse_arguments
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import open_integrity
-from ecshare.store.objects import open_store
+from ecshare.store.open import open_store
 from kvshare.config import KVConfig, parse_tier
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, scalars

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshare.legacy import KVShareLegacyConnector
+from kvshare.pre_v1.connector import KVShareLegacyConnector
 from tests.kvshare.toy import vllm_config
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK, NUM_BLOCKS, VOCAB = 2, 2, 8, 4, 64, 97

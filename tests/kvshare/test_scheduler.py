@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-import kvshare.trusted as module
+import kvshare.recent_keys as module
 from ecshare.store.format import TensorFacts
 from ecshare.store.keys import Kind, object_key, size_key
 from ecshare.transfer.engine import TransferEngine
@@ -23,8 +23,8 @@ from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
 from kvshare import lookups
 from kvshare.config import KVConfig
+from kvshare.facts import KVFacts
 from kvshare.layers import LayerSet, Span
-from kvshare.lookups import KVFacts
 from kvshare.messages import Orders, Report, announced_tokens, announcement
 from kvshare.prefix import Chunk, Grid
 from kvshare.scheduler import KVScheduler

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.remote import RemoteObjects
+from ecshare.store.fsspec_store import RemoteObjects
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ecshare.plugin.ranks import Rank
-from ecshare.testing.s3 import BUCKET, SeaweedFS
 from ecshare.transfer.engine import TransferEngine
 from kvshare.config import KVConfig
 from kvshare.layers import LayerSet, Span
@@ -20,6 +19,7 @@ from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
+from lab.servers.s3 import BUCKET, SeaweedFS
 
 NAMESPACE = "0" * 32
 BLOCKS, TOKENS, CONTENT, LAYERS = 6, 4, 6, 3

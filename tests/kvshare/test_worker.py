@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
-from ecshare.store.hostcache import HostCache
+from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads

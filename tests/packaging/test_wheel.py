@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ecshare.testing.processes import Server
-from ecshare.testing.s3 import SeaweedFS
+from lab.servers.processes import Server
+from lab.servers.s3 import SeaweedFS
 from tests.ecshare.store.azurite import CONTAINER, Azurite
 from tests.ecshare.store.gcs_server import BUCKET, GCS
 
@@ -138,14 +138,18 @@ def test_a_store_without_its_extra_is_a_sentence(
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize(
-    "module", ["ecshare.router", "ecshare.testing.models", "ecshare.testing.conformance"]
-)
-def test_a_program_without_its_extra_is_a_sentence(bare: Empty, module: str) -> None:
-    ran = bare.run("-m", module, "--help")
+def test_the_router_without_its_extra_is_a_sentence(bare: Empty) -> None:
+    ran = bare.run("-m", "ecshare.router", "--help")
     assert ran.returncode != 0
     assert "pip install" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_the_wheel_holds_the_product_alone(bare: Empty) -> None:
+    for package in ("lab", "tests", "benchmarks"):
+        ran = bare.run("-c", f"import {package}")
+        assert ran.returncode != 0
+        assert "ModuleNotFoundError" in ran.stderr
 
 
 class Router(Server):

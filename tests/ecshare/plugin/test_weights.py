@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ecshare.plugin.identity import _weights_fingerprint, adapter_fingerprint
+from ecshare.plugin.adapters import adapter_fingerprint
+from ecshare.plugin.model_facts import weights_fingerprint
 from ecshare.plugin.weights import fingerprint
 
 
@@ -128,7 +129,7 @@ def test_a_malformed_header_is_one_sentence(
         fingerprint(tmp_path)
     assert adapter_fingerprint(tmp_path) == ""
     assert "has a malformed header" in caplog.text
-    assert _weights_fingerprint(str(tmp_path), "", "", "auto") == ""
+    assert weights_fingerprint(str(tmp_path), "", "", "auto") == ""
 
 
 def test_a_well_made_header_is_none_of_these(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-from ecshare.testing.processes import LOOPBACK, Server
+from lab.servers.processes import LOOPBACK, Server
 
 VERSION = "3.37.0"
 ACCOUNT = "ecsharetest"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.testing.s3 import BUCKET, Rclone, SeaweedFS
+from lab.servers.s3 import BUCKET, Rclone, SeaweedFS
 from tests.conftest import CACHE
 from tests.ecshare.store import gcs_server
 from tests.ecshare.store.azurite import (

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.azureoptions import AzurePlan, plan
+from ecshare.store.azure_options import AzurePlan, plan
 from ecshare.store.cloud import CloudObjects
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import open_store, probe, read
+from ecshare.store.objects import probe, read
+from ecshare.store.open import open_store
 from tests.ecshare.store.azurite import CONTAINER, KEY, OTHER_ACCOUNT, Azurite
 from tests.ecshare.store.conftest import azure_config
 from tests.ecshare.store.scripted import serving

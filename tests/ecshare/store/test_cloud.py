@@ -18,8 +18,9 @@ from ecshare.store.cloud import MEANING, PIECE_BYTES
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store, probe, read
-from ecshare.testing.stores import Listener
+from ecshare.store.objects import ObjectStore, probe, read
+from ecshare.store.open import open_store
+from ecshare.testing import Listener
 from tests.ecshare.store.conftest import Bucket
 from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 

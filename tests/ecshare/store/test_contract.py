@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.objects import ObjectStore, open_store
-from ecshare.store.remote import RemoteObjects, open_remote
-from ecshare.testing.stores import StoreContract
+from ecshare.store.fsspec_store import RemoteObjects, open_remote
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
+from ecshare.testing import StoreContract
 from tests.ecshare.store.azurite import Azurite
 from tests.ecshare.store.conftest import Bucket, azure_config, gcs_config
 from tests.ecshare.store.gcs_server import GCS

@@ -20,8 +20,8 @@ from ecshare.store.errors import (
 )
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import probe, read
-from ecshare.transfer.access import StoreAccess
-from ecshare.transfer.lanes import Urgency
+from ecshare.transfer.priority import Urgency
+from ecshare.transfer.store_client import StoreAccess
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 30

@@ -12,9 +12,10 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectUnreadable, StoreDenied, StoreError
-from ecshare.store.hostcache import HostCache
+from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store, read
+from ecshare.store.objects import ObjectStore, read
+from ecshare.store.open import open_store
 from tests.ecshare.store.users import (
     GROUP,
     OTHER,

@@ -10,9 +10,10 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreDenied, StoreUnavailable
-from ecshare.store.gcsoptions import GCSPlan, plan
+from ecshare.store.gcs_options import GCSPlan, plan
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import open_store, probe
+from ecshare.store.objects import probe
+from ecshare.store.open import open_store
 from tests.ecshare.store.conftest import gcs_config
 from tests.ecshare.store.gcs_server import GCS
 

@@ -11,7 +11,8 @@ import pytest
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Memory, ObjectStore, Span, open_store, read
+from ecshare.store.objects import Memory, ObjectStore, Span, read
+from ecshare.store.open import open_store
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 20

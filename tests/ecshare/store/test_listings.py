@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ecshare.store import cloud, remote
+from ecshare.store import cloud, fsspec_store
 from ecshare.store.cloud import offset_behind
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import StoreUnavailable
@@ -26,7 +26,8 @@ from ecshare.store.keys import (
     object_key,
 )
 from ecshare.store.manifest import list_manifests, write_manifest
-from ecshare.store.objects import ObjectInfo, ObjectStore, open_store, probe
+from ecshare.store.objects import ObjectInfo, ObjectStore, probe
+from ecshare.store.open import open_store
 from tests.ecshare.store.scripted import DATED, Asked, Scripted, serving
 
 SPACE = "f" * 32
@@ -246,12 +247,12 @@ async def drained(listing: AsyncIterator[ObjectInfo]) -> None:
         pass
 
 
-@pytest.mark.parametrize("module", [cloud, remote])
+@pytest.mark.parametrize("module", [cloud, fsspec_store])
 async def test_a_listing_that_does_not_end_is_given_up(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MOST_PAGES", 5)
-    general: dict[str, Any] = {"s3_additional_kwargs": {}} if module is remote else {}
+    general: dict[str, Any] = {"s3_additional_kwargs": {}} if module is fsspec_store else {}
     foreign = [f"cache/Other-{n}" for n in range(1000)]
     with bucket(lambda asked: asked.say(200, page(foreign, "same")), **general) as (server, store):
         with pytest.raises(StoreUnavailable, match="more than 5 pages, or does not end"):
@@ -284,7 +285,9 @@ async def test_other_filesystems_are_read_folder_by_folder(
     monkeypatch.setattr(LocalFileSystem, "ls", noted)
     monkeypatch.setattr(LocalFileSystem, "find", None)
     filesystem = LocalFileSystem(auto_mkdir=True)
-    store = remote.RemoteObjects(filesystem, str(tmp_path), atomic_writes=False, io_timeout_s=5)
+    store = fsspec_store.RemoteObjects(
+        filesystem, str(tmp_path), atomic_writes=False, io_timeout_s=5
+    )
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
     for key in there:
         await store.put(key, b"body")

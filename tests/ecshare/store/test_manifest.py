@@ -24,7 +24,8 @@ from ecshare.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
 
 FACTS = {"model": "qwen", "weights": {"a.safetensors": 123}, "dtype": "bfloat16"}
 NAMESPACE = namespace_digest(FACTS)

@@ -10,7 +10,7 @@ import pytest
 from ecshare.store.config import StoreConfig
 from ecshare.store.directory import Directory
 from ecshare.store.errors import ConfigError
-from ecshare.store.objects import open_store
+from ecshare.store.open import open_store
 
 PATH = "ec_connector_extra_config"
 KEYS = {"key": "k", "secret": "hidden", "endpoint_url": "http://127.0.0.1:9"}
@@ -109,14 +109,15 @@ def test_the_road_is_logged_once_and_without_secrets(
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
+        ("ecshare.store.open", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.objects", "torch vllm fsspec obstore s3fs botocore"),
-        ("ecshare.store.hostcache", "torch vllm fsspec obstore s3fs botocore"),
+        ("ecshare.store.hostcache.cache", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.directory", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
-        ("ecshare.store.remote", "torch vllm obstore s3fs botocore"),
-        ("ecshare.store.s3options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.azureoptions", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.gcsoptions", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.fsspec_store", "torch vllm obstore s3fs botocore"),
+        ("ecshare.store.s3_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.azure_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.gcs_options", "torch vllm fsspec obstore botocore"),
         ("ecshare.store.cloud", "torch vllm fsspec s3fs botocore"),
     ],
 )

@@ -14,9 +14,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.directory import Directory
+from ecshare.store.fsspec_store import RemoteObjects, open_remote
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore, open_store, read
-from ecshare.store.remote import RemoteObjects, open_remote
+from ecshare.store.objects import ObjectStore, read
+from ecshare.store.open import open_store
 from tests.ecshare.store.scripted import DATED, Asked, serving
 
 KEY = object_key(Kind.EC, "0" * 32, "stored")

@@ -9,7 +9,7 @@ from fsspec import AbstractFileSystem
 
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
-from ecshare.store.objects import open_store
+from ecshare.store.open import open_store
 from ecshare.store.secrets import looks_secret, masked, masked_text, masked_url
 
 PATH = "kv_connector_extra_config"
@@ -77,7 +77,7 @@ def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words
 def test_an_account_of_google_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ecshare.store.gcsoptions import GCSPlan, plan
+    from ecshare.store.gcs_options import GCSPlan, plan
 
     account = json.dumps({"type": "service_account", "private_key": "hidden"})
     monkeypatch.setenv("ACCOUNT", account)

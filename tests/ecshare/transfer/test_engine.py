@@ -15,7 +15,7 @@ from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.fetching import open_object
+from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 

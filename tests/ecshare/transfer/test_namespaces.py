@@ -13,12 +13,13 @@ import pytest
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
 from ecshare.store.manifest import Manifest, write_manifest
-from ecshare.store.objects import ObjectStore, open_store
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
 from ecshare.transfer import namespaces
-from ecshare.transfer.access import StoreAccess
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Job, Lookup, StoredObject
 from ecshare.transfer.namespaces import NamespaceWatch
+from ecshare.transfer.store_client import StoreAccess
 
 FACTS = {"model": "qwen", "weights": "aa", "epoch": "", "dtype": "bfloat16"}
 OLDER = FACTS | {"epoch": "1", "dtype": "float16"}

@@ -12,10 +12,10 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, size_key
-from ecshare.testing.s3 import SeaweedFS
 from ecshare.transfer import renewal
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
+from lab.servers.s3 import SeaweedFS
 from tests.expiry import renew_often
 
 FACTS = {"model": "qwen", "weights": "aa"}

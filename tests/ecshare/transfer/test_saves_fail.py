@@ -16,13 +16,13 @@ from ecshare.store import directory
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorFacts
 from ecshare.store.keys import Kind, object_key
-from ecshare.testing.faultproxy import FaultProxy
-from ecshare.testing.faults import Fault
-from ecshare.testing.processes import LOOPBACK
-from ecshare.testing.s3 import SeaweedFS
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
+from lab.faults.http_proxy import FaultProxy
+from lab.faults.kinds import Fault
+from lab.servers.processes import LOOPBACK
+from lab.servers.s3 import SeaweedFS
 
 FACTS = TensorFacts("U8", (10_000,))
 STORED = [object_key(Kind.EC, "0" * 32, f"stored {number}") for number in range(5)]

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects behind any fsspec filesystem: the general road, complete rather than fast.
+
+Asynchronous filesystems (s3fs, gcsfs, adlfs, ...) run on the event loop that calls this store;
+the others (memory, sftp, smb, ...) in a few threads.
+"""
+
+import asyncio
+import base64
+import contextlib
+import inspect
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from ecshare.store.config import StoreConfig, suggestion
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreBusy,
+    StoreDenied,
+    StoreUnavailable,
+)
+from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated, Window, cut, md5_of_etag
+from ecshare.store.secrets import masked_text, masked_url
+from ecshare.store.threads import Threads, bounded, together
+
+_S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
+_GCS = "obstore: pip install obstore (ecshare's extra [gcs])"
+_AZURE = "obstore: pip install obstore (ecshare's extra [azure])"
+# What the protocols that people use most need. Others get the words of fsspec.
+_NEEDS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE,
+          "abfss": _AZURE}  # fmt: skip
+_S3FS = "s3fs: pip install s3fs (ecshare's extra [s3fs])"
+_GCSFS, _ADLFS = "gcsfs: pip install gcsfs", "adlfs: pip install adlfs"
+# What they need where obstore will not do.
+_NEEDS_GENERAL = {"s3": _S3FS, "s3a": _S3FS, "gs": _GCSFS, "gcs": _GCSFS, "az": _ADLFS,
+                  "abfs": _ADLFS, "abfss": _ADLFS}  # fmt: skip
+# Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
+# final name, so objects are written beside it and moved.
+_ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
+_PIECE_BYTES = 8 << 20
+_LANES = 32  # look-ups in flight
+_WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
+_CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enough for loads
+_LONGEST_WORDS = 300
+_Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
+# A server may send pages for ever, or a filesystem folders in folders.
+_MOST_PAGES = 10_000
+_MOST_LEVELS = 8  # see keys.py
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
+_CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
+# Of one object: S3 has moved it to an archive; it is shorter than expected.
+_UNUSABLE = {"InvalidObjectState", "InvalidRange"}
+_NO_BUCKET = "NoSuchBucket"
+# Whatever the class of the client's error: none of its many is among the builtins.
+_BUSY = {
+    "ConnectTimeoutError", "ConnectionClosedError", "ConnectionResetError", "FSTimeoutError",
+    "InternalError", "ReadTimeoutError", "ServerDisconnectedError", "ServiceUnavailable",
+    "SlowDown", "TimeoutError",
+}  # fmt: skip
+_SERVER_ERRORS = range(500, 600)
+_DENIED = {
+    "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
+    "PartialCredentialsError", "SignatureDoesNotMatch", "403",
+}  # fmt: skip
+
+
+def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObjects":
+    """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be.
+
+    `reason`: why obstore will not do, if somebody asked it: then only fsspec's package is named.
+    """
+    protocol = config.url.partition("://")[0]
+    _check_port(config.url, f"{path}.url")
+    filesystem_class = _filesystem_class(protocol, path, reason)
+    options: dict[str, Any] = dict(config.storage_options)
+    if protocol in ("s3", "s3a"):
+        options |= _for_s3fs(config, path)
+    if filesystem_class.async_impl:
+        options["asynchronous"] = True
+    try:
+        # A listing from memory would hide what other engines stored; an instance from fsspec's
+        # own cache may belong to another event loop.
+        filesystem, root = fsspec.core.url_to_fs(
+            config.url, use_listings_cache=False, skip_instance_cache=True, **options
+        )
+    except Exception as exc:  # noqa: BLE001 — any class may come; each is this sentence
+        words = masked_text(f"{type(exc).__name__}: {exc}", config.secrets())[:_LONGEST_WORDS]
+        # Without what it said: it may quote a secret.
+        raise ConfigError(
+            f"{path}.storage_options: {protocol} does not open with these options ({words})"
+        ) from None
+    atomic = protocol in _ATOMIC
+    return RemoteObjects(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
+
+
+def _check_port(url: str, option: str) -> None:
+    """ConfigError: the port is no number; fsspec would say so with what may be a password."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        raise ConfigError(
+            f"{option}: {masked_url(url)!r} has a host or a port that cannot be; write "
+            "protocol://user@host:port/path, and a password into storage_options"
+        ) from None
+
+
+def _for_s3fs(config: StoreConfig, path: str) -> dict[str, Any]:
+    """Overrides: one round trip for a GET, and the user's patience instead of a minute's."""
+    limits = {"connect_timeout": min(config.io_timeout_s, 5), "read_timeout": config.io_timeout_s}
+    given = config.storage_options.get("config_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{path}.storage_options.config_kwargs: expected an object of options")
+    return {
+        # Above 1, s3fs sends a HEAD before each GET to size the object.
+        "max_concurrency": 1,
+        # s3fs tries each call five times itself.
+        "config_kwargs": {
+            **limits,
+            "max_pool_connections": _CONNECTIONS,
+            "retries": {"total_max_attempts": 1},
+            **given,
+        },
+    }
+
+
+def _filesystem_class(protocol: str, path: str, reason: str) -> Any:
+    try:
+        return fsspec.get_filesystem_class(protocol)
+    except ImportError as exc:
+        if reason:
+            raise ConfigError(f"{path}: {reason}; that needs {_NEEDS_GENERAL[protocol]}") from exc
+        needed = _NEEDS.get(protocol, f"a package that is missing: {exc}")
+        raise ConfigError(f"{path}.url: {protocol}:// needs {needed}") from exc
+    except ValueError as exc:
+        known = [*fsspec.available_protocols()]
+        raise ConfigError(
+            f"{path}.url: unknown protocol {protocol!r}; {suggestion(protocol, known)}"
+        ) from exc
+
+
+class RemoteObjects:
+    """An ObjectStore below one path of an fsspec filesystem."""
+
+    def __init__(
+        self, filesystem: Any, root: str, *, atomic_writes: bool, io_timeout_s: float
+    ) -> None:
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self._atomic_writes = atomic_writes
+        self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or made of it
+        self._io_timeout_s = io_timeout_s
+        self._threads = Threads("remote", 8, io_timeout_s)
+        self._saving = Threads("remote-save", 8, io_timeout_s)
+        self._is_closed = False
+        pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
+        parameters = inspect.signature(pipe).parameters
+        self._create_only = {"mode": "create"} if "mode" in parameters else {}
+
+    @property
+    def creates_once(self) -> bool:
+        """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
+        return self._atomic_writes and bool(self._create_only)
+
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+        """See ObjectStore."""
+        path = self._path(key)
+        target = Window(sink, spans) if spans else sink
+        if self._s3:
+            await self._stream(key, path, target, spans)
+            return
+        with mapped_errors(key):
+            info = await self._call("info", path)
+        if info.get("type") == "directory":
+            raise ObjectUnreadable(f"{key} is not a file")
+        size = info.get("size")
+        if not isinstance(size, int):
+            raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
+        target.begin(size)
+        for span in spans or [Span(0, size)]:
+            for part in cut(span, _PIECE_BYTES):
+                with mapped_errors(key):
+                    piece = await self._call("cat_file", path, start=part.start, end=part.stop)
+                await self._write_piece(key, target, part.start, piece, part.stop)
+
+    async def _stream(self, key: str, path: str, sink: Sink, spans: Sequence[Span]) -> None:
+        """One request, or one a span at once: the headers of the answers tell the size."""
+        wanted: Sequence[Span | None] = spans or [None]
+        asked = (self._ask_s3(key, path, span) for span in wanted)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        try:
+            opened = [each for each in answers if isinstance(each, _Answer)]
+            for each in answers:
+                if isinstance(each, BaseException):
+                    raise each
+            sink.begin(opened[0].size)
+            if opened[0].is_whole:
+                del opened[1:]  # a server that ignores ranges has sent it as often as it was asked
+            await together(self._pour(key, each, sink) for each in opened)
+        finally:
+            for each in answers:
+                if isinstance(each, _Answer):
+                    each.body.close()  # refused or broken off: it must not keep the connection
+
+    async def _ask_s3(self, key: str, path: str, span: Span | None) -> "_Answer":
+        bucket, name, _ = self._fs.split_path(path)
+        wanted = {"Range": f"bytes={span.start}-{span.stop - 1}"} if span else {}
+        with mapped_errors(key):
+            async with bounded(self._io_timeout_s):
+                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name, **wanted)
+        body, size = answer["Body"], answer.get("ContentLength")
+        if not isinstance(size, int):
+            body.close()
+            raise StoreUnavailable(f"{key}: the server does not say how large it is")
+        part = _CONTENT_RANGE.fullmatch(answer.get("ContentRange") or "")
+        if part is None:
+            return _Answer(body, 0, size, size)
+        opened = _Answer(body, int(part[1]), int(part[1]) + size, int(part[2]))
+        start, stop = (span.start, min(span.stop, opened.size)) if span else (0, opened.size)
+        if (opened.start, opened.stop) != (start, stop):
+            body.close()
+            raise StoreUnavailable(f"{key}: the server sends another range than it was asked for")
+        return opened
+
+    async def _pour(self, key: str, answer: "_Answer", sink: Sink) -> None:
+        start = answer.start
+        while start < answer.stop:
+            with mapped_errors(key):
+                async with bounded(self._io_timeout_s):
+                    piece = await answer.body.read(min(_PIECE_BYTES, answer.stop - start))
+            if not piece:
+                raise StoreUnavailable(f"{key}: the server sent less than it announced")
+            await self._write_piece(key, sink, start, piece, start + len(piece))
+            start += len(piece)
+
+    async def _write_piece(self, key: str, sink: Sink, start: int, piece: bytes, stop: int) -> None:
+        if len(piece) != stop - start:
+            raise StoreUnavailable(f"{key} has another size than the filesystem said")
+        await self._threads.run(sink.write, start, piece)
+
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
+        """See ObjectStore."""
+        del file
+        path = self._path(key)
+        # Most filesystems take nothing but bytes: this is the one copy of the general road.
+        value = body if isinstance(body, bytes) else bytes(body)
+        try:
+            with mapped_errors(key):
+                if self._atomic_writes:
+                    create_only = {} if replace else self._create_only
+                    await self._call("pipe_file", path, value, **create_only)
+                else:
+                    await self._write_and_move(path, value)
+        except FileExistsError:
+            return False
+        return True
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        """See ObjectStore."""
+        lanes = asyncio.Semaphore(_LANES)
+
+        async def one(key: str) -> bool:
+            path = self._path(key)
+            try:
+                async with lanes:
+                    with mapped_errors(key):
+                        # Not `exists`: fsspec's answers False for a store that is down.
+                        found = await self._call("info", path)
+            except ObjectMissing:
+                return False
+            return bool(found.get("type", "file") == "file")
+
+        return await together(map(one, keys))
+
+    async def stated(self, key: str) -> Stated:
+        """See ObjectStore. MD5s are known of s3fs and gcsfs."""
+        with mapped_errors(key):
+            found = await self._call("info", self._path(key))
+        size = found.get("size")
+        if not isinstance(size, int):
+            raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
+        return Stated(size, _md5(found))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """See ObjectStore."""
+        for key in keys:
+            path = self._path(key)
+            with contextlib.suppress(ObjectMissing), mapped_errors(key):
+                await self._call("rm_file", path)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """See ObjectStore. What lies on one page of S3, or in one folder, is in memory at once."""
+        below = self._path(prefix.removesuffix("/")) if prefix else self._root
+        pages = self._pages_of_s3(f"{below}/") if self._s3 else self._folders(below)
+        async with contextlib.aclosing(pages):
+            async for page in pages:
+                for entry in page:
+                    key = str(entry["name"]).removeprefix(self._root).lstrip("/")
+                    if is_safe_key(key):
+                        yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
+
+    async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
+        """Yield page after page: s3fs itself would bring them all, which takes minutes."""
+        bucket, prefix, _ = self._fs.split_path(below)
+        more: dict[str, str] = {}
+        for _ in range(_MOST_PAGES):
+            with mapped_errors("a listing"):
+                async with bounded(self._io_timeout_s):
+                    answer = await self._fs._call_s3(
+                        "list_objects_v2", Bucket=bucket, Prefix=prefix, **more
+                    )
+            yield [
+                {"name": f"{bucket}/{each['Key']}", "size": each.get("Size"), **each}
+                for each in answer.get("Contents") or ()
+            ]
+            token = answer.get("NextContinuationToken")
+            if not token or self._is_closed:
+                return
+            more = {"ContinuationToken": token}
+        raise StoreUnavailable(f"a listing has more than {_MOST_PAGES:,} pages, or does not end")
+
+    async def _folders(self, below: str) -> AsyncGenerator[_Page, None]:
+        """Yield the files of each folder, level by level."""
+        folders = [(below, _MOST_LEVELS)]
+        while folders and not self._is_closed:
+            folder, levels = folders.pop()
+            entries: _Page = []
+            with contextlib.suppress(ObjectMissing, NotADirectoryError), mapped_errors(folder):
+                entries = await self._call("ls", folder, detail=True)
+            # Some list the folder itself, or what is not in it, such as a mark of its own.
+            own = [each for each in entries if str(each["name"]).strip("/") != folder.strip("/")]
+            yield [each for each in own if each.get("type") == "file"]
+            if levels > 1:
+                folders += [
+                    (str(each["name"]).rstrip("/"), levels - 1)
+                    for each in own
+                    if each.get("type") == "directory"
+                ]
+
+    async def has_root(self) -> bool:
+        """Whether the folder that all lies below is there; True where a put makes no folders."""
+        if self._atomic_writes:
+            return True
+        try:
+            with mapped_errors("the store"):
+                await self._call("info", self._root or "/")
+        except ObjectMissing:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """See ObjectStore."""
+        self._is_closed = True
+        self._threads.close()
+        self._saving.close()
+        session = getattr(self._fs, "_s3", None)  # s3fs keeps its connections there
+        if session is not None:
+            await session.__aexit__(None, None, None)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    async def _write_and_move(self, path: str, value: bytes) -> None:
+        """For filesystems of files. The last writer of a race wins, with the same bytes."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(FileExistsError):
+            await self._call("makedirs", folder, exist_ok=True)
+        try:
+            await self._call("pipe_file", temporary, value)
+            await self._call("mv", temporary, path)
+        except Exception:
+            with contextlib.suppress(Exception):
+                await self._call("rm_file", temporary)
+            raise
+
+    async def _call(self, verb: str, *args: object, **options: object) -> Any:
+        """The filesystem's method, as a coroutine or in a thread, within the time limit."""
+        method = getattr(self._fs, f"_{verb}", None) if self._fs.async_impl else None
+        if method is None:
+            threads = self._saving if verb in _WRITES else self._threads
+            return await threads.run(partial(getattr(self._fs, verb), *args, **options))
+        async with bounded(self._io_timeout_s):
+            return await method(*args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer of an S3 server to one GET: its headers are here, its body is on the way."""
+
+    body: Any
+    start: int
+    stop: int
+    size: int
+    """Of the whole object."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the object."""
+        return self.stop - self.start == self.size
+
+
+@contextlib.contextmanager
+def mapped_errors(key: str) -> Iterator[None]:
+    """Turn whatever a filesystem raises into the errors of ecshare.
+
+    FileExistsError passes: it is the answer to a create-only write.
+    """
+    try:
+        yield
+    except StoreUnavailable:
+        raise
+    except FileNotFoundError as exc:
+        if _code(exc) == _NO_BUCKET:
+            words = "the bucket does not exist; make it first, or name another"
+            raise StoreUnavailable(words) from exc
+        raise ObjectMissing(f"no object {key}") from exc
+    except FileExistsError:
+        raise
+    except Exception as exc:
+        # Any class may come: filesystems are third-party code over third-party clients.
+        if isinstance(exc, IsADirectoryError):
+            raise ObjectUnreadable(f"{key} cannot be read: {_words(exc)}") from exc
+        if _code(exc) in _UNUSABLE:
+            raise ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}") from exc
+        if _code(exc) in _CREATE_REFUSED:
+            raise FileExistsError(key) from exc
+        if isinstance(exc, PermissionError) or _code(exc) in _DENIED:
+            raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
+        words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
+        raise (StoreBusy if _may_pass(exc) else StoreUnavailable)(words) from exc
+
+
+def _may_pass(exc: Exception) -> bool:
+    for each in (exc.__cause__, exc):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if status in _SERVER_ERRORS:
+                return True
+    return bool({_code(exc), type(exc.__cause__).__name__} & _BUSY)
+
+
+def _words(exc: Exception) -> str:
+    """What it says, as far as it suits a log: a client may quote all that a server sent."""
+    return masked_text(" ".join(str(exc).split()))[:_LONGEST_WORDS]
+
+
+def _code(exc: BaseException) -> str:
+    """The S3 error code behind an exception of s3fs, which itself says little more than EINVAL."""
+    response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
+    error = response.get("Error", {}) if isinstance(response, dict) else {}
+    return str(error.get("Code", type(exc).__name__))
+
+
+def _md5(entry: dict[str, Any]) -> str:
+    """What s3fs calls ETag is an MD5 in hexadecimal digits, what gcsfs calls md5Hash in base64."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return md5_of_etag(base64.b64decode(entry["md5Hash"], validate=True).hex())
+    return md5_of_etag(entry.get("ETag"))
+
+
+def _modified_s(entry: dict[str, Any]) -> float:
+    """Every filesystem has its own name for the time of the last write."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = entry.get(name)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verified objects on this host, shared by all processes of one user.
+
+One flat folder (in /dev/shm unless told otherwise), one file an entry, `mmap` to read. The folder
+is private to the user: what lies in it was put there by our own processes, after verification.
+
+Pins. Who uses an entry holds a shared `flock` on its file: the lock is the kernel's, and dies with
+the process, however that ends. Who evicts must get the exclusive lock first. A file is never
+shortened, and an unlinked one lives on while it is mapped: no reader loses bytes under its hands.
+
+Writing. A file gets its final size, its disk blocks and a lock under a temporary name, and a link
+under its key when it is whole. Files are read-only, and for this user alone: a store on the same
+disk may give them a second name, and they may be a store's.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.hard_links import link_open_file, open_linkable
+from ecshare.store.hostcache.eviction import Room
+from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
+from ecshare.store.hostcache.lock import unlock_and_close
+from ecshare.store.hostcache.single_flight import Claim
+from ecshare.store.keys import check_key
+from ecshare.store.objects import Buffer, Memory, check_size
+
+logger = logging.getLogger(__name__)
+
+_CLAIMS_NAME = ".claims"
+_TRIES = 4
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Entry:
+    """An object in the cache, pinned until `close`. One owner, any thread.
+
+    Mapped when its bytes are asked for: that costs more than all the rest. OSError: it cannot be.
+    """
+
+    def __init__(
+        self, key: str, path: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None
+    ) -> None:
+        self.key = key
+        self.path = path
+        """Its file, which never changes; it may be evicted once the entry is closed."""
+        self.num_bytes = num_bytes
+        self._fd = fd
+        self._map = mapped
+        self._body = memoryview(mapped or b"")
+
+    @property
+    def body(self) -> memoryview:
+        """The object, read only. Take no view of it that outlives the entry, unless the bytes may
+        go any time after the view does."""
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_READ)
+            self._body = memoryview(self._map)
+        return self._body
+
+    def copy_on_write(self) -> memoryview:
+        """Return the whole object as memory of our own, to read and to write.
+
+        Its pages are the cache's until they are written to; what is written nobody else sees. It
+        stays valid after `close` and eviction.
+        """
+        # Not populated: the kernel maps 16 pages at a fault, and madvise was seen to take longer.
+        return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
+
+    def close(self) -> None:
+        """Unpin. Views that still exist stay readable; the memory goes with the last of them."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        unlock_and_close(fd)
+        with contextlib.suppress(BufferError):
+            self._body.release()
+            if self._map is not None:
+                self._map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+class Incoming:
+    """A Sink: an object on its way into the cache. One fetch's own, written by any thread.
+
+    Where the cache has no room, the bytes lie in private memory instead.
+    """
+
+    def __init__(self, cache: "HostCache", key: str, limit_bytes: int) -> None:
+        self._cache = cache
+        self._key = key
+        self._limit_bytes = limit_bytes
+        self._target: _Draft | Memory | None = None
+        self._lock = threading.Lock()  # guards the count, for one subtraction
+        self._missing_bytes = 0
+        self._is_over = False
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink. ObjectCorrupt: more than `limit_bytes`."""
+        check_size(num_bytes, self._limit_bytes)
+        self._target = self._cache.draft(num_bytes)
+        if self._target is None:
+            self._target = Memory(num_bytes)
+            self._target.begin(num_bytes)
+        self._missing_bytes = num_bytes
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink. Raises BrokenPipeError after `discard`: whoever sends may stop."""
+        target = self._target  # keeps its file open until the bytes are in
+        if target is None or self._is_over:
+            raise BrokenPipeError(errno.EPIPE, "nobody wants this object any more")
+        target.write(offset, piece)
+        with self._lock:
+            self._missing_bytes -= memoryview(piece).nbytes
+
+    def link(self, path: str) -> bool:
+        """See Sink."""
+        self._target = self._cache.linked_draft(path, self._limit_bytes)
+        return self._target is not None
+
+    @property
+    def body(self) -> memoryview:
+        """All bytes, read-only. ObjectCorrupt: they did not all come."""
+        return self._whole().body
+
+    def publish(self) -> Entry | None:
+        """Make it an entry, pinned; the caller has verified `body`, which stays valid.
+
+        None: the cache had no room, and the bytes are this process's alone.
+        """
+        target = self._whole()
+        self._target, self._is_over = None, True
+        return self._cache.admit(self._key, target) if isinstance(target, _Draft) else None
+
+    def discard(self) -> None:
+        """Drop it. Nothing happens after `publish`."""
+        target, self._target, self._is_over = self._target, None, True
+        if isinstance(target, _Draft):
+            self._cache.drop(target)
+
+    def _whole(self) -> "_Draft | Memory":
+        if self._target is None or self._missing_bytes:
+            raise ObjectCorrupt(f"corrupt object: {self._missing_bytes} bytes of it did not come")
+        return self._target
+
+    def __del__(self) -> None:
+        self.discard()
+
+
+class _Draft:
+    """A file of the cache that has no key yet, with its lock. The last who holds it closes it.
+
+    That may be a thread that outlived the fetch: closed earlier, its writes would go to whatever
+    file gets the number next.
+    """
+
+    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
+        self.path: str | None = path  # None: published or dropped
+        self.num_bytes = num_bytes
+        self.fd = fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def make(cls, path: str, num_bytes: int) -> "_Draft":
+        """Make the file, with its final size and a lock. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        draft = cls(path, os.open(path, flags, 0o400), num_bytes)
+        try:
+            fcntl.flock(draft.fd, fcntl.LOCK_SH)
+            os.ftruncate(draft.fd, num_bytes)
+        except OSError:
+            os.unlink(path)
+            raise
+        return draft
+
+    @property
+    def body(self) -> memoryview:
+        if self._map is None:
+            self._map = mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_READ)
+        return memoryview(self._map)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        rest = memoryview(piece).cast("B")
+        if offset + len(rest) > self.num_bytes:
+            raise ObjectCorrupt(f"corrupt object: more than the {self.num_bytes} bytes announced")
+        while rest:
+            done = os.pwrite(self.fd, rest, offset)
+            rest, offset = rest[done:], offset + done
+
+    def hand_over(self, key: str, path: str) -> Entry:
+        """Return the entry that it has become, which owns the file, its lock and its pages."""
+        fd, self.fd = self.fd, -1
+        return Entry(key, path, fd, self.num_bytes, self._map)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            unlock_and_close(self.fd)
+
+
+class HostCache:
+    """See the module. Safe from several threads and processes; holds no state between calls but
+    what has been logged."""
+
+    def __init__(self, root: Path, limit_bytes: int, store_id: str = "") -> None:
+        """Make `root` if need be. ConfigError names `host_cache_dir`: it is not ours alone.
+
+        `store_id` ([0-9a-f]*) keeps apart what came from different stores: an object that is here
+        must not pass for one that the other store holds as well. They share the limit.
+        """
+        self.root = root
+        self._prefix = f"{store_id}+" if store_id else ""
+        self._said: set[str] = set()
+        make_private(root)
+        self._device = os.stat(root).st_dev
+        self.limit_bytes = fitting(root, limit_bytes)
+        self._room = Room(root, self.limit_bytes)
+
+    def open(self, key: str) -> Entry | None:
+        """Return the entry, pinned, or None."""
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            self._say_once("open", "the host cache cannot be read: %s", exc)
+            return None
+        try:
+            # Who holds it exclusively is about to unlink it.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            status = os.fstat(fd)
+            if status.st_nlink and status.st_size and _is_sound(status):
+                # Now the most recently used. See hostroom: the other time is the store's.
+                os.utime(fd, ns=(time.time_ns(), status.st_mtime_ns))
+                return Entry(key, path, fd, status.st_size)
+        except OSError as exc:
+            if exc.errno != errno.EWOULDBLOCK:
+                self._say_once("open", "the host cache cannot be read: %s", exc)
+        unlock_and_close(fd)
+        return None
+
+    def publish(self, key: str, body: Buffer) -> Entry | None:
+        """Write `body`, whole or not at all, and return it pinned. None: no room.
+
+        Where the key is there already, that entry is returned and `body` is not looked at.
+        """
+        there = self.open(key)
+        if there is not None:
+            return there
+        draft = self.draft(memoryview(body).nbytes)
+        if draft is None:
+            return None
+        try:
+            draft.write(0, body)
+        except OSError as exc:
+            self._say_once("write", "the host cache cannot be written: %s", exc)
+            self.drop(draft)
+            return None
+        return self.admit(key, draft)
+
+    def receive(self, key: str, limit_bytes: int) -> Incoming:
+        """Return a sink for the object `key`, which may have `limit_bytes` at most."""
+        check_key(key)
+        return Incoming(self, key, limit_bytes)
+
+    def claim(self, key: str) -> Claim | None:
+        """Return the exclusive right to fetch `key` to this host. None: somebody has it.
+
+        Where locks fail, everybody gets it: fetching twice is better than not at all.
+        """
+        name = os.path.basename(self._path(key))
+        try:
+            return Claim.take(f"{self.root}/{_CLAIMS_NAME}", name)
+        except OSError as exc:
+            self._say_once("claim", "fetches are not shared between processes: %s", exc)
+            return Claim(-1, 0)
+
+    def discard(self, key: str) -> None:
+        """Remove the entry, pinned or not. Who has it open keeps its bytes."""
+        self._room.remove(self._path(key))
+
+    # What follows is for Incoming.
+
+    def draft(self, num_bytes: int) -> _Draft | None:
+        """Return a new file of that size, whose disk space is ours. None: no room."""
+        if not 0 < num_bytes <= self.limit_bytes:
+            self._say_once("size", "an object of %d bytes does not go into the cache", num_bytes)
+            return None
+
+        failure: OSError | None = None
+        free_bytes = 0
+        for _ in range(_TRIES):
+            try:
+                draft = self._room.admit(
+                    num_bytes, free_bytes, lambda path: _Draft.make(path, num_bytes)
+                )
+                if draft is not None:
+                    self._reserve(draft)
+            except FileNotFoundError as exc:
+                failure = exc
+                with contextlib.suppress(ConfigError):
+                    make_private(self.root)  # session clean-up takes folders out of /dev/shm
+            except OSError as exc:
+                failure = exc
+                if exc.errno not in _FULL:
+                    break
+                free_bytes = num_bytes  # a disk smaller than the limit
+            else:
+                if draft is None:
+                    self._say_once("room", "host cache %s: everything in it is in use", self.root)
+                return draft
+        self._say_once("write", "the host cache cannot be written: %s", failure)
+        return None
+
+    def linked_draft(self, path: str, limit_bytes: int) -> _Draft | None:
+        """Return a new name of the file at `path`. None: it must be copied.
+
+        Raises ObjectCorrupt: it has more than `limit_bytes`.
+        """
+        fd = open_linkable(path, self._device)
+        if fd is None:
+            return None
+        draft = _Draft(path, fd, os.fstat(fd).st_size)
+        draft.path = None
+        check_size(draft.num_bytes, limit_bytes)
+        if not 0 < draft.num_bytes <= self.limit_bytes:
+            return None
+
+        def make(temporary: str) -> _Draft:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                link_open_file(fd, os.path.basename(temporary), folder)
+            finally:
+                os.close(folder)
+            draft.path = temporary
+            return draft
+
+        with contextlib.suppress(OSError):
+            return self._room.admit(draft.num_bytes, 0, make)
+        return None
+
+    def admit(self, key: str, draft: _Draft) -> Entry | None:
+        """Give `draft`, which is whole, its key. The entry may be one that was there before."""
+        path = self._path(key)
+        try:
+            for _ in range(_TRIES):
+                try:
+                    self._room.rename(draft.path or "", path, draft.num_bytes)
+                    draft.path = None
+                    # The lock that kept the temporary file alive is the entry's pin from now on.
+                    return draft.hand_over(key, path)
+                except FileExistsError:
+                    there = self.open(key)
+                    if there is not None:
+                        return there
+                    # What bears this name and cannot be opened, nobody else would ever replace.
+                    self._room.remove(path)
+        except OSError as exc:
+            self._say_once("write", "the host cache cannot be written: %s", exc)
+        finally:
+            self.drop(draft)
+        return None
+
+    def _reserve(self, draft: _Draft) -> None:
+        """Have the disk blocks: a hole that the disk cannot fill kills whoever reads it mapped."""
+        try:
+            os.posix_fallocate(draft.fd, 0, draft.num_bytes)
+        except OSError:
+            self.drop(draft)
+            raise
+
+    def drop(self, draft: _Draft) -> None:
+        """Remove `draft`, unless it has become an entry."""
+        path, draft.path = draft.path, None
+        if path is not None:
+            self._room.remove(path)
+
+    def _path(self, key: str) -> str:
+        # No key holds a '+', so that two keys never meet in one name.
+        return f"{self.root}/{self._prefix}{check_key(key).replace('/', '+')}"
+
+    def _say_once(self, topic: str, message: str, *args: object) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning(message, *args)
+
+
+def open_host_cache(config: StoreConfig) -> HostCache:
+    """Return the host cache that `config` names, or one in a folder of our own choice.
+
+    ConfigError names `host_cache_dir`: the folder that it names cannot be used, or none was found.
+    """
+
+    def cache_in(root: Path) -> HostCache:
+        return HostCache(root, config.host_cache_bytes, config.store_id())
+
+    if config.host_cache_dir:
+        return cache_in(Path(config.host_cache_dir))
+    roots = default_roots(config.host_cache_bytes)
+    refusal = ""
+    for root in roots:
+        try:
+            cache = cache_in(root)
+        except ConfigError as exc:
+            refusal = refusal or str(exc)
+            continue
+        if refusal:
+            logger.warning("%s. Until then the host cache lies in %s", refusal, root)
+        return cache
+    root = temporary_root(roots[0].parent)
+    logger.warning(
+        "%s. Until then each process has a host cache of its own, this one in %s", refusal, root
+    )
+    return cache_in(root)
+
+
+def _is_sound(status: os.stat_result) -> bool:
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o022
+    )

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte budget of the host cache, kept by all its processes together.
+
+`.used` holds the bytes in the folder, as all believe; it is read and written under its own lock.
+Only when it says "full" is the folder scanned, which corrects it, and emptied to LOW_WATER of the
+limit: a full cache does not scan for every entry. Only files of our own names are counted or
+removed.
+
+A scan of very many entries takes seconds, and is not done under the lock: the others go on. What
+they add and remove meanwhile the scan may have seen or not. Its bytes are a second number in
+`.used`, so that a scan knows how far its own sum can be off, and corrects no more than that.
+Entries are removed a few at a time, each time under the lock; one process does it for all, in a
+thread of its own, and nobody waits for it long.
+"""
+
+import contextlib
+import fcntl
+import heapq
+import os
+import re
+import secrets
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ecshare.store.errors import ConfigError
+from ecshare.store.hostcache.lock import HostLock, unlock_and_close
+
+LOW_WATER = 0.9
+THREAD_NAME = "ecshare-evict"
+
+T = TypeVar("T")
+
+_TALLY = struct.Struct("<qq")
+_TALLY_NAME = ".used"
+_TURN_NAME = ".evicting"
+# Whoever holds the tally for so long, and it is held for a few milliseconds, was stopped.
+_TALLY_WAIT_S = 1.0
+# Whoever makes room touches its file all the time: without that for so long, it was stopped.
+_TURN_WAIT_S = 2.0
+_ROOM_WAIT_S = 0.25  # then others help themselves
+_ROOM_PAUSE_S = 0.005
+_STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
+_RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
+_MAX_TURNOVER = 1 << 62
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
+# Of any version of the keys: nobody else would ever remove what an older release left. A part of an
+# object may have a name below the object's (`Fetch.local_key`).
+_ENTRY = re.compile(
+    r"(?:[0-9a-f]*\+)?(?:ec|kv)\+\d+\+[0-9a-f]{32}\+[0-9a-f]{2}\+[0-9a-f]{64}(?:\.[a-z0-9_-]+)*"
+)
+
+
+class Room:
+    """Who may write how much into the folder `root`. Safe from several threads and processes."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        """Count what is there. ConfigError names `host_cache_dir`: it cannot be used."""
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._lock = HostLock(f"{root}/{_TALLY_NAME}", _TALLY_WAIT_S)
+        self._turn = HostLock(f"{root}/{_TURN_NAME}", _TURN_WAIT_S)
+        try:
+            turn = self._turn.attempt()
+            if turn is not None:  # else whoever has it counts
+                scan = _Scan(self, turn)
+                scan.run_if_short(partial(scan.recount, _forget))
+        except OSError as exc:
+            raise ConfigError(
+                f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
+            ) from exc
+
+    def admit(self, num_bytes: int, free_bytes: int, make: Callable[[str], T]) -> T | None:
+        """Account for a file of `num_bytes` and `make` it, at the temporary path it is given.
+
+        Under the tally's lock: until it is let go of, nobody takes the file for a dead writer's. So
+        `make` gives it its size, and a lock. `free_bytes` asks for that much to be evicted first,
+        whatever the tally says. None: everything here is in use. Raises OSError, also that of
+        `make`.
+        """
+        patience = self._turn.watch()
+        waits_until_s = time.monotonic() + _ROOM_WAIT_S
+        while True:
+            with self.tally() as tally:
+                used = tally.read().used
+                if used is not None and not free_bytes and used + num_bytes <= self.limit_bytes:
+                    made = make(f"{self.root}/.{secrets.token_hex(8)}.tmp")
+                    tally.add(num_bytes)
+                    return made
+            turn = self._turn.attempt()
+            if turn is None and patience.is_over():
+                turn = self._turn.take_over()
+            if turn is not None:
+                is_room = self._make_room(turn, num_bytes, free_bytes)
+                free_bytes = 0
+            elif used is None or time.monotonic() < waits_until_s:
+                is_room = True  # soon: somebody is making it, or counts
+                time.sleep(_ROOM_PAUSE_S)
+            else:
+                is_room = self._help_oneself(num_bytes, list(islice(self.files(), _RUN_ENTRIES)))
+            if not is_room:
+                return None
+
+    def rename(self, temporary: str, path: str, num_bytes: int) -> None:
+        """Give a finished file, of that size, its name.
+
+        FileExistsError: it is taken; OSError: it cannot be.
+        """
+        with self.tally() as tally:
+            os.link(temporary, path)
+            os.unlink(temporary)
+            # A scan at this moment may see two files, or none.
+            tally.add(0, turnover=num_bytes)
+
+    def remove(self, path: str) -> None:
+        """Unlink the file and take it off the account. Nothing happens if it is not there."""
+        with contextlib.suppress(OSError), self.tally() as tally:
+            status = os.stat(path, follow_symlinks=False)
+            os.unlink(path)
+            tally.add(-status.st_size if stat.S_ISREG(status.st_mode) else 0)
+
+    def _make_room(self, turn: int, num_bytes: int, free_bytes: int) -> bool:
+        """Have the least recently used leave until there is room. False: there is none.
+
+        Down to LOW_WATER if anything has to go. Pinned entries stay. Where there are very many, it
+        goes on in a thread, and what is needed now leaves at once. `turn`: its file, which this
+        closes.
+        """
+        scan = _Scan(self, turn)
+        work = partial(self._evict_oldest, scan, num_bytes, free_bytes)
+        used = scan.run_if_short(work, is_urgent=bool(free_bytes))
+        if used is None:
+            return self._help_oneself(num_bytes, scan.first)
+        return used + num_bytes <= self.limit_bytes
+
+    def _evict_oldest(self, scan: "_Scan", num_bytes: int, free_bytes: int) -> int:
+        runs: list[list[_Found]] = []
+        used = scan.recount(runs.append)
+        goal = self.limit_bytes - num_bytes
+        if free_bytes:
+            goal = min(goal, used - free_bytes)
+        if used > goal:
+            goal = min(goal, int(self.limit_bytes * LOW_WATER))
+        return self.evict_in_steps(scan.living(heapq.merge(*runs)), used, goal)
+
+    def _help_oneself(self, num_bytes: int, some: "list[_Found]") -> bool:
+        """Make room by the least recently used of `some`, and of these by a tenth at least.
+
+        They are not the least recently used of all, but a scan of all takes seconds.
+        """
+        with self.tally() as tally:
+            used = tally.read().used or 0
+        share = (1 - LOW_WATER) * sum(each.num_bytes for each in some)
+        goal = min(self.limit_bytes - num_bytes, used - int(share))
+        used = self.evict_in_steps(sorted(some), used, goal)
+        return used + num_bytes <= self.limit_bytes
+
+    def evict_in_steps(self, oldest_first: "Iterable[_Found]", used: int, goal: int) -> int:
+        """Unlink these, in order, until `goal` bytes are in use; return how many are.
+
+        `used`: how many are now. What is pinned stays.
+        """
+        entries = iter(oldest_first)
+        while used > goal and (step := list(islice(entries, _STEP_ENTRIES))):
+            used = self._evict(step, goal)
+        return used
+
+    def _evict(self, some: list["_Found"], goal: int) -> int:
+        """Unlink of these, in order, what nobody has pinned; return the bytes that are in use then.
+
+        Stops where they are `goal`. One hold of the lock.
+        """
+        # Their memory or disk space is given back when they are closed: after the lock.
+        with contextlib.ExitStack() as unlinked, self.tally() as tally:
+            used = tally.read().used or 0
+            freed = 0
+            for each in some:
+                if used - freed <= goal:
+                    break
+                fd = self._unlink_unpinned(each)
+                if fd is not None:
+                    unlinked.callback(unlock_and_close, fd)
+                    freed += each.num_bytes
+            tally.add(-freed)
+            return max(0, used - freed)
+
+    def _unlink_unpinned(self, found: "_Found") -> int | None:
+        """Unlink it and return it open. None: it is pinned, used since, or gone."""
+        path = f"{self.root}/{found.name}"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Used since the scan, or replaced by another file of the same name: not the oldest.
+            status = os.fstat(fd)
+            if status.st_atime_ns == found.used_ns and os.stat(path).st_ino == status.st_ino:
+                os.unlink(path)
+                return fd
+        except OSError:
+            pass
+        unlock_and_close(fd)
+        return None
+
+    def files(self) -> "Iterator[_Found]":
+        """Yield all files of ours that take room."""
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                is_temporary = entry.name.startswith(".")
+                if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
+                    continue
+                try:  # many times faster than `suppress`, and there may be a million
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    yield _Found(status.st_atime_ns, status.st_size, entry.name, is_temporary)
+
+    @contextlib.contextmanager
+    def tally(self) -> "Iterator[_Tally]":
+        """Hold the tally's lock."""
+        fd = self._lock.take()
+        try:
+            yield _Tally(fd)
+        finally:
+            unlock_and_close(fd)
+
+
+class _Scan:
+    """One scan of a folder, by whoever has the turn to do so. One thread at a time."""
+
+    def __init__(self, room: Room, turn: int) -> None:
+        """Read the first entries. `turn`: its file, open and locked, which this closes."""
+        self._room = room
+        self._turn = turn
+        try:
+            with room.tally() as tally:
+                self._believed = tally.read()
+            self._files = room.files()
+            self.first = list(islice(self._files, _RUN_ENTRIES))
+        except OSError:
+            unlock_and_close(turn)
+            raise
+
+    def run_if_short(self, work: Callable[[], int], *, is_urgent: bool = False) -> int | None:
+        """Do `work`, pass the turn on and return the result. None: a thread is doing it.
+
+        That is where there are very many entries. It is done here all the same where it `is_urgent`
+        or nobody knows how many bytes there are.
+        """
+        is_known = self._believed.used is not None
+        if len(self.first) == _RUN_ENTRIES and is_known and not is_urgent:
+            threading.Thread(
+                target=self._run_aside, args=(work,), name=THREAD_NAME, daemon=True
+            ).start()
+            return None
+        return self._run(work)
+
+    def living(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
+        """Yield `entries`, and tell those who wait for the turn that nobody was stopped."""
+        for n, each in enumerate(entries):
+            if n % _STEP_ENTRIES == 0:
+                os.utime(self._turn)
+            yield each
+
+    def recount(self, keep: Callable[[list["_Found"]], object]) -> int:
+        """Remove what dead writers left, correct the tally and return the bytes in use.
+
+        `keep` is given the entries, sorted, some thousands at a time.
+        """
+        total, temporary, run = 0, [], self.first
+        while run:
+            total += sum(each.num_bytes for each in run)
+            temporary += [each for each in run if each.is_temporary]
+            keep(sorted(each for each in run if not each.is_temporary))
+            os.utime(self._turn)
+            run = list(islice(self._files, _RUN_ENTRIES))
+        with self._room.tally() as tally:
+            used = tally.correct(total, self._believed.turnover)
+        return self._room.evict_in_steps(temporary, used, 0)
+
+    def _run(self, work: Callable[[], int]) -> int:
+        try:
+            return work()
+        finally:
+            unlock_and_close(self._turn)
+
+    def _run_aside(self, work: Callable[[], int]) -> None:
+        # The folder may be gone by now; whoever needs room meets that, too.
+        with contextlib.suppress(OSError):
+            self._run(work)
+
+
+def _forget(run: "list[_Found]") -> None:
+    del run
+
+
+class _Found(NamedTuple):
+    """A file of the cache, as a scan saw it. Sorts by last use.
+
+    That is its time of access, which is set whenever an entry is opened. The time of modification
+    may be a store's, whose file this is as well.
+    """
+
+    used_ns: int
+    num_bytes: int
+    name: str
+    is_temporary: bool
+    """Still being written, unless its writer is dead. That had a lock on it from the moment it let
+    go of the tally's."""
+
+
+class _Believed(NamedTuple):
+    """What `.used` says."""
+
+    used: int | None
+    """The bytes in the folder. None: nobody knows; scan."""
+    turnover: int
+    """The bytes of all files ever added, renamed or removed."""
+
+
+class _Tally:
+    """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read: _Believed | None = None
+
+    def read(self) -> _Believed:
+        """Return what is believed."""
+        if self._read is None:
+            self._read = self._parsed(os.pread(self._fd, _TALLY.size, 0))
+        return self._read
+
+    def _parsed(self, raw: bytes) -> _Believed:
+        used = int.from_bytes(raw[:8], "little", signed=True) if len(raw) >= 8 else -1
+        # An older release writes the first number alone.
+        turnover = int.from_bytes(raw[8:], "little") if len(raw) == _TALLY.size else 0
+        return _Believed(used if used >= 0 else None, turnover)
+
+    def add(self, num_bytes: int, *, turnover: int | None = None) -> None:
+        """Account for a change: of `turnover` bytes, unless it is `num_bytes` as well."""
+        used, before = self.read()
+        moved = abs(num_bytes) if turnover is None else turnover
+        self._write(-1 if used is None else max(0, used + num_bytes), before + moved)
+
+    def correct(self, counted: int, before: int) -> int:
+        """Correct what is believed by what a scan has `counted`; return it.
+
+        `before`: the turnover when the scan began. What came or went since, it may have missed.
+        """
+        used, turnover = self.read()
+        doubt = max(0, turnover - before)
+        most = counted + doubt
+        used = most if used is None else min(max(used, counted - doubt), most)
+        self._write(used, turnover)
+        return used
+
+    def _write(self, used: int, turnover: int) -> None:
+        os.pwrite(self._fd, _TALLY.pack(used, turnover % _MAX_TURNOVER), 0)
+        self._read = None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way from a url to a store.
+
+| url                                                | store                       | client  |
+|----------------------------------------------------|-----------------------------|---------|
+| `/folder`, `file:///folder`                        | `directory.Directory`       | files   |
+| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudObjects`        | obstore |
+| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudObjects`        | obstore |
+| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudObjects`        | obstore |
+| the same, with an option that obstore has not      | `fsspec_store.FsspecStore` | fsspec  |
+| anything else fsspec can open                      | `fsspec_store.FsspecStore` | fsspec  |
+
+Imports inside functions: clients of object stores are optional, and slow to import.
+"""
+
+import logging
+
+from ecshare.store.accounts import AZURE, GCS
+from ecshare.store.cloud_options import CloudPlan
+from ecshare.store.config import StoreConfig
+from ecshare.store.directory import Directory
+from ecshare.store.errors import ConfigError
+from ecshare.store.objects import ObjectStore
+from ecshare.store.secrets import masked_url
+
+logger = logging.getLogger(__name__)
+
+
+def open_store(config: StoreConfig, path: str) -> ObjectStore:
+    """Return the store that `config` names. Touches no network; `probe` does.
+
+    `path` is where the user wrote these options, e.g. "ec_connector_extra_config". Raises
+    ConfigError for a url or an option that cannot work, naming it and the fix.
+    """
+    protocol, _, rest = config.url.partition("://")
+    if not rest and "://" not in config.url:
+        protocol, rest = "file", config.url
+    if "::" in config.url:
+        raise ConfigError(
+            f"{path}.url: chained urls ('::') are not supported; name the store alone"
+        )
+    if protocol in ("file", "local"):
+        store, road = _directory(config, rest, path), "files"
+    else:
+        store, road = _bucket(config, protocol, path)
+    logger.info("store %s is reached by %s", masked_url(config.url), road)
+    return store
+
+
+def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
+    for name in config.storage_options:
+        if name != "auto_mkdir":  # fsspec's own; a Directory always makes what it needs
+            raise ConfigError(
+                f"{path}.storage_options.{name}: a folder takes no options; leave it out"
+            )
+    if folder.startswith("localhost/"):
+        folder = folder.removeprefix("localhost")
+    if not folder.startswith("/"):
+        raise ConfigError(
+            f"{path}.url: {masked_url(config.url)!r} is not an absolute folder, and engines run in "
+            "different working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
+        )
+    return Directory.open(
+        folder,
+        config.io_timeout_s,
+        f"{path}.url",
+        is_shared=config.folder_access == "group",
+    )
+
+
+def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
+    from ecshare.store.fsspec_store import open_remote
+
+    found = _plan(config, protocol, path)
+    if found is None:
+        return open_remote(config, path), "fsspec"
+    if isinstance(found, CloudPlan):
+        try:
+            from ecshare.store.cloud import open_cloud
+        except ImportError:
+            return open_remote(config, path), "fsspec, because obstore is not installed"
+        return open_cloud(found, config.io_timeout_s, path, config.secrets()), "obstore"
+    return open_remote(config, path, found), f"fsspec, because {found}"
+
+
+def _plan(config: StoreConfig, protocol: str, path: str) -> CloudPlan | str | None:
+    """What obstore is to be told; or why it will not do; None: it does not know the protocol."""
+    if protocol in ("s3", "s3a"):
+        from ecshare.store import s3_options
+
+        return s3_options.plan(config, path)
+    if protocol in AZURE:
+        from ecshare.store import azure_options
+
+        return azure_options.plan(config, path)
+    if protocol in GCS:
+        from ecshare.store import gcs_options
+
+        return gcs_options.plan(config, path)
+    return None

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings objects to this host: from the host cache, or once for the whole host from the store."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ecshare.store.errors import (
+    ObjectCorrupt,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreError,
+    StoreUnavailable,
+)
+from ecshare.store.format import (
+    PROLOGUE_BYTES,
+    RunningChecksum,
+    Sealed,
+    facts_of_rows,
+    unseal,
+    unseal_rows,
+)
+from ecshare.store.hostcache.cache import Entry, HostCache, Incoming
+from ecshare.store.integrity import Integrity
+from ecshare.store.objects import Buffer, Sink
+from ecshare.store.rows import Rows
+from ecshare.transfer.breaker import StoreHealth
+from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
+from ecshare.transfer.poll_rate import Crowd, Member
+from ecshare.transfer.priority import Urgency
+from ecshare.transfer.removal import Allowance, Removal
+from ecshare.transfer.store_client import StoreAccess
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How often this host is looked at for what another process brings or stores.
+_FIRST_GLANCE_S = 0.001
+_LONGEST_GLANCE_S = 0.01
+# How often the store is asked for what was announced and is not there yet.
+_FIRST_PAUSE_S = 0.01
+_PAUSE_GROWTH = 1.6
+# Glances are cheaper than questions: those that wait share four times as many.
+_GLANCES_A_QUESTION = 4
+# A damaged object that was not removed is not downloaded for every request that asks for it.
+# The pause doubles: what damages all objects, and not this one, may be over soon.
+_FIRST_SHUNNED_S = 1.0
+_LONGEST_SHUNNED_S = 60.0
+_MAX_SHUNNED = 10_000
+_ALL_DAMAGED = "what the store sends is damaged again and again"
+
+
+def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject | None:
+    """Open the object under `key` in the host cache, pinned; None if it is not there.
+
+    It was verified when it was published, so the checksum is not computed again. `own`: the payload
+    is memory of our own (see Entry.copy_on_write), as long as a view of it exists. Any thread;
+    reads memory only.
+    """
+    return _opened(
+        host,
+        key,
+        lambda entry: unseal(entry.copy_on_write() if own else entry.body, key, verify=False),
+    )
+
+
+def open_rows(host: HostCache, job: Fetch, rows: Rows) -> StoredObject | None:
+    """As `open_object`, for some `rows` of what `job` asks for, wherever they lie on this host."""
+    return _opened(
+        host, job.key, lambda entry: _rows_of_whole(unseal(entry.body, job.key, verify=False), rows)
+    ) or _opened(host, job.local_key, lambda entry: _unsealed(job, entry.body, verify=False))
+
+
+def _unsealed(
+    job: Fetch,
+    body: memoryview,
+    *,
+    verify: bool = True,
+    integrity: Integrity | None = None,
+    checksum: str | None = None,
+) -> Sealed:
+    """Take apart what `job` asks for, where it lies alone."""
+    if job.rows is None:
+        return unseal(body, job.key, verify=verify, integrity=integrity, checksum=checksum)
+    return unseal_rows(body, job.key, job.rows, verify=verify, integrity=integrity)
+
+
+def _rows_of_whole(whole: Sealed, rows: Rows) -> Sealed:
+    if whole.facts.num_bytes != rows.count * rows.row_bytes or whole.facts.shape[0] != rows.count:
+        raise ObjectCorrupt(f"corrupt object: {list(whole.facts.shape)} has no such rows")
+    start = rows.first * rows.row_bytes
+    payload = whole.payload[start : start + rows.num_bytes]
+    return Sealed(facts=facts_of_rows(whole.facts, rows), payload=payload)
+
+
+def _opened(host: HostCache, key: str, take: Callable[[Entry], Sealed]) -> StoredObject | None:
+    entry = host.open(key)
+    if entry is None:
+        return None
+    try:
+        sealed = take(entry)
+    except ObjectCorrupt as exc:
+        logger.warning("host cache: dropping a damaged entry: %s", exc)
+        entry.close()
+        host.discard(key)
+        return None
+    except OSError as exc:
+        logger.warning("host cache: an entry cannot be mapped: %s", exc)
+        entry.close()
+        return None
+    return StoredObject(key, sealed.facts, sealed.payload, entry)
+
+
+class _Inspected:
+    """A Sink: `incoming`, with the checksum of what passes. One download's own."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self.incoming = incoming
+        self._checksum = RunningChecksum()
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        self.incoming.begin(num_bytes)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink."""
+        self.incoming.write(offset, piece)
+        self._checksum.take(offset, memoryview(piece).cast("B"))
+
+    def link(self, path: str) -> bool:
+        """See Sink."""
+        return self.incoming.link(path)
+
+    def checksum(self) -> str | None:
+        """Of all bytes; None: it is not known."""
+        return self._checksum.result(len(self.incoming.body))
+
+
+async def _ended(work: asyncio.Future[Any]) -> None:
+    """Return when a thread has done `work`, soon, however often this task is cancelled meanwhile:
+    the thread cannot be stopped."""
+    while not work.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([work])
+
+
+class Fetcher:
+    """Serves Fetch jobs.
+
+    One process of a host at a time downloads an object; the others wait until it is in the host
+    cache. A process that dies in between loses its claim with its life.
+
+    Ownership: the I/O thread; verification and `use` run on `loads`.
+    """
+
+    def __init__(
+        self, host: HostCache, access: StoreAccess, loads: Executor, integrity: Integrity | None
+    ) -> None:
+        """Use what the engine owns."""
+        self._host = host
+        self._access = access
+        self._loads = loads
+        self._integrity = integrity
+        # Of what is read, not whether something is: every object may be damaged on its way.
+        self._road = StoreHealth("loads")
+        self._removal = Removal(access, loads, integrity, Allowance())
+        self._shunned: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
+        self._replaceable: OrderedDict[str, None] = OrderedDict()
+        self._crowd = Crowd()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is left alone because what it sends is damaged. Any thread."""
+        return self._road.is_open
+
+    def is_shunned(self, key: str) -> bool:
+        """Whether what lies under `key` was of no use a moment ago."""
+        until_s, _ = self._shunned.get(key, (0.0, 0.0))
+        return time.monotonic() < until_s
+
+    def _shun(self, key: str) -> None:
+        """Ask for `key` no more for a while."""
+        _, last_s = self._shunned.get(key, (0.0, 0.0))
+        pause_s = min(2 * last_s, _LONGEST_SHUNNED_S) or _FIRST_SHUNNED_S
+        _remember(self._shunned, key, (time.monotonic() + pause_s, pause_s))
+
+    def must_replace(self, key: str) -> bool:
+        """Whether a save of `key` may find a damaged object in its place."""
+        return key in self._replaceable
+
+    def is_well(self, key: str) -> None:
+        """Record that a good object lies under `key`."""
+        self._shunned.pop(key, None)
+        self._replaceable.pop(key, None)
+
+    async def serve(
+        self, job: Fetch, deadline_s: float
+    ) -> tuple[StoredObject | bool, tuple[Moved, ...]]:
+        """Do what `fetch` does; give the object to `job.use`, if there is one, and return True.
+
+        Raises:
+            StoreError, TimeoutError: as `fetch`.
+        """
+        stored, moved = await self.fetch(job, deadline_s)
+        if job.use is None:
+            return stored, moved
+        loop = asyncio.get_running_loop()
+        using = loop.run_in_executor(self._loads, _give, stored, job.use)
+        try:
+            await asyncio.shield(using)
+        except asyncio.CancelledError:
+            await _ended(using)  # it writes to somebody's memory
+            raise
+        return True, moved
+
+    async def fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """Return the object, pinned, and what was moved for it.
+
+        Raises:
+            StoreError, TimeoutError: it cannot be had by `deadline_s`.
+        """
+        if not job.is_announced:
+            return await self._fetch(job, deadline_s, is_answered=False)
+        with self._crowd.joined() as member:
+            return await self._fetch_awaited(job, deadline_s, member)
+
+    async def _fetch_awaited(
+        self, job: Fetch, deadline_s: float, member: Member
+    ) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """As `fetch`, for what was announced: "missing" is no answer before the time is over."""
+        pause_s = _FIRST_PAUSE_S
+        missing: ObjectMissing | None = None
+        while True:
+            try:
+                is_answered = missing is not None
+                return await self._fetch(job, deadline_s, is_answered=is_answered, member=member)
+            except ObjectCorrupt:
+                raise  # it was stored, and is gone now
+            except (StoreError, TimeoutError) as exc:
+                if isinstance(exc, ObjectMissing):
+                    missing = exc
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise missing or exc from None
+            waited_s = min(max(pause_s, self._crowd.pause_s(member)), left_s)
+            await self._appearance(job, waited_s, member)
+            pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
+
+    async def _fetch(
+        self, job: Fetch, deadline_s: float, *, is_answered: bool, member: Member | None = None
+    ) -> tuple[StoredObject, tuple[Moved, ...]]:
+        """As `fetch`, in one round. `is_answered`: an earlier one had an answer from the store."""
+        started_s = time.monotonic()
+        # Whoever holds the claim may have been stopped; after half the time, go without.
+        patience_s = started_s + (deadline_s - started_s) / 2
+        while True:
+            here = self._open(job)
+            if here is not None:
+                seconds = time.monotonic() - started_s
+                return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
+            claim = self._host.claim(job.local_key)
+            if claim is not None or time.monotonic() >= patience_s:
+                break
+            await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
+        try:
+            tier = Tier.HOST
+            here = self._open(job)  # published just before the claim was free
+            if here is None:
+                here = await self._from_store(job, deadline_s, is_answered)
+                tier = Tier.STORE
+            seconds = time.monotonic() - started_s
+            return here, (Moved("read", tier, len(here.payload), seconds),)
+        finally:
+            if claim is not None:
+                claim.release()
+
+    def _open(self, job: Fetch) -> StoredObject | None:
+        """What this host has already, if the job has a use for it."""
+        here = self._find(job)
+        if here is None or job.accepts is None or job.accepts(here.facts):
+            return here
+        here.release()
+        self._host.discard(here.key)
+        return None
+
+    def _find(self, job: Fetch) -> StoredObject | None:
+        if job.rows is None:
+            return open_object(self._host, job.key)
+        return open_rows(self._host, job, job.rows)
+
+    async def _appearance(
+        self, job: Fetch, timeout_s: float, member: Member | None, *, is_claimed: bool = False
+    ) -> None:
+        """Return when it is in the host cache, or after `timeout_s`; look as often as `member` may.
+
+        `is_claimed`: also when the process that downloads it has let go of its claim.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        glance_s = _FIRST_GLANCE_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            least_s = self._crowd.pause_s(member) / _GLANCES_A_QUESTION if member else 0.0
+            await asyncio.sleep(min(max(glance_s, least_s), left_s))
+            glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
+            for key in {job.key, job.local_key}:
+                entry = self._host.open(key)
+                if entry is not None:
+                    entry.close()
+                    return
+            if is_claimed and (claim := self._host.claim(job.local_key)) is not None:
+                claim.release()
+                return
+
+    async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
+        if self.is_shunned(job.key):
+            raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
+        trial = self._road.admit()
+        if trial is None:
+            raise StoreUnavailable(_ALL_DAMAGED)
+        try:
+            stored = await self._download_twice(job, deadline_s, is_answered)
+        except ObjectUnreadable:
+            self._road.withdrawn(trial)
+            self._shun(job.key)
+            raise
+        except ObjectCorrupt:
+            self._road.failed(trial, _ALL_DAMAGED)
+            if await self._removal.consider(job, deadline_s):
+                self._shunned.pop(job.key, None)
+            else:
+                self._shun(job.key)
+            # Also where it is said to be gone: a store may say so and keep it.
+            _remember(self._replaceable, job.key, None)
+            raise
+        except BaseException:
+            self._road.withdrawn(trial)
+            raise
+        finally:
+            self._road.ended(trial)
+        self._road.succeeded()
+        self.is_well(job.key)
+        return stored
+
+    async def _download_twice(
+        self, job: Fetch, deadline_s: float, is_answered: bool
+    ) -> StoredObject:
+        """As `_download`; ObjectCorrupt: twice, so that it was no single accident on the way."""
+        try:
+            return await self._download(job, deadline_s, is_answered)
+        except ObjectUnreadable:
+            raise
+        except ObjectCorrupt:
+            return await self._download(job, deadline_s, is_answered)
+
+    async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
+        incoming = self._host.receive(job.local_key, job.limit_bytes)
+        inspected = _Inspected(incoming)
+        # Rows have checksums of their own.
+        sink: Sink = inspected if job.rows is None else incoming
+        spans = job.rows.spans(PROLOGUE_BYTES) if job.rows else ()
+        try:
+            await self._access.ask(
+                lambda store: store.get(job.key, sink, spans),
+                Urgency.POLL if job.is_announced or job.is_guess else Urgency.LOAD,
+                job.limit_bytes,
+                deadline_s,
+                is_answered=is_answered,
+            )
+            return await self._verified(job, inspected)
+        finally:
+            incoming.discard()
+
+    async def _verified(self, job: Fetch, inspected: _Inspected) -> StoredObject:
+        loop = asyncio.get_running_loop()
+        admission = loop.run_in_executor(self._loads, self._admit, job, inspected)
+        try:
+            return await asyncio.shield(admission)
+        except asyncio.CancelledError:
+            await _ended(admission)  # it reads what came
+            with suppress(ObjectCorrupt):
+                admission.result().release()
+            raise
+
+    def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:
+        """Verify what came, and publish it to this host. Load thread."""
+        incoming, checksum = inspected.incoming, inspected.checksum()
+        sealed = _unsealed(job, incoming.body, integrity=self._integrity, checksum=checksum)
+        if job.accepts is not None and not job.accepts(sealed.facts):
+            said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
+            raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
+        entry = incoming.publish()
+        if entry is None:
+            return StoredObject(job.local_key, sealed.facts, sealed.payload, None)
+        body = _unsealed(job, entry.body, verify=False)
+        return StoredObject(job.local_key, body.facts, body.payload, entry)
+
+
+def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
+    """Add `key`; of too many the oldest is forgotten."""
+    keys[key] = value
+    keys.move_to_end(key)
+    if len(keys) > _MAX_SHUNNED:
+        keys.popitem(last=False)
+
+
+def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:
+    """Let `use` have the object, then release it. Load thread."""
+    try:
+        use(stored)
+    finally:
+        stored.release()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way from the transfer engine to the store: in turn, in time, not while it is gone."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import TypeVar
+
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
+from ecshare.store.objects import ObjectStore
+from ecshare.transfer.breaker import StoreHealth
+from ecshare.transfer.priority import Lanes, Urgency
+
+T = TypeVar("T")
+
+
+class StoreAccess:
+    """One store, its health, and whose turn it is.
+
+    Its health is two things, by the urgency of what is asked: a full disk or a refused PUT says
+    nothing about loads, so saves, and all that is done for them, never have loads and look-ups left
+    alone, nor the other way round.
+
+    Ownership: the I/O thread; `open_breakers` may be read by any.
+    """
+
+    def __init__(self, store: ObjectStore, timeout_s: float) -> None:
+        """Use `store`, which the engine closes; no operation may take longer than `timeout_s`."""
+        self._store = store
+        self._timeout_s = timeout_s
+        self._reads = StoreHealth("loads and look-ups")
+        self._writes = StoreHealth("saves")
+        self._lanes = Lanes()
+        # Neither do loads wait for what may never come, nor it for loads.
+        self._polls = Lanes()
+
+    @property
+    def open_breakers(self) -> frozenset[str]:
+        """Which of "read" and "write" failed repeatedly and is left alone for a while."""
+        each = {"read": self._reads, "write": self._writes}
+        return frozenset(direction for direction, health in each.items() if health.is_open)
+
+    async def ask(
+        self,
+        call: Callable[[ObjectStore], Awaitable[T]],
+        urgency: Urgency,
+        cost_bytes: int = 0,
+        deadline_s: float = math.inf,
+        *,
+        is_answered: bool = False,
+    ) -> T:
+        """Return what one operation returns; `cost_bytes` is what it may move at most.
+
+        It must be over by `deadline_s` (monotonic seconds), the wait for its turn included, and
+        itself take no longer than the time-out of this store. `is_answered`: whoever asks has had
+        an answer before, so that only the latter counts as a failure of the store.
+
+        Raises:
+            StoreError, TimeoutError: as the store does; its health has heard of it.
+        """
+        health = self._writes if urgency is Urgency.SAVE else self._reads
+        lanes = self._polls if urgency is Urgency.POLL else self._lanes
+        if not health.is_worth_asking:
+            raise _left_alone(health)
+        asked_s = time.monotonic()
+        async with AsyncExitStack() as held:
+            # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
+            async with _until(deadline_s):
+                await held.enter_async_context(lanes.admitted(urgency, cost_bytes))
+            operation = health.admit()
+            if operation is None:  # it may have gone while this waited for its turn
+                raise _left_alone(health)
+            held.callback(health.ended, operation)
+            begun_s = time.monotonic()
+            # A job that spent most of its time in the queue says nothing about the store.
+            is_fair = begun_s - asked_s <= deadline_s - begun_s
+            ends_s = begun_s + self._timeout_s
+            # Nor does one that asks again, with whatever is left of its own time.
+            is_fair = is_fair and not (is_answered and deadline_s < ends_s)
+            with _heard(health, operation, is_fair=is_fair):
+                async with asyncio.timeout_at(min(deadline_s, ends_s)):
+                    return await call(self._store)
+
+
+@contextmanager
+def _heard(health: StoreHealth, operation: int, *, is_fair: bool) -> Iterator[None]:
+    """Tell `health` how the body ended; of a time-out only if it `is_fair`."""
+    try:
+        yield
+    except (ObjectMissing, ObjectCorrupt):
+        health.succeeded()
+        raise
+    except StoreError as exc:
+        health.failed(operation, str(exc))
+        raise
+    except TimeoutError:
+        if is_fair:
+            health.failed(operation, "no answer in time")
+        raise
+    health.succeeded()
+
+
+def _left_alone(health: StoreHealth) -> StoreUnavailable:
+    return StoreUnavailable(f"{health.what} failed repeatedly and are left alone for a while")
+
+
+def _until(deadline_s: float) -> asyncio.Timeout:
+    return asyncio.timeout_at(None if math.isinf(deadline_s) else deadline_s)

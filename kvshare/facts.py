@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What separates the KV of two engines, and what the scheduler half must know of its own."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ecshare.plugin.compat import cpu_attention_kernel
+from ecshare.plugin.model_facts import Namespace, media_facts, model_facts, plain, weights_of
+from ecshare.store.keys import Kind
+from kvshare.layers import LayerSet
+from kvshare.prefix import Grid, HashFunction
+
+UNSPECIFIED_SOURCE = "external_unspecified"
+"""vLLM's word for hits from a remote store, or from who knows where."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVFacts:
+    """What the scheduler half must know of its engine."""
+
+    namespace: str
+    grid: Grid
+    layer_sets: tuple[LayerSet, ...]
+    size: int
+    """The tensor-parallel size that it stores chunks in; see shares.py."""
+    parts: Mapping[int, tuple[str, ...]]
+    """By each size that it can read, the names of the shares in which a chunk is stored: it is
+    there if all of one size are."""
+    hash_function: HashFunction
+    """vLLM's own, which made the block hashes."""
+    saves: bool
+    loads: bool
+    numbers_media: bool = False
+    """vLLM gives media numbers for names; KV that is made of them is not shared."""
+    store_source: str = UNSPECIFIED_SOURCE
+    """What vLLM calls hits in a store like this one."""
+
+
+def kv_namespace(
+    vllm_config: Any,
+    epoch: str,
+    integrity: str = "",
+    *,
+    chunk_blocks: int = 1,
+    layer_sets: Sequence[Any] = (),
+) -> Namespace:
+    """Return the namespace of this engine's KV; options as for `encoder_namespace`.
+
+    `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
+    together, and what they look back to, as JSON can hold it. The block hashes themselves contain
+    tokens, media identifiers, LoRA names and cache_salt.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    # The same picture gives other embeddings, so other KV, under other options.
+    facts = model_facts(vllm_config, epoch, integrity) | media_facts(vllm_config)
+    facts |= {
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "chunk_blocks": chunk_blocks,
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "num_layers": model.hf_text_config.num_hidden_layers,
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "layer_sets": list(layer_sets),
+        "layout": 3,
+        "page": _page_format(vllm_config),
+        "other_dtype_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "context": _context_facts(model),
+        "draft": _draft_facts(vllm_config),
+    }
+    return Namespace.of(Kind.KV, facts)
+
+
+def _context_facts(model: Any) -> list[Any]:
+    """Return what follows from the longest context that an engine serves.
+
+    Not that itself: few models compute other KV for it. LongRoPE has two sets of factors, and vLLM
+    takes one of them for good (`Phi3LongRoPEScaledRotaryEmbedding`); Llama 4 scales its attention
+    where the context is long, unless the generation config says otherwise (`Llama4ForCausalLM`).
+    """
+    facts: list[Any] = []
+    for rope in _long_ropes(model.hf_text_config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", 0
+        )
+        facts.append(model.max_model_len > int(original or 0))
+    if any(name.startswith("Llama4") for name in model.architectures):
+        said = model.try_get_generation_config() | model.override_generation_config
+        facts.append(plain(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
+    return facts
+
+
+def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters of kinds of layers that have other factors for long contexts."""
+    given: Any = getattr(text_config, "rope_parameters", None)
+    given = given or getattr(text_config, "rope_scaling", None) or {}
+    for rope in (given, *given.values()):
+        if isinstance(rope, Mapping) and "long_factor" in rope:
+            yield rope
+
+
+def _draft_facts(vllm_config: Any) -> list[str]:
+    """Return which model guesses tokens ahead, if one does: its KV lies in the same blocks."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    # Where nothing or a part of the model itself guesses, vLLM names the model here.
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return []
+    return [str(draft.model), str(draft.revision or ""), weights_of(draft, vllm_config)]
+
+
+def _page_format(vllm_config: Any) -> str:
+    """Return how the attention kernels lay out the inside of a block, as far as the device says.
+
+    CPU kernels repack keys for their instruction set: blocks of one shape, read by another CPU or a
+    GPU, would be other numbers. GPU kernels of one vendor agree where their blocks' shapes do.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.device_name)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kernel = cpu_attention_kernel(
+        model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+    )
+    return f"cpu-{kernel}"

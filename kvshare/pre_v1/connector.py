@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV connector of the time before V1, on the look-up buffer.
+
+A prefill process sends what it computed for each prompt of a batch: the KV of its tokens, and their
+hidden states. A decode process receives them before its model runs: where it gets all of a batch it
+need not run the model at all.
+
+The base is declared here under the name and signatures that vLLM gave it, because vLLM 0.32 has it
+no more; what is read of `model_input` is written down in `kvshare.pre_v1.model_input`.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.sequence import IntermediateTensors
+
+from ecshare.store.errors import ObjectCorrupt
+from kvshare.config import OPTIONS_PATH
+from kvshare.facts import kv_namespace
+from kvshare.pre_v1.buffers import KVLookupBuffer
+from kvshare.pre_v1.index import as_file, from_file
+from kvshare.pre_v1.model_input import Batch, Prompt
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+States = Tensor | IntermediateTensors
+
+
+class KVConnectorBase(ABC):
+    """Moves KV caches and hidden states between engines, around the runs of a model."""
+
+    @abstractmethod
+    def __init__(self, rank: int, local_rank: int, config: "VllmConfig") -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of all resources."""
+
+    @abstractmethod
+    def send_kv_caches_and_hidden_states(
+        self,
+        model_executable: torch.nn.Module,
+        model_input: Any,
+        kv_caches: list[Tensor],
+        hidden_or_intermediate_states: States,
+    ) -> None:
+        """After the model ran: send what it computed."""
+
+    @abstractmethod
+    def recv_kv_caches_and_hidden_states(
+        self, model_executable: torch.nn.Module, model_input: Any, kv_caches: list[Tensor]
+    ) -> tuple[States | None, bool, Any]:
+        """Before the model runs: fill the caches; say whether it need run, and on what."""
+
+
+class KVShareLegacyConnector(KVConnectorBase):
+    """Sends and receives through the store of `kv_connector_extra_config`.
+
+    One object a rank, each with its own share of heads and layers. KV caches: one tensor a layer,
+    [2, blocks, block size, heads, head size]. Each prompt that is sent is received once.
+
+    Threads: the model runner's. Nothing here raises because of the store: what cannot be sent is
+    not stored, what cannot be received is computed. `counters` tell.
+    """
+
+    def __init__(self, rank: int, local_rank: int, config: "VllmConfig") -> None:
+        """Open the store. ConfigError names a wrong option.
+
+        `rank` of all processes of this engine; `local_rank` is not used, and there for vLLM.
+        """
+        del local_rank
+        role = config.kv_transfer_config
+        if role is None:
+            raise ValueError("kv_transfer_config: missing; give the connector its role and options")
+        options: dict[str, Any] = role.kv_connector_extra_config
+        parallel = config.parallel_config
+        size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        namespace = kv_namespace(config, str(options.get("epoch", "")))
+        self._sends: bool = role.is_kv_producer
+        self._receives: bool = role.is_kv_consumer
+        self._buffer = KVLookupBuffer(
+            options, name=f"legacy:{namespace.digest}:{rank}of{size}", path=OPTIONS_PATH
+        )
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Prompts by what became of them, beside the look-up buffer's own events."""
+        return self._buffer.counters
+
+    def close(self) -> None:
+        """Close the store's connections; once."""
+        self._buffer.close()
+
+    def send_kv_caches_and_hidden_states(
+        self,
+        model_executable: torch.nn.Module,
+        model_input: Any,
+        kv_caches: list[Tensor],
+        hidden_or_intermediate_states: States,
+    ) -> None:
+        """Store the KV and the states of each whole prompt in the batch; decodes are left out.
+
+        Blocks until they are stored. `hidden_or_intermediate_states`: [n, ...], or a set of such
+        tensors, for the n tokens of the batch. `model_executable` is not used: `kv_caches` are the
+        layers of this rank.
+        """
+        del model_executable
+        if not self._sends:
+            return
+        batch = Batch(model_input)
+        for prompt in batch.prompts:
+            if not prompt.is_whole:
+                self.counters["prompts/partial"] += 1  # it cannot be named by its tokens
+                continue
+            tokens = batch.tokens[prompt.start : prompt.end]
+            slots = batch.slots[prompt.start : prompt.end]
+            keys, values = _gather(kv_caches, slots)
+            states = _packed(hidden_or_intermediate_states, prompt)
+            roi = torch.ones_like(tokens, dtype=torch.bool)
+            self._buffer.insert(tokens, roi, keys, values, states)
+            self.counters["prompts/sent"] += 1
+
+    def recv_kv_caches_and_hidden_states(
+        self, model_executable: torch.nn.Module, model_input: Any, kv_caches: list[Tensor]
+    ) -> tuple[States | None, bool, Any]:
+        """Fill the caches with what is stored of the batch's prompts.
+
+        Returns (states, True, model_input) where all of the batch was received: states as they were
+        sent, of all its tokens. Else (None, False, adjusted): run the model on `adjusted`, which
+        leaves out the tokens whose KV is in the caches now; at least one a sequence is left. Where
+        states of such tokens are asked for it leaves out nothing.
+        """
+        del model_executable
+        batch = Batch(model_input)
+        if not self._receives or not batch.prompts:
+            return None, False, model_input
+        received = [self._receive(batch, prompt, kv_caches) for prompt in batch.prompts]
+        counts, states = [count for count, _ in received], [state for _, state in received]
+        if not _are_alike(states):
+            counts = batch.but_last(counts)  # here and so on all ranks
+        counts = _agreed(counts)
+        if batch.is_prefill_only and counts == [prompt.num_tokens for prompt in batch.prompts]:
+            return _joined(states), True, model_input
+        computed = batch.but_last(counts)
+        if not any(computed):
+            return None, False, model_input
+        return None, False, batch.without(computed, kv_caches[0].shape[2])
+
+    def _receive(
+        self, batch: Batch, prompt: Prompt, kv_caches: list[Tensor]
+    ) -> tuple[int, States | None]:
+        """Receive one prompt; return how many of its first tokens, and their states."""
+        if not prompt.is_whole:
+            return 0, None
+        tokens = batch.tokens[prompt.start : prompt.end]
+        roi = torch.ones_like(tokens, dtype=torch.bool)
+        _, found_roi, keys, values, packed = self._buffer.drop_select(tokens, roi)
+        if found_roi is None or keys is None or values is None or packed is None:
+            self.counters["prompts/missing"] += 1
+            return 0, None
+        count = min(len(found_roi), prompt.num_tokens)
+        states = _unpacked(packed, count, batch.tokens.device)
+        slots = batch.slots[prompt.start : prompt.start + count]
+        is_fit = states is not None and bool(found_roi.bool().all())
+        if not is_fit or not _scatter(kv_caches, slots, keys, values):
+            self.counters["prompts/unfit"] += 1
+            return 0, None
+        self.counters["prompts/received"] += 1
+        return count, states
+
+
+def _gather(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values in `slots`: [layers, tokens, heads, head size] each."""
+    block_size = kv_caches[0].shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    pages = torch.stack([cache[:, blocks, offsets] for cache in kv_caches])
+    return pages[:, 0], pages[:, 1]
+
+
+def _scatter(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Write keys and values, as `_gather` returns them, into `slots`. False: they do not fit."""
+    like, count = kv_caches[0], len(slots)
+    form = (len(kv_caches), like.shape[3], like.shape[4])
+    for tensor in (keys, values):
+        is_fit = tensor.ndim == 4 and (tensor.shape[0], *tensor.shape[2:]) == form
+        if not is_fit or tensor.shape[1] < count or tensor.dtype != like.dtype:
+            return False
+    blocks, offsets = slots // like.shape[2], slots % like.shape[2]
+    for layer, cache in enumerate(kv_caches):
+        pages = torch.stack((keys[layer, :count], values[layer, :count])).to(cache.device)
+        cache[:, blocks, offsets] = pages
+    return True
+
+
+def _packed(states: States, prompt: Prompt) -> Tensor:
+    """Return the states of one prompt as one tensor; several are packed into bytes."""
+    part = slice(prompt.start, prompt.end)
+    if isinstance(states, Tensor):
+        return states[part]
+    named = {name: each[part] for name, each in states.tensors.items()}
+    return torch.frombuffer(bytearray(as_file(named)), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, count: int, device: torch.device) -> States | None:
+    """Return the states of the first `count` tokens of what `_packed` made; None: not so many."""
+    if packed.dtype != torch.uint8:
+        return packed[:count].to(device) if packed.ndim and len(packed) >= count else None
+    try:
+        named = from_file(memoryview(packed.numpy()))  # type: ignore[arg-type]
+    except ObjectCorrupt:
+        return None
+    if not named or any(not each.ndim or len(each) < count for each in named.values()):
+        return None
+    return IntermediateTensors({name: each[:count].to(device) for name, each in named.items()})
+
+
+def _are_alike(states: list[States | None]) -> bool:
+    """Whether all are there and can be joined."""
+    forms = [_form(each) for each in states]
+    return forms[0] is not None and all(form == forms[0] for form in forms)
+
+
+def _form(states: States | None) -> object:
+    """What two prompts' states have in common if they are of the same model."""
+    if states is None or isinstance(states, Tensor):
+        return None if states is None else (states.dtype, states.shape[1:])
+    return {name: _form(each) for name, each in states.tensors.items()}
+
+
+def _joined(states: list[States | None]) -> States:
+    """Return the states of a whole batch."""
+    if isinstance(states[0], Tensor):
+        return torch.cat([each for each in states if isinstance(each, Tensor)])
+    several = [each for each in states if isinstance(each, IntermediateTensors)]
+    names = several[0].tensors
+    return IntermediateTensors(
+        {name: torch.cat([each.tensors[name] for each in several]) for name in names}
+    )
+
+
+def _agreed(counts: list[int]) -> list[int]:
+    """Return what all ranks of this engine have: they must run the model on the same tokens."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]
+        return counts
+    shared = torch.tensor(counts)
+    for group in (parallel_state.get_tp_group(), parallel_state.get_pp_group()):
+        if group.world_size > 1:
+            torch.distributed.all_reduce(
+                shared, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group
+            )
+    return [int(count) for count in shared]

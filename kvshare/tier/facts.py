@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What separates what two engines' offloading tiers store."""
+
+from typing import Any
+
+from ecshare.plugin.model_facts import Namespace, weights_fingerprint
+from ecshare.store.keys import FORMAT_VERSION, Kind
+
+
+def tier_namespace(
+    offloading_spec: Any, chunk_bytes: int, epoch: str, integrity: str = ""
+) -> Namespace:
+    """Return the namespace of what vLLM's own offloading keeps; options as for `encoder_namespace`.
+
+    `offloading_spec`: all that vLLM tells a tier. `chunk_bytes`: size of a chunk, padding included.
+    A chunk holds the bytes of all ranks, one after the other, in an order that is vLLM's affair:
+    its version counts, and so do the parallel sizes, even where vLLM calls the bytes independent of
+    them. What it does not tell is in `epoch`.
+    """
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    config = offloading_spec.config
+    parallel = config.parallel
+    facts = {
+        "format": FORMAT_VERSION,
+        "tier": 1,
+        "vllm": __version__,
+        "model": config.model.name,
+        "weights": weights_fingerprint(config.model.name, "", "", ""),
+        "cache_dtype": config.model.dtype,
+        "bytes_per_chunk": chunk_bytes,
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "groups": [
+            [group.group_id, group.tokens_per_block, list(group.layer_names)]
+            for group in config.groups
+        ],
+        "ranks": [
+            parallel.world_size,
+            parallel.tp_size,
+            parallel.pp_size,
+            parallel.pcp_size,
+            parallel.dcp_size,
+        ],
+        "replicated_layout": offloading_spec.replicated_layout,
+        "canonical_layout": config.canonical_layout,
+        "kv_cache_layout": config.kv_cache_layout or "",
+        "device": str(current_platform.device_name),
+        "epoch": epoch,
+        "integrity": integrity,
+    }
+    return Namespace.of(Kind.KV, facts)

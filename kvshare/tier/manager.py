@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVShareTier: a secondary tier for vLLM's own offloading. Experimental, as vLLM's interface is.
+
+vLLM's OffloadingConnector copies chunks of KV between the GPU and the CPU tier, a memory region of
+its own. Below that it asks secondary tiers: whether they have a chunk (`lookup`), to fill places of
+the region with chunks (`submit_load`), to store what lies there (`submit_store`). This one keeps
+each chunk as one object in the store that the connectors of this project use.
+
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+     "kv_connector_extra_config": {
+       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
+       "secondary_tiers": [{"type": "KVShareTier", "module_path": "kvshare.tier",
+                            "url": "s3://bucket/prefix", "epoch": "qwen-7b bf16"}]}}
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ecshare.plugin.logs import log_as_vllm
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, Run, StoredObject
+from ecshare.transfer.staging import Slab, Staging, as_tensor
+from ecshare.transfer.stats import Stats, merged
+from kvshare.config import parse_tier
+from kvshare.tier.facts import tier_namespace
+
+try:
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingMetricMetadata,
+        OffloadKey,
+        ReqContext,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+    from kvshare.tier.lookup_results import Verdicts
+    from kvshare.tier.metrics import definitions, offloading_stats
+except ImportError as exc:
+    raise ImportError(
+        "kvshare.tier is for the tiers of vLLM's OffloadingConnector as vLLM 0.30 to 0.32 have "
+        f"them (vllm.v1.kv_offload.tiering); the vLLM here has none such: {exc}. KVShareConnector "
+        "shares KV without them"
+    ) from exc
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+# `drain_jobs` waits for copies in memory; this is how often it looks whether they are over.
+_GLANCE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One job of vLLM's: chunks on their way to the region."""
+
+    job_id: int
+    keys: tuple[OffloadKey, ...]
+    begun_s: float
+    missing: int
+    loaded: list[OffloadKey] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """One job of vLLM's: chunks to be copied out of the region.
+
+    The copy thread fills `copied` and leaves it to the scheduler thread with its end.
+    """
+
+    job_id: int
+    chunks: tuple[tuple[str, int], ...]
+    """Object keys, and the places where the chunks lie."""
+    begun_s: float
+    copied: list[tuple[str, Slab]] = field(default_factory=list)
+
+
+class KVShareTier(SecondaryTierManager):
+    """Chunks of the CPU tier as objects in a store; see the module's docstring.
+
+    A load writes an object to its place on a load thread of the transfer engine, verified. A store
+    is over for vLLM as soon as the chunk is copied out: what the store then does holds no place of
+    the CPU tier. Copies wait in at most `buffer_bytes`; what finds no room there is dropped.
+
+    Ownership: vLLM's scheduler thread calls every public method and owns all fields. Load and copy
+    threads read `_rows`, `_facts` and `_staging`, and write to places that vLLM keeps free for
+    their job.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: "OffloadingSpec",
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """Parse the options, start the I/O thread and check that the store answers.
+
+        `primary_kv_view`: the CPU tier, [number of chunks, bytes of a chunk].
+
+        Raises:
+            ConfigError: an option is wrong or the store cannot be used; names the option.
+        """
+        log_as_vllm()
+        # vLLM 0.30 knows no detectors.
+        detector = () if backpressure_detector is None else (backpressure_detector,)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
+        path = f"secondary_tiers.{tier_type}"
+        config = parse_tier(options, path)
+        self.locality = Locality(config.locality) if config.locality else None
+        self._config = config
+        num_bytes = primary_kv_view.nbytes // len(primary_kv_view)
+        self._facts = TensorFacts("U8", (num_bytes,))
+        self._staging = Staging(torch.device("cpu"), config.buffer_bytes)
+        self._stats = Stats()
+        self._verdicts = Verdicts()
+        self._asking: dict[int, tuple[OffloadKey, ...]] = {}  # by the identity of the Lookup
+        self._loading: dict[int, tuple[Fetch, OffloadKey, _Load]] = {}  # of the Fetch
+        self._copying: dict[int, tuple[Run, _Store]] = {}  # of the Run
+        self._finished: list[JobResult] = []
+        self._engine = TransferEngine(config, path)
+        try:
+            self._namespace = tier_namespace(
+                offloading_spec, num_bytes, config.epoch, self._engine.integrity
+            )
+            self._engine.start_up(
+                self._namespace.kind, self._namespace.digest, self._namespace.facts, write=True
+            )
+        except BaseException:
+            self._engine.close()
+            raise
+        self._rows = torch.frombuffer(primary_kv_view.cast("B"), dtype=torch.uint8).view(
+            -1, num_bytes
+        )
+
+    # --- what vLLM asks ---
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say whether the chunk is stored; RETRY until the store has answered, or `wait_s`."""
+        return self._verdicts.verdict(key, req_context.req_id)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Start to fill places of the CPU tier; `get_finished_jobs` says which could be."""
+        job, keys = job_metadata, tuple(job_metadata.keys)
+        load = _Load(job.job_id, keys, time.monotonic(), missing=len(keys))
+        fetches = []
+        for key, place in zip(keys, job.chunk_ids.tolist(), strict=True):
+            fetch = Fetch(
+                self._namespace.key(key),
+                self._config.io_timeout_s,
+                PROLOGUE_BYTES + self._facts.num_bytes,
+                accepts=self._fits,
+                use=partial(self._copy_in, place),
+            )
+            self._loading[id(fetch)] = fetch, key, load
+            fetches.append(fetch)
+        self._engine.submit(*fetches)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Start to copy chunks out of the CPU tier and to store them."""
+        job = job_metadata
+        names = [self._namespace.key(key) for key in job.keys]
+        chunks = tuple(zip(names, job.chunk_ids.tolist(), strict=True))
+        store = _Store(job.job_id, chunks, time.monotonic())
+        run = Run("copy out", partial(self._copy_out, store))
+        self._copying[id(run)] = run, store
+        self._engine.submit(run)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call, each once."""
+        self._settle(self._engine.poll())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for what is new of each request, no more."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget what the request was told."""
+        self._verdicts.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Ask the store for the chunks of this step's look-ups, in one batch a request."""
+        lookups = []
+        for keys in self._verdicts.take_questions():
+            names = tuple(map(self._namespace.key, keys))
+            lookups.append(Lookup(names, self._config.wait_s))
+            self._asking[id(lookups[-1])] = keys
+        if lookups:
+            self._engine.submit(*lookups)
+
+    def drain_jobs(self) -> None:
+        """Block until nothing of this tier touches the CPU tier any more; never for the store.
+
+        Loads that wait for the store are given up: vLLM is about to empty the CPU tier.
+        """
+        self._engine.cancel(*(fetch for fetch, _, _ in self._loading.values()))
+        while self._loading or self._copying:
+            jobs: list[Job] = [fetch for fetch, _, _ in self._loading.values()]
+            jobs += [run for run, _ in self._copying.values()]
+            self._settle(self._engine.drain(_GLANCE_S, until=jobs[0]))
+
+    def shutdown(self) -> None:
+        """Let go of the CPU tier; let saves end, briefly, and stop the I/O thread."""
+        self.drain_jobs()
+        self._engine.close()
+        self._rows = torch.empty(0)
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Return this tier's metrics; see docs/metrics.md."""
+        return definitions()
+
+    def get_stats(self) -> "OffloadingConnectorStats | None":
+        """Return the counts since the last call; None if there are none."""
+        self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
+        self._engine.note_breakers("scheduler")
+        return offloading_stats(merged(self._stats.take(), self._engine.stats.take()))
+
+    # --- what came of it ---
+
+    def _settle(self, ended: Iterable[Done]) -> None:
+        for done in ended:
+            match done.job:
+                case Lookup():
+                    self._answered(done)
+                case Fetch():
+                    self._loaded(done)
+                case Run():
+                    self._copied(done)
+                case Put():
+                    is_saved = done.outcome is Outcome.OK
+                    self._stats.add(f"chunks/{'saved' if is_saved else 'failed'}")
+
+    def _answered(self, done: Done) -> None:
+        keys = self._asking.pop(id(done.job))
+        is_known = done.outcome is Outcome.OK
+        there = done.value if is_known else [False] * len(keys)
+        for key, is_there in zip(keys, there, strict=True):
+            self._verdicts.answer(key, is_there=is_there)
+        num_missed = len(keys) - sum(there)
+        if num_missed:
+            self._stats.add(f"chunks/{'missed' if is_known else 'failed'}", num_missed)
+
+    def _loaded(self, done: Done) -> None:
+        _, key, load = self._loading.pop(id(done.job))
+        load.missing -= 1
+        if done.outcome is Outcome.OK:
+            load.loaded.append(key)
+            self._stats.add("chunks/loaded")
+        else:
+            self._verdicts.lost([key])
+            self._stats.add("chunks/failed")
+        if load.missing:
+            return
+        is_whole = len(load.loaded) == len(load.keys)
+        self._finished.append(
+            JobResult(
+                load.job_id,
+                success=is_whole,
+                successful_keys=None if is_whole else tuple(load.loaded),
+                transfer_time=time.monotonic() - load.begun_s,
+            )
+        )
+
+    def _copied(self, done: Done) -> None:
+        _, store = self._copying.pop(id(done.job))
+        self._engine.submit(*(Put(key, slab) for key, slab in store.copied))
+        num_dropped = len(store.chunks) - len(store.copied)
+        if num_dropped:
+            self._stats.add("chunks/dropped", num_dropped)
+        seconds = time.monotonic() - store.begun_s
+        self._finished.append(
+            JobResult(store.job_id, success=not num_dropped, transfer_time=seconds)
+        )
+
+    # --- load and copy threads ---
+
+    def _fits(self, facts: TensorFacts) -> bool:
+        return facts == self._facts
+
+    def _copy_in(self, place: int, stored: StoredObject) -> None:
+        self._rows[place].copy_(as_tensor(stored.payload, stored.facts))
+
+    def _copy_out(self, store: _Store) -> None:
+        for key, place in store.chunks:
+            slab = self._staging.reserve(self._facts)
+            if slab is not None:
+                self._staging.copy_out(slab, self._rows[place])
+                store.copied.append((key, slab))

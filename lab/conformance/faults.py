@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks: what is lost, damaged or out of reach costs an encode, or one request; never more."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lab.conformance.engine import Engine, Ticket
+from lab.conformance.hand_over import must_answer
+from lab.conformance.harness import DAMAGES, Place, removed
+from lab.conformance.pictures import picture
+from lab.conformance.rules import Effect, Violation, require, rule
+
+# A hook that is stuck on a pipe is let go after this long, and then counts as blocked.
+_STUCK_S = 3.0
+
+
+def must_end_alone(ticket: Ticket) -> None:
+    """An item that cannot be had fails its own request, with an error that may be retried."""
+    require(ticket.is_failed or ticket.is_ok, Effect.HANGS, f"{ticket.request_id}: {ticket.reason}")
+
+
+@rule(
+    why="It cannot be encoded again: a runner that is told to kills the engine. vLLM has a way to "
+    "fail the one request: take_unavailable_requests.",
+)
+def fails_a_lost_item_alone(place: Place) -> None:
+    """An item without pixels that nobody has fails its own request, and no other."""
+    decoder = place.decoder()
+    must_answer(decoder.ask(picture(1)))
+    lost = decoder.submit(picture(2, "never-stored").without_pixels())
+    other = decoder.submit(picture(3))
+    decoder.wait(lost, other)
+    require(lost.is_failed, Effect.REQUEST_FAILS, f"the request ended as {lost.reason}")
+    must_answer(other)
+    mixed = decoder.ask(picture(4), picture(5, "nor-this").without_pixels())
+    require(mixed.is_failed, Effect.REQUEST_FAILS, f"the request ended as {mixed.reason}")
+    must_answer(decoder.ask(picture(4)))
+
+
+def _damage_check(fault: Callable[[Path], None]) -> None:
+    what = fault.__name__.replace("_", " ")
+
+    def check(place: Place) -> None:
+        encoder, decoder = place.encoder(), place.decoder()
+        encoded = encoder.ask(picture(1), picture(2))
+        place.damage(place.stored_files(encoder, encoded), fault)
+        must_answer(decoder.ask(picture(2), params=encoded.params))
+        must_end_alone(decoder.ask(picture(1).without_pixels(), params=encoded.params))
+        must_answer(decoder.ask(picture(3)))
+
+    check.__name__ = f"survives_objects_{fault.__name__}"
+    check.__doc__ = f"Stored objects that are {what} count as missing."
+    rule(
+        why="Writers die, disks fill up and others write into the same place. Rows that nobody "
+        "checked are answers that nobody can trust.",
+    )(check)
+
+
+for _fault in DAMAGES:
+    _damage_check(_fault)
+
+
+@rule(
+    why="After has_cache_item said True the V1 runner has no way back: an item that is then not in "
+    "the encoder cache kills the engine.",
+)
+def keeps_its_promise(place: Place) -> None:
+    """An item that was promised is loaded, even if the store loses it before the load."""
+    encoder, decoder = place.encoder(), place.decoder()
+    encoded = encoder.ask(picture(1))
+    files = place.stored_files(encoder, encoded)
+    asked = decoder.submit(picture(1), params=encoded.params)
+    deadline_s = time.monotonic() + place.subject.patience_s
+    while asked.reason is None and time.monotonic() < deadline_s:
+        output = decoder.schedule()
+        if output.num_scheduled_tokens and files:
+            place.damage(files, removed)
+            files = []
+        decoder.execute(output)
+        decoder.update()
+    must_answer(asked)
+    must_answer(decoder.ask(picture(2)))
+
+
+@rule(
+    why="The encoder's own cache still holds it, so vLLM does not encode it; an encoder that says "
+    "yes and stores nothing makes the item fail for ever.",
+)
+def stores_again_what_was_lost(place: Place) -> None:
+    """What the store has lost is stored again when the encoder is asked again."""
+    encoder, decoder = place.encoder(), place.decoder()
+    place.damage(place.stored_files(encoder, encoder.ask(picture(1))), removed)
+    encoded = encoder.ask(picture(1))
+    must_answer(decoder.ask(picture(1).without_pixels(), params=encoded.params))
+
+
+@rule(
+    why="Mounts drop, buckets are deleted. Engines have all they need to answer from pixels.",
+)
+def outlives_its_store(place: Place) -> None:
+    """A store that has vanished costs encodes, not answers."""
+    encoder, decoder = place.encoder(), place.decoder()
+    place.stored(encoder, encoder.ask(picture(1)))
+    place.folder.rename(place.root / "taken-away")
+    place.folder.touch()  # a file where the folder was: nothing below it can be made or opened
+    for engine in (encoder, decoder):
+        must_answer(engine.ask(picture(1)))
+        must_answer(engine.ask(picture(2)))
+    must_end_alone(decoder.ask(picture(3, "never-stored").without_pixels()))
+
+
+@rule(
+    why="A hook that waits stops every request of the engine, also those without media.",
+)
+def is_not_held_up_by_a_hanging_store(place: Place) -> None:
+    """A store that hangs holds no hook up."""
+    encoder, decoder = place.encoder(), place.decoder()
+    decoder.ask(picture(7))
+    encoded = encoder.ask(picture(1))
+    pipes = place.stored_files(encoder, encoded)
+    for path in pipes:
+        path.unlink()
+        os.mkfifo(path)  # opening it for reading waits for a writer
+    with _letting_go(pipes):
+        asked = decoder.submit(picture(1), params=encoded.params)
+        other = decoder.submit(picture(2))
+        try:
+            decoder.wait(other, asked)
+        finally:
+            _require_quick_hooks(decoder)  # first: what follows may come of letting go
+        must_answer(other)
+        must_answer(asked)
+
+
+def _require_quick_hooks(engine: Engine) -> None:
+    logs = [engine.log, *(each.log for each in engine.workers)]
+    for name, calls in ((name, calls) for log in logs for name, calls in log.calls.items()):
+        if max(calls) >= _STUCK_S:
+            said = f"{name} waited {max(calls):.1f} s for the store"
+            raise Violation(Effect.EVERYONE_WAITS, said)
+
+
+@contextmanager
+def _letting_go(pipes: list[Path]) -> Iterator[None]:
+    """Keep readers of pipes waiting; free them after a while, and all of them at the end.
+
+    A process of its own does it: a connector may wait in a library that holds Python's lock.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _RELEASE, str(_STUCK_S), *map(str, pipes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as releasing:
+        try:
+            yield
+        finally:
+            assert releasing.stdin is not None
+            releasing.stdin.close()
+            releasing.wait()
+
+
+# Opens every pipe again and again, until its standard input ends: whoever waits for a writer
+# then finds an empty file.
+_RELEASE = """
+import os, select, sys
+wait_s, paths = float(sys.argv[1]), sys.argv[2:]
+is_over = False
+while not is_over:
+    is_over = bool(select.select([sys.stdin], [], [], wait_s)[0])
+    for path in paths:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            pass  # nobody waits there
+"""

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a check plays: a folder of its own, engines with the connector under test, and faults."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.config import ECTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from lab.conformance.engine import Engine, Ticket
+from lab.conformance.rules import Effect, NotApplicable, require
+
+Runner = Literal["v1", "v2"]
+Roles = Literal["apart", "both"]
+
+# A picture may have as many embeddings as a step has tokens, so this is also the encoder's budget.
+_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The connector under test.
+
+    In `extra_config`, `{folder}` stands for the folder that all engines share, `{host}` for one
+    that only engines of one host use.
+    """
+
+    module: str
+    class_name: str
+    extra_config: Mapping[str, Any]
+    model: Path
+    patience_s: float = 15.0
+    """How long a request may take before it counts as hanging."""
+
+
+class Place:
+    """One playing of one check. Engines it started are closed with it."""
+
+    def __init__(self, subject: Subject, runner: Runner, roles: Roles) -> None:
+        self.subject = subject
+        self.runner = runner
+        self.roles = roles
+        self._scratch = tempfile.TemporaryDirectory(prefix="ec-conformance-")
+        self.root = Path(self._scratch.name)
+        # Deep enough that a path with a few ".." in it still ends inside `root`.
+        self.folder = self.root / "deep" / "in" / "here" / "shared"
+        self.folder.mkdir(parents=True)
+        self.notes: list[str] = []
+        self._engines: list[Engine] = []
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            for engine in self._engines:
+                if kind is None:
+                    engine.close()
+                else:
+                    with suppress(Exception):  # the check has failed already, and says of what
+                        engine.close()
+        finally:
+            self._scratch.cleanup()
+
+    # --- engines ---
+
+    def encoder(self, name: str = "encoder", **settings: Any) -> Engine:
+        """Start the engine that encodes first: a producer, or one that is both."""
+        return self.engine("ec_producer" if self.roles == "apart" else "ec_both", name, **settings)
+
+    def decoder(self, name: str = "decoder", **settings: Any) -> Engine:
+        """Start an engine that answers: a consumer, or one that is both."""
+        return self.engine("ec_consumer" if self.roles == "apart" else "ec_both", name, **settings)
+
+    def engine(
+        self,
+        role: str,
+        name: str,
+        *,
+        host: str = "",
+        encoder_cache_embeds: int | None = None,
+        **arguments: Any,
+    ) -> Engine:
+        """Start an engine on `host` (default: one of its own); `arguments` are EngineArgs'."""
+        folders = {
+            "{folder}": str(self.folder),
+            "{host}": str(self.root / "hosts" / (host or name)),
+        }
+        extra_config = filled(dict(self.subject.extra_config), folders)
+        config = self._config(role, extra_config, arguments)
+        # Only now: to configure it for the V2 runner, vLLM insists on Triton.
+        with _runner_chosen(self.runner):
+            engine = Engine(
+                name, config, self.runner, self.subject.patience_s, encoder_cache_embeds
+            )
+        self._engines.append(engine)
+        return engine
+
+    def stop(self, engine: Engine) -> None:
+        """Shut an engine down before the check ends."""
+        self._engines.remove(engine)
+        engine.close()
+
+    def _config(
+        self, role: str, extra_config: dict[str, Any], arguments: dict[str, Any]
+    ) -> VllmConfig:
+        transfer = ECTransferConfig(
+            ec_connector=self.subject.class_name,
+            ec_connector_module_path=self.subject.module,
+            ec_role=role,  # type: ignore[arg-type]
+            ec_connector_extra_config=extra_config,
+        )
+        usual: dict[str, Any] = {
+            "model": str(self.subject.model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": _MAX_TOKENS,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": _MAX_TOKENS,
+            "limit_mm_per_prompt": {"image": 4, "video": 1},
+            "skip_mm_profiling": True,
+            "enable_prefix_caching": False,
+            "async_scheduling": self.runner == "v2",
+        }
+        ranks = arguments.pop("ranks", 1)
+        config = EngineArgs(
+            ec_transfer_config=transfer, **{**usual, **arguments}
+        ).create_engine_config()
+        config.parallel_config.tensor_parallel_size = ranks
+        return config
+
+    # --- what lies in the shared folder ---
+
+    def files(self) -> dict[Path, tuple[int, int]]:
+        """Every file in the shared folder, with its size and time of change."""
+        found = {}
+        for path in sorted(self.folder.rglob("*")):
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                if path.is_file():
+                    found[path] = (stat.st_size, stat.st_mtime_ns)
+        return found
+
+    def stored(self, engine: Engine, ticket: Ticket) -> list[Path]:
+        """Wait until what `engine` encoded for `ticket` can be had elsewhere; the files there are.
+
+        A witness on a host of its own loads it, as a router would have it do.
+        """
+        witness = self.decoder(f"witness-{len(self._engines)}")
+        pictures = [each.without_pixels() for each in ticket.pictures]
+        loaded = witness.ask(*pictures, params=ticket.params)
+        said = f"what {ticket.request_id} encoded cannot be loaded elsewhere"
+        require(loaded.is_ok, Effect.REQUEST_FAILS, said)
+        self.stop(witness)
+        engine.idle()
+        return list(self.files())
+
+    def stored_files(self, engine: Engine, ticket: Ticket) -> list[Path]:
+        """Like `stored`, where files are needed.
+
+        Raises:
+            NotApplicable: there are none, so this connector keeps embeddings elsewhere.
+        """
+        found = self.stored(engine, ticket)
+        if not found:
+            raise NotApplicable("it leaves no files in {folder} to be lost or damaged")
+        return found
+
+    def note(self, said: str) -> None:
+        """Say something that the report repeats, whether the rule holds or not."""
+        self.notes.append(said)
+
+    def damage(self, paths: list[Path], fault: Callable[[Path], None]) -> None:
+        """Strike files as somebody else with access to the store could."""
+        for path in paths:
+            fault(path)
+
+    def outsiders(self) -> list[Path]:
+        """What was written outside of the folders that the connector was given."""
+        given = (self.folder, self.root / "hosts")
+        return [
+            path
+            for path in self.root.rglob("*")
+            if not any(each in (path, *path.parents) or path in each.parents for each in given)
+        ]
+
+
+def filled(value: Any, folders: Mapping[str, str]) -> Any:
+    """Return `value` with the placeholders in all its texts replaced."""
+    if isinstance(value, str):
+        for name, path in folders.items():
+            value = value.replace(name, path)
+        return value
+    if isinstance(value, Mapping):
+        return {key: filled(each, folders) for key, each in value.items()}
+    if isinstance(value, list):
+        return [filled(each, folders) for each in value]
+    return value
+
+
+@contextmanager
+def _runner_chosen(runner: Runner) -> Iterator[None]:
+    """Tell vLLM which runner it configures its scheduler for."""
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    before = os.environ.get(name)
+    os.environ[name] = "1" if runner == "v2" else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# --- faults: a new file takes the old one's place, so that other links to it keep their bytes ---
+
+
+def removed(path: Path) -> None:
+    """Delete the file."""
+    path.unlink()
+
+
+def emptied(path: Path) -> None:
+    """Leave nothing in the file, as a writer does that died early."""
+    _replace(path, b"")
+
+
+def cut_in_half(path: Path) -> None:
+    """Lose the second half of the file."""
+    body = path.read_bytes()
+    _replace(path, body[: len(body) // 2])
+
+
+def with_a_bit_flipped(path: Path) -> None:
+    """Change one bit where the numbers are."""
+    body = bytearray(path.read_bytes())
+    if body:
+        body[len(body) * 3 // 4] ^= 1
+    _replace(path, bytes(body))
+
+
+def foreign(path: Path) -> None:
+    """Put something else entirely there."""
+    _replace(path, b"not an embedding at all\n" * 1000)
+
+
+def a_folder(path: Path) -> None:
+    """Put a folder there."""
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = (removed, emptied, cut_in_half, with_a_bit_flipped, foreign, a_folder)
+
+
+def _replace(path: Path, body: bytes) -> None:
+    other = path.with_name(f"{path.name}.damaged")
+    other.write_bytes(body)
+    shutil.copymode(path, other)
+    other.replace(path)

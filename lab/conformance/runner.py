@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays checks against a connector, and tells what came of it."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from lab.conformance.harness import Place, Roles, Runner, Subject
+from lab.conformance.rules import RULES, Effect, NotApplicable, Rule, Violation
+
+RUNNERS: tuple[Runner, ...] = ("v1", "v2")
+ROLES: tuple[Roles, ...] = ("apart", "both")
+
+
+class Verdict(Enum):
+    """How a rule fared."""
+
+    HOLDS = "holds"
+    BROKEN = "broken"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one check with one runner and one distribution of roles."""
+
+    rule: Rule
+    runner: Runner
+    roles: Roles
+    verdict: Verdict
+    said: str = ""
+    """What happened, or why the rule is not applicable."""
+    effect: Effect | None = None
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def play(subject: Subject, rule: Rule, runner: Runner, roles: Roles) -> Result:
+    """Play one check."""
+    start_s = time.monotonic()
+    place = Place(subject, runner, roles)
+    verdict, said, effect = Verdict.HOLDS, "", None
+    try:
+        with place:
+            rule.check(place)
+    except Violation as broken:
+        verdict, effect = Verdict.BROKEN, broken.effect
+        said = str(broken).replace(str(place.root), "")
+    except NotApplicable as reason:
+        verdict, said = Verdict.NOT_APPLICABLE, str(reason)
+    took_s = time.monotonic() - start_s
+    return Result(rule, runner, roles, verdict, said, effect, tuple(place.notes), took_s)
+
+
+def play_all(
+    subject: Subject,
+    names: Iterable[str] = RULES,
+    runners: Iterable[Runner] = RUNNERS,
+    roles: Iterable[Roles] = ROLES,
+) -> Iterator[Result]:
+    """Play checks, each with every runner and distribution of roles; results as they come."""
+    scenes = [(runner, each) for runner in runners for each in roles]
+    for name in names:
+        for runner, each in scenes:
+            yield play(subject, RULES[name], runner, each)

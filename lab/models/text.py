@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2: text alone. And LoRA adapters for it."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lab.models.building import finish, text_config, text_tokenizer
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+# Enough for other greedy tokens than the model gives without it.
+ADAPTER_GAIN = 4.0
+
+
+def make_qwen2(path: str | Path, seed: int = 0, **sizes: int) -> Path:
+    """Write a Qwen2 checkpoint of about 3 MB to `path` and return it.
+
+    `sizes`: other ones than `text_config` gives, by their names in the model's configuration.
+    """
+    tokenizer = text_tokenizer()
+    config = Qwen2Config(**text_config(tokenizer, **sizes), dtype="float32")
+    return finish(path, Qwen2ForCausalLM(config), tokenizer, seed)
+
+
+def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) -> Path:
+    """Write a LoRA adapter for a `make_qwen2` model to `path`, in PEFT's form, and return it.
+
+    One that is there is overwritten, as training does. Another seed, other tokens.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(ADAPTED),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    save_file(_factors(model, seed, rank), folder / "adapter_model.safetensors")
+    return folder
+
+
+def _factors(model: Path, seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """The two factors of what is added to each projection."""
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"]
+    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    outputs = {"k_proj": kv_width, "v_proj": kv_width}
+    stream = torch.Generator().manual_seed(seed)
+    factors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in ADAPTED:
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            down = torch.randn(rank, width, generator=stream) / math.sqrt(width)
+            up = torch.randn(outputs.get(name, width), rank, generator=stream)
+            factors[f"{prefix}.lora_A.weight"] = down
+            factors[f"{prefix}.lora_B.weight"] = up * ADAPTER_GAIN / math.sqrt(rank)
+    return factors

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines, started for a test or a demo.
+
+`EngineProcess` runs vLLM's OpenAI server. On a CPU with a model of `lab.models` it is
+ready in 25 to 30 s, almost all of it imports, and takes about 3 GB, 1 GB of which is KV cache.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.servers.processes import LOOPBACK, Server
+
+# What makes an engine start fast and stay small; whatever is passed after it wins.
+SMALL_ENGINE = (
+    "--dtype=float32",  # greedy tokens are compared exactly: no rounding that depends on batching
+    "--enforce-eager",
+    "--max-model-len=4096",
+    "--max-num-seqs=8",
+    '--limit-mm-per-prompt={"image": 4, "video": 0}',
+    "--skip-mm-profiling",
+)
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    # One thread an engine, on any core. By default each pins one to every core: engines beside
+    # each other then wait a second at a time for a thread that is not scheduled.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",  # a log that ends where the engine ended
+}
+
+
+class EngineProcess(Server):
+    """One vLLM API server and everything it starts.
+
+    `arguments` go on vLLM's command line; with connectors, for example, they are
+    `(*SMALL_ENGINE, ec_argument("producer", url))`.
+    """
+
+    grace_s = 15.0
+    ready_within_s = 300.0
+
+    def __init__(
+        self,
+        name: str,
+        model: str | Path,
+        log_dir: str | Path,
+        arguments: Sequence[str] = SMALL_ENGINE,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, log_dir)
+        self.model = str(model)
+        self._arguments = tuple(arguments)
+        self._environment = dict(environment or {})
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+
+    def command(self) -> list[str]:
+        """`python -m vllm...`: the CPU build's `vllm` program lacks its own metadata."""
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(f"--model={self.model}", f"--host={LOOPBACK}", f"--port={self.port.number}"),
+            "--enable-prompt-tokens-details",  # answers say how much of a prompt was not computed
+            *self._arguments,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """What vLLM finds in its environment beside ours."""
+        # vLLM leaves the sockets between its processes behind: they get a folder that we remove.
+        sockets = {} if self._sockets is None else {"VLLM_RPC_BASE_PATH": self._sockets.name}
+        return {**ENVIRONMENT, **sockets, **self._environment}
+
+    def start(self) -> None:
+        """Start it and return at once. Its output is appended to `log_path`."""
+        self._sockets = tempfile.TemporaryDirectory(prefix="ecshare-")
+        super().start()
+
+    def _end(self) -> None:
+        super()._end()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+            self._sockets = None
+
+
+def ec_argument(role: str, url: str, **options: Any) -> str:
+    """The flag that loads ECShareConnector; `role`: producer, consumer or both.
+
+    `options` are those of docs/config.md, `storage_options` for example.
+    """
+    extra = {"url": url, **options}
+    return _transfer_argument("ec", role, "ECShareConnector", extra)
+
+
+def kv_argument(role: str, url: str, **options: Any) -> str:
+    """The flag that loads KVShareConnector; as `ec_argument`."""
+    extra = {"url": url, **options}
+    return _transfer_argument("kv", role, "KVShareConnector", extra)
+
+
+def example_argument(role: str, folder: str | Path) -> str:
+    """The flag that loads vLLM's own ECExampleConnector, to compare with."""
+    return _transfer_argument("ec", role, "ECExampleConnector", _example_options(folder))
+
+
+def kv_example_argument(role: str, folder: str | Path) -> str:
+    """The flag that loads vLLM's own ExampleConnector, to compare with."""
+    return _transfer_argument("kv", role, "ExampleConnector", _example_options(folder))
+
+
+def _example_options(folder: str | Path) -> dict[str, str]:
+    return {"shared_storage_path": str(folder)}
+
+
+def _transfer_argument(kind: str, role: str, connector: str, extra: dict[str, Any]) -> str:
+    config = {
+        f"{kind}_connector": connector,
+        f"{kind}_role": f"{kind}_{role}",
+        f"{kind}_connector_extra_config": extra,
+    }
+    return f"--{kind}-transfer-config={json.dumps(config)}"

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real S3 servers on this machine: SeaweedFS and rclone, from wheels that hold the programs."""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lab.servers.processes import LOOPBACK, Port, Server, program
+
+BUCKET = "ecshare"
+ACCESS_KEY = "ecshare-test"
+SECRET_KEY = "ecshare-test-secret"
+# Ports that `weed mini` opens beside S3's own. Left to themselves they are fixed numbers, or
+# those numbers plus 10000, and two servers on one machine get into each other's way.
+SIDE_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port.grpc",
+)
+GRPC_OFFSET = 10_000
+SOCKETS = Path("/tmp")  # where weed puts its local sockets, whatever TMPDIR says
+
+
+class SeaweedFS(Server):
+    """An S3 server with one empty bucket and one pair of keys, ready in about a second.
+
+    It verifies signatures and honours create-only puts. Its data lies in a fresh folder, which
+    is removed by `stop`; a stopped server cannot be started again, a killed one can.
+    """
+
+    ready_within_s = 30.0
+
+    def __init__(self, log_dir: str | Path, name: str = "seaweedfs") -> None:
+        super().__init__(name, log_dir)
+        self.folder = Path(tempfile.mkdtemp(prefix="ecshare-s3-"))
+        self._side_ports = {option: Port() for option in SIDE_PORTS}
+        self._side_ports |= dict(
+            zip(("admin.port", "admin.port.grpc"), _admin_ports(), strict=True)
+        )
+
+    @property
+    def url(self) -> str:
+        """`s3://bucket/prefix`, as the connectors' option `url` takes it."""
+        return f"s3://{BUCKET}/cache"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What s3fs and the connectors' option `storage_options` need to reach it."""
+        return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
+
+    @property
+    def health_url(self) -> str:
+        """The bucket, seen from behind: it is made last, half a second after S3 says it is well."""
+        return f"http://{LOOPBACK}:{self._side_ports['filer.port'].number}/buckets/{BUCKET}/"
+
+    def _answers(self) -> bool:
+        # Started again, it has the bucket before S3 listens.
+        try:
+            socket.create_connection((LOOPBACK, self.port.number)).close()
+        except OSError:
+            return False
+        return super()._answers()
+
+    def command(self) -> list[str]:
+        """`weed mini`: all of SeaweedFS in one process, without what is not S3."""
+        return [
+            *(program("weed"), "mini", f"-dir={self.folder}", f"-bucket={BUCKET}"),
+            *(f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}", f"-s3.port={self.port.number}"),
+            *(f"-{option}={port.number}" for option, port in self._side_ports.items()),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
+            "-master.telemetry=false",
+        ]
+
+    def environment(self) -> Mapping[str, str]:
+        """The keys it shall accept."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        }
+
+    def stop(self) -> None:
+        """End it and remove its data."""
+        super().stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for port in (self.port, *self._side_ports.values()):
+            port.release()
+            for left_over in SOCKETS.glob(f"seaweedfs-*-{port.number}.sock"):
+                left_over.unlink(missing_ok=True)
+
+
+class Rclone(Server):
+    """An S3 server of another kind: a second opinion on what a client may rely on.
+
+    It ignores create-only puts, and answers a ranged GET with the whole object. Its data lies in a
+    fresh folder, which is removed by `stop`; a stopped server cannot be started again.
+    """
+
+    ready_within_s = 30.0
+
+    def __init__(self, log_dir: str | Path, name: str = "rclone") -> None:
+        super().__init__(name, log_dir)
+        self.folder = Path(tempfile.mkdtemp(prefix="ecshare-rclone-"))
+        (self.folder / "root" / BUCKET).mkdir(parents=True)
+
+    @property
+    def url(self) -> str:
+        """`s3://bucket/prefix`, as the connectors' option `url` takes it."""
+        return f"s3://{BUCKET}/cache"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What s3fs and the connectors' option `storage_options` need to reach it."""
+        return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
+
+    def command(self) -> list[str]:
+        """`rclone serve s3`, with a configuration of its own, not the user's."""
+        return [
+            *(program("rclone"), "serve", "s3", str(self.folder / "root")),
+            *("--addr", f"{LOOPBACK}:{self.port.number}"),
+            *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"),
+            *("--config", str(self.folder / "no-configuration")),
+        ]
+
+    def _answers(self) -> bool:
+        # It has no page that answers 200 without a signature.
+        try:
+            socket.create_connection((LOOPBACK, self.port.number)).close()
+        except OSError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End it and remove its data."""
+        super().stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.port.release()
+
+
+def _admin_ports() -> tuple[Port, Port]:
+    """Two ports as weed's worker expects them, whatever the options say: gRPC 10000 above HTTP."""
+    while True:
+        http = Port()
+        try:
+            return http, Port(http.number + GRPC_OFFSET)
+        except (OSError, OverflowError):
+            http.release()

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects on their way into the host cache, and what readers get of them."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.hostcache.cache import HostCache, Incoming
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
+
+KIB = 1 << 10
+LIMIT = 1 << 20
+KEYS = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(10)]
+KEY = KEYS[0]
+BODY = os.urandom(10 * KIB)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> HostCache:
+    return HostCache(tmp_path / "host", 100 * KIB)
+
+
+def incoming(cache: HostCache, key: str = KEY, body: bytes = BODY) -> Incoming:
+    found = cache.receive(key, LIMIT)
+    found.begin(len(body))
+    half = len(body) // 2
+    found.write(half, body[half:])
+    found.write(0, memoryview(body)[:half])
+    return found
+
+
+def names(cache: HostCache) -> list[str]:
+    return sorted(
+        path.name for path in cache.root.iterdir() if path.name not in (".used", ".evicting")
+    )
+
+
+def tally(cache: HostCache) -> int:
+    return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
+
+
+def file_of(cache: HostCache, key: str = KEY) -> Path:
+    return cache.root / key.replace("/", "+")
+
+
+def test_what_came_in_is_an_entry_once_it_is_published(cache: HostCache) -> None:
+    received = incoming(cache)
+    assert received.body == BODY
+    assert received.body.readonly
+    assert cache.open(KEY) is None
+    entry = received.publish()
+    assert entry is not None
+    assert entry.path == str(file_of(cache))
+    assert entry.body == BODY
+    received.discard()
+    entry.close()
+    opened = cache.open(KEY)
+    assert opened is not None
+    assert opened.body == BODY
+    assert names(cache) == [file_of(cache).name]
+    assert tally(cache) == len(BODY)
+
+
+def test_an_entry_that_came_in_is_pinned(cache: HostCache) -> None:
+    received = incoming(cache, body=bytes(90 * KIB))
+    assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
+    entry = received.publish()
+    assert entry is not None
+    assert cache.publish(KEYS[1], bytes(20 * KIB)) is None
+    entry.close()
+    del received
+    assert cache.publish(KEYS[1], bytes(20 * KIB)) is not None
+    assert cache.open(KEY) is None
+
+
+def test_what_is_discarded_leaves_nothing(cache: HostCache) -> None:
+    received = incoming(cache)
+    received.discard()
+    received.discard()
+    assert names(cache) == []
+    assert tally(cache) == 0
+    with pytest.raises(BrokenPipeError):
+        received.write(0, b"late")
+    received.begin(5)
+    with pytest.raises(BrokenPipeError):
+        received.write(0, b"later")
+
+
+def test_what_is_forgotten_leaves_nothing(cache: HostCache) -> None:
+    incoming(cache)
+    gc.collect()
+    assert names(cache) == []
+    assert tally(cache) == 0
+
+
+@pytest.mark.parametrize("size", [LIMIT + 1, 1 << 62, -1])
+def test_a_size_beyond_the_limit_is_refused_before_anything_is_made(
+    cache: HostCache, size: int
+) -> None:
+    received = cache.receive(KEY, LIMIT)
+    with pytest.raises(ObjectCorrupt, match=str(size)):
+        received.begin(size)
+    assert names(cache) == []
+
+
+def test_an_object_that_is_not_whole_cannot_be_read_or_published(cache: HostCache) -> None:
+    received = cache.receive(KEY, LIMIT)
+    with pytest.raises(ObjectCorrupt):
+        _ = received.body
+    received.begin(100)
+    received.write(0, bytes(60))
+    received.write(70, bytes(30))
+    with pytest.raises(ObjectCorrupt, match="10 bytes"):
+        _ = received.body
+    with pytest.raises(ObjectCorrupt):
+        received.publish()
+    with pytest.raises(ObjectCorrupt, match="more than the 100"):
+        received.write(95, bytes(6))
+
+
+def test_the_first_of_two_is_the_entry(cache: HostCache) -> None:
+    first, second = incoming(cache), incoming(cache, body=bytes(10 * KIB))
+    one = first.publish()
+    two = second.publish()
+    assert one is not None
+    assert two is not None
+    assert two.body == BODY
+    assert names(cache) == [file_of(cache).name]
+    assert tally(cache) == len(BODY)
+
+
+def test_without_room_the_bytes_come_in_all_the_same(cache: HostCache) -> None:
+    pin = cache.publish(KEYS[1], bytes(95 * KIB))
+    received = incoming(cache)
+    assert received.body == BODY
+    body = received.body
+    assert received.publish() is None
+    received.discard()
+    assert body == BODY
+    assert names(cache) == [file_of(cache, KEYS[1]).name]
+    assert pin is not None
+
+
+def test_a_view_of_what_came_in_outlives_everything(cache: HostCache) -> None:
+    received = incoming(cache)
+    body = received.body
+    entry = received.publish()
+    assert entry is not None
+    entry.close()
+    cache.discard(KEY)
+    del received, entry
+    gc.collect()
+    assert body == BODY
+
+
+def test_many_threads_may_write(cache: HostCache) -> None:
+    received = cache.receive(KEY, LIMIT)
+    received.begin(64 * KIB)
+    body = os.urandom(64 * KIB)
+
+    def write(n: int) -> None:
+        for start in range(n * KIB, len(body), 8 * KIB):
+            received.write(start, body[start : start + KIB])
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert received.body == body
+
+
+def test_what_is_written_to_a_copy_nobody_else_sees(cache: HostCache) -> None:
+    entry = incoming(cache).publish()
+    assert entry is not None
+    one, two = entry.copy_on_write(), entry.copy_on_write()
+    one[5] ^= 1
+    assert one[5] != BODY[5]
+    assert one[6:] == BODY[6:]
+    assert two == entry.body == BODY
+    assert file_of(cache).read_bytes() == BODY
+    entry.close()
+    cache.discard(KEY)
+    one[7] ^= 1
+    assert two == BODY
+    assert one[8:] == BODY[8:]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ObjectStore:
+    return open_store(StoreConfig(url=f"file://{tmp_path}/store"), "options")
+
+
+async def test_a_fetch_from_a_folder_on_this_disk_makes_a_second_name(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    await folder.put(KEY, BODY)
+    received = cache.receive(KEY, LIMIT)
+    await folder.get(KEY, received)
+    assert received.body == BODY
+    entry = received.publish()
+    assert entry is not None
+    assert entry.body == BODY
+    stored, cached = (tmp_path / "store" / KEY).stat(), file_of(cache).stat()
+    assert stored.st_ino == cached.st_ino
+    assert stored.st_nlink == 2
+    assert tally(cache) == len(BODY)
+
+
+async def test_a_save_to_a_folder_on_this_disk_makes_a_second_name(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    entry = cache.publish(KEY, BODY)
+    assert entry is not None
+    assert await folder.put(KEY, BODY, entry.path)
+    assert (tmp_path / "store" / KEY).stat().st_ino == file_of(cache).stat().st_ino
+    assert file_of(cache).stat().st_nlink == 2
+    assert await folder.put(KEY, BODY, entry.path) is False

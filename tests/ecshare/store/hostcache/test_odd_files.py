@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host cache among killed processes, foreign files, full disks and very many entries."""
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.hostcache.cache import HostCache
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import ObjectStore
+from ecshare.store.open import open_store
+from tests.ecshare.store.hostcache.evictions import evicted
+
+KIB, MIB = 1 << 10, 1 << 20
+LIMIT = 1 << 20
+KEYS = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(20)]
+KEY = KEYS[0]
+BODY = os.urandom(20 * KIB)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> HostCache:
+    return HostCache(tmp_path / "host", 100 * KIB)
+
+
+def put(cache: HostCache, n: int, body: bytes = BODY) -> None:
+    entry = cache.publish(KEYS[n], body)
+    assert entry is not None
+    with entry:
+        assert entry.body == body
+
+
+def file_of(cache: HostCache, n: int = 0) -> Path:
+    return cache.root / KEYS[n].replace("/", "+")
+
+
+def tally(cache: HostCache) -> int:
+    return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
+
+
+def names(cache: HostCache) -> set[str]:
+    return {path.name for path in cache.root.iterdir()} - {".used", ".evicting", ".claims"}
+
+
+# A process that stops in the middle of what its arguments say, and says so.
+VICTIM = """
+import os, sys, time
+from pathlib import Path
+from ecshare.store.hostcache.cache import HostCache
+root, key, verb = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+cache = HostCache(root, 100 << 10)
+claim = cache.claim(key)
+body = b"half" * (5 << 10)
+
+def stop():
+    print("there", flush=True)
+    time.sleep(600)
+
+if verb == "receive":
+    incoming = cache.receive(key, 1 << 20)
+    incoming.begin(len(body))
+    incoming.write(0, body[: len(body) // 2])
+    stop()
+elif verb == "publish":
+    pwrite = os.pwrite
+
+    def half(fd, piece, offset):
+        pwrite(fd, piece[: len(piece) // 2], offset)
+        stop()
+
+    os.pwrite = half
+    cache.publish(key, body)
+elif verb == "name":
+    def unlink(path):
+        stop()
+
+    os.unlink = unlink
+    cache.publish(key, body)
+"""
+
+
+@pytest.fixture(params=["receive", "publish", "name"])
+def killed(request: pytest.FixtureRequest, cache: HostCache) -> str:
+    """A process was killed while it received, wrote, or had just named its entry."""
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, str(cache.root), KEY, request.param],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "there\n"
+    assert cache.claim(KEY) is None
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    verb: str = request.param
+    return verb
+
+
+def test_what_a_killed_process_left_is_no_entry_and_soon_no_file(
+    cache: HostCache, killed: str
+) -> None:
+    entry = cache.open(KEY)
+    if killed == "name":
+        assert entry is not None
+        assert entry.body == b"half" * (5 << 10)  # whole before it had its name
+        entry.close()
+        cache.discard(KEY)
+    else:
+        assert entry is None
+    assert cache.claim(KEY) is not None
+    put(cache, 0)
+    assert any(name.endswith(".tmp") for name in names(cache))
+    for n in range(1, 6):  # more than it holds: what the dead left goes before any entry does
+        put(cache, n)
+    assert not any(name.endswith(".tmp") for name in names(cache))
+    assert tally(cache) == len(BODY) * len(names(cache)) <= 100 * KIB
+
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from ecshare.store.hostcache.cache import HostCache
+cache = HostCache(Path(sys.argv[1]), 100 << 10)
+chance, key = random.Random(int(sys.argv[3])), sys.argv[2]
+body = bytes([7]) * (20 << 10)
+for turn in range(300):
+    incoming = cache.receive(key, 1 << 20)
+    incoming.begin(len(body))
+    incoming.write(0, body)
+    entry = incoming.publish() if turn % 2 else cache.publish(key, body)
+    if entry is not None:
+        assert entry.body == body
+        entry.close()
+    if chance.random() < 0.3:
+        cache.discard(key)
+    del incoming, entry
+cache.publish(key, body)
+"""
+
+
+def test_many_writers_of_one_key_leave_one_sound_entry(cache: HostCache) -> None:
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(cache.root), KEY, str(seed)])
+        for seed in range(4)
+    ]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert names(cache) == {file_of(cache).name}
+    assert tally(cache) == 20 * KIB
+    entry = cache.open(KEY)
+    assert entry is not None
+    assert entry.body == bytes([7]) * (20 * KIB)
+
+
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    """A user may have named a folder that is in use."""
+    root = tmp_path / "host"
+    root.mkdir(mode=0o700)
+    others = ["thesis.tex", ".profile", "a+b", ".tmp", ".123.tmp", KEY.replace("/", "-")]
+    for name in others:
+        (root / name).write_bytes(bytes(90 * KIB))
+    (root / "folder").mkdir()
+    cache = HostCache(root, 100 * KIB)
+    for n in range(10):
+        put(cache, n)
+    assert {*others, "folder"} <= names(cache)
+    assert names(cache) >= {file_of(cache, n).name for n in range(6, 10)}
+
+
+def odd_link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+def odd_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def odd_mode(path: Path) -> None:
+    path.write_bytes(b"evil")
+    path.chmod(0o666)
+
+
+def odd_owner(path: Path) -> None:
+    path.write_bytes(b"evil")
+    path.chmod(0o444)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        path.write_bytes(b"")
+
+
+def odd_emptiness(path: Path) -> None:
+    path.touch(mode=0o444)
+
+
+@pytest.mark.parametrize("odd", [odd_link, odd_pipe, odd_mode, odd_owner, odd_emptiness])
+def test_what_no_process_of_ours_has_written_is_not_read_but_replaced(
+    cache: HostCache, odd: object
+) -> None:
+    assert callable(odd)
+    odd(file_of(cache))
+    assert cache.open(KEY) is None
+    put(cache, 0)
+    assert stat.S_ISREG(file_of(cache).lstat().st_mode)
+
+
+def test_a_folder_under_an_entrys_name_costs_that_entry_only(cache: HostCache) -> None:
+    file_of(cache).mkdir()
+    assert cache.open(KEY) is None
+    assert cache.publish(KEY, BODY) is None
+    put(cache, 1)
+
+
+@pytest.mark.parametrize("odd", [odd_link, odd_pipe])
+def test_a_tally_that_is_no_file_is_refused_at_start(tmp_path: Path, odd: object) -> None:
+    assert callable(odd)
+    (tmp_path / "host").mkdir(mode=0o700)
+    odd(tmp_path / "host" / ".used")
+    with pytest.raises(ConfigError, match="host_cache_dir: .*host cannot be used"):
+        HostCache(tmp_path / "host", LIMIT)
+
+
+@pytest.fixture
+def crowded() -> Iterator[Path]:
+    """A folder of 100,000 entries of one byte: names of one file, which tmpfs makes fast."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # noqa: S108
+        root = Path(folder) / "host"
+        root.mkdir(mode=0o700)
+        (root / "one").write_bytes(b"x")
+        (root / "one").chmod(0o444)
+        for n in range(100_000):
+            name = f"kv+1+{'0' * 32}+00+{n:064x}"
+            os.link(f"{root}/one", f"{root}/{name}")
+        yield root
+        evicted()
+
+
+def test_a_publish_among_very_many_entries_looks_at_none_of_them(
+    crowded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = crowded
+    cache = HostCache(root, 100_000 + 5 * len(BODY))
+    evicted()
+    scandir = os.scandir
+
+    def no_scan(*_: object) -> None:
+        raise AssertionError("scanned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", no_scan)
+        for n in range(5):
+            put(cache, n)
+            cache.discard(KEYS[n])
+            put(cache, n)
+    scans = []
+
+    def counted(path: Path) -> Iterator[os.DirEntry[str]]:
+        scans.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    put(cache, 5)
+    assert len(scans) == 1
+    assert file_of(cache, 5).exists()
+
+
+def test_a_file_larger_than_the_system_allows_lies_in_memory(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RLIMIT_FSIZE: a refusal by the real kernel, at the size and not at the last byte."""
+    put(cache, 1, bytes(KIB))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * KIB, hard))
+    try:
+        incoming = cache.receive(KEY, LIMIT)
+        incoming.begin(len(BODY))
+        incoming.write(0, BODY)
+        assert incoming.body == BODY
+        assert incoming.publish() is None
+        assert cache.publish(KEY, BODY) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(cache) == {file_of(cache, 1).name}
+    assert tally(cache) == KIB
+
+
+SMALL_DISK = """
+import sys
+from pathlib import Path
+from ecshare.store.hostcache.cache import HostCache
+from ecshare.store.keys import Kind, object_key
+cache = HostCache(Path(sys.argv[1]) / "host", 1 << 40)
+cache.limit_bytes = cache._room.limit_bytes = 1 << 40  # as if the disk had looked larger
+keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
+for n, key in enumerate(keys):
+    incoming = cache.receive(key, 1 << 30)
+    incoming.begin(1 << 20)
+    incoming.write(0, bytes([n]) * (1 << 20))
+    with incoming.publish() as entry:
+        assert entry.body[-1] == n
+pins = [cache.open(key) for key in keys]
+assert sum(pin is not None for pin in pins) in (6, 7)
+incoming = cache.receive(keys[0], 1 << 30)
+incoming.begin(4 << 20)
+incoming.write(0, bytes(4 << 20))
+assert incoming.body == bytes(4 << 20)
+assert incoming.publish() is None
+print("sound")
+"""
+
+
+def test_a_real_disk_that_is_full_is_made_room_on_and_never_kills(tmp_path: Path) -> None:
+    """A tmpfs of 8 MB in a namespace of its own, where this user may have one."""
+    (tmp_path / "program.py").write_text(SMALL_DISK)
+    (tmp_path / "disk").mkdir()
+    mount = f"mount -t tmpfs -o size=8m small {tmp_path}/disk"
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
+        inside = ["unshare", "--mount", "sh", "-c"]
+        if subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
+            pytest.skip("this user may mount nothing here")
+    run = f"{mount} && exec {sys.executable} {tmp_path}/program.py {tmp_path}/disk"
+    ran = subprocess.run([*inside, run], capture_output=True, text=True, check=False)
+    assert ran.stdout == "sound\n", ran.stderr
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> ObjectStore:
+    store = open_store(StoreConfig(url=f"file://{tmp_path}/store"), "options")
+    await store.put(KEY, BODY)
+    return store
+
+
+async def fetch(cache: HostCache, folder: ObjectStore) -> bool:
+    """Fetch and publish; whether the file has two names now."""
+    incoming = cache.receive(KEY, LIMIT)
+    await folder.get(KEY, incoming)
+    assert incoming.body == BODY
+    entry = incoming.publish()
+    assert entry is not None
+    with entry:
+        assert entry.body == BODY
+    return file_of(cache).stat().st_nlink == 2
+
+
+async def test_a_stores_own_file_is_linked(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    assert await fetch(cache, folder)
+    assert (tmp_path / "store" / KEY).stat().st_ino == file_of(cache).stat().st_ino
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o420, 0o402, 0o440, 0o404, 0o444, 0o666])
+async def test_a_file_that_others_may_open_or_anybody_write_is_copied(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / "store" / KEY).chmod(mode)
+    assert not await fetch(cache, folder)
+
+
+async def test_a_file_of_somebody_else_is_copied(
+    cache: HostCache, folder: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stored = tmp_path / "store" / KEY
+    fstat = os.fstat
+
+    def another(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        if status.st_ino != stored.stat().st_ino:
+            return status
+        return os.stat_result([*status[:4], status.st_uid + 1, *status[5:]])
+
+    monkeypatch.setattr(os, "fstat", another)
+    assert not await fetch(cache, folder)
+
+
+async def test_a_link_to_a_file_is_copied(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    stored = tmp_path / "store" / KEY
+    stored.rename(tmp_path / "elsewhere")
+    stored.symlink_to(tmp_path / "elsewhere")
+    assert not await fetch(cache, folder)
+    assert not file_of(cache).is_symlink()
+
+
+async def test_a_file_on_another_disk_is_copied(folder: ObjectStore, tmp_path: Path) -> None:
+    shm = Path("/dev/shm")  # noqa: S108
+    if shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("temporary files lie in /dev/shm")
+    cache = HostCache(shm / f"ecshare-test-{os.getpid()}", 100 * KIB)
+    try:
+        assert not await fetch(cache, folder)
+        entry = cache.open(KEY)
+        assert entry is not None
+        with entry:
+            await folder.delete([KEY])
+            assert await folder.put(KEY, BODY, entry.path)
+        assert (tmp_path / "store" / KEY).read_bytes() == BODY
+    finally:
+        for path in cache.root.iterdir():
+            path.unlink()
+        cache.root.rmdir()
+
+
+async def test_a_file_beyond_the_limit_is_refused_before_it_is_linked(
+    cache: HostCache, folder: ObjectStore
+) -> None:
+    with pytest.raises(ObjectCorrupt, match=str(len(BODY))):
+        await folder.get(KEY, cache.receive(KEY, len(BODY) - 1))
+    assert not names(cache)
+    assert tally(cache) == 0
+
+
+async def test_use_and_eviction_leave_the_stores_file_as_it_was(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    stored = tmp_path / "store" / KEY
+    os.utime(stored, (1e9, 1e9))
+    assert await fetch(cache, folder)
+    opened = cache.open(KEY)
+    assert opened is not None
+    opened.close()
+    assert stored.stat().st_mtime == 1e9, "the store says by it when the object was stored"
+    assert stored.stat().st_atime > 1e9, "the cache says by it when it was used"
+    assert tally(cache) == len(BODY)
+    os.utime(stored, (1e9, 1e9))
+    for n in range(1, 6):
+        put(cache, n)
+    assert cache.open(KEY) is None, "evicted: the least recently used"
+    assert stored.read_bytes() == BODY
+    assert await fetch(cache, folder)
+    cache.discard(KEY)
+    assert stored.stat().st_nlink == 1
+
+
+async def test_what_the_store_deletes_stays_here(cache: HostCache, folder: ObjectStore) -> None:
+    assert await fetch(cache, folder)
+    await folder.delete([KEY])
+    entry = cache.open(KEY)
+    assert entry is not None
+    with entry:
+        assert entry.body == BODY
+
+
+async def test_a_linked_file_on_its_way_in_is_not_taken_for_a_dead_writers(
+    cache: HostCache, folder: ObjectStore
+) -> None:
+    incoming = cache.receive(KEY, LIMIT)
+    await folder.get(KEY, incoming)
+    assert tally(HostCache(cache.root, 100 * KIB)) == len(BODY)
+    assert incoming.publish() is not None
+
+
+async def test_what_came_by_a_link_and_is_discarded_stays_in_the_store(
+    cache: HostCache, folder: ObjectStore, tmp_path: Path
+) -> None:
+    incoming = cache.receive(KEY, LIMIT)
+    await folder.get(KEY, incoming)
+    assert (tmp_path / "store" / KEY).stat().st_nlink == 2
+    incoming.discard()
+    assert (tmp_path / "store" / KEY).stat().st_nlink == 1
+    assert not names(cache)
+    assert tally(cache) == 0

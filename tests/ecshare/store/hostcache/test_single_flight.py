@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ecshare.store.hostcache.cache import HostCache
+from ecshare.store.keys import Kind, object_key
+
+KEY, OTHER = (object_key(Kind.EC, "0" * 32, name) for name in ("one", "other"))
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ecshare.store.hostcache.cache import HostCache
+claim = HostCache(Path(sys.argv[1]), 1 << 20).claim(sys.argv[2])
+print(claim is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> HostCache:
+    return HostCache(tmp_path / "host", 1 << 20)
+
+
+def test_one_holds_a_key_at_a_time(cache: HostCache) -> None:
+    claim = cache.claim(KEY)
+    assert claim is not None
+    assert cache.claim(KEY) is None
+    with cache.claim(OTHER) or pytest.fail("another key is free"):
+        assert cache.claim(KEY) is None
+    claim.release()
+    claim.release()
+    again = cache.claim(KEY)
+    assert again is not None
+    again.release()
+
+
+def test_a_forgotten_claim_is_free(cache: HostCache) -> None:
+    claim = cache.claim(KEY)
+    assert claim is not None
+    del claim
+    assert cache.claim(KEY) is not None
+
+
+def test_stores_do_not_hold_each_other_up(cache: HostCache) -> None:
+    other_store = HostCache(cache.root, 1 << 20, "0123456789abcdef")
+    with cache.claim(KEY) or pytest.fail("free"):
+        assert other_store.claim(KEY) is not None
+
+
+def test_a_claim_dies_with_its_process(cache: HostCache) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(cache.root), KEY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    assert cache.claim(KEY) is None
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    assert cache.claim(KEY) is not None
+
+
+def test_a_released_claim_is_free_though_a_fork_lives(cache: HostCache) -> None:
+    claim = cache.claim(KEY)
+    assert claim is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    claim.release()
+    assert cache.claim(KEY) is not None
+    os.close(reading)
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
+def test_without_locks_everybody_may_fetch(
+    cache: HostCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache.root / ".claims").mkdir()
+    for _ in range(2):
+        with cache.claim(KEY) or pytest.fail("free"):
+            pass
+    assert len(caplog.messages) == 1

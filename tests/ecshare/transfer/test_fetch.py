@@ -1,0 +1,714 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How objects come to a host: once for all its processes, verified, and waited for if announced."""
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated, Window
+from ecshare.store.rows import Rows
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import (
+    Backfill,
+    Done,
+    Fetch,
+    Job,
+    Lookup,
+    Outcome,
+    Put,
+    StoredObject,
+    Tier,
+)
+from ecshare.transfer.staging import Staging
+
+KEY = object_key(Kind.EC, "0" * 32, "a")
+FACTS = TensorFacts("U8", (10_000,), {})
+BY_ROW = TensorFacts("U8", (4, 2500), {}, by_row=True)
+ROWS = Rows(1, 3, 4, 2500)
+
+
+def sealed(key: str = KEY) -> bytes:
+    body = memoryview(bytearray(PROLOGUE_BYTES + FACTS.num_bytes))
+    seal(body, FACTS, key)
+    return bytes(body)
+
+
+def in_rows() -> bytes:
+    body = memoryview(bytearray(PROLOGUE_BYTES) + bytes(n // 100 for n in range(10_000)))
+    seal(body, BY_ROW, KEY)
+    return bytes(body)
+
+
+def flipped_row(body: bytes) -> bytes:
+    at = PROLOGUE_BYTES + 2600
+    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+
+
+class Scripted:
+    """A store in memory that says what it was asked, and does as told.
+
+    Real ones cannot be made to damage the n-th answer, or to be slow for one engine only.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.gets: list[float] = []
+        self.num_bytes_read = 0
+        self.answer_s = 0.0
+        self.stalled: set[str] = set()
+        self.damage: list[Callable[[bytes], bytes]] = []
+        self.is_read_only = False
+        self.states_md5 = True
+
+    @property
+    def creates_once(self) -> bool:
+        return True
+
+    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+        self.gets.append(time.monotonic())
+        await asyncio.sleep(60 if key in self.stalled else self.answer_s)
+        if key not in self.objects:
+            raise ObjectMissing(key)
+        body = self.objects[key]
+        if self.damage:
+            body = self.damage.pop(0)(body)
+        target = Window(sink, spans) if spans else sink
+        target.begin(len(body))
+        target.write(0, body)
+        self.num_bytes_read = sum(span.num_bytes for span in spans) or len(body)
+
+    async def put(
+        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
+    ) -> bool:
+        is_new = key not in self.objects
+        if is_new or replace:
+            self.objects[key] = bytes(body)
+        return is_new
+
+    async def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [key in self.objects for key in keys]
+
+    async def stated(self, key: str) -> Stated:
+        if key not in self.objects:
+            raise ObjectMissing(key)
+        body = self.objects[key]
+        return Stated(len(body), hashlib.md5(body).hexdigest() if self.states_md5 else "")
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        if self.is_read_only:
+            raise StoreDenied("read only")
+        for key in keys:
+            self.objects.pop(key, None)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        for key, body in self.objects.items():
+            yield ObjectInfo(key, len(body), 0.0)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Scripted:
+    return Scripted()
+
+
+Start = Callable[..., TransferEngine]
+
+
+@pytest.fixture
+def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
+    started = []
+
+    def start(host: str = "host", **options: Any) -> TransferEngine:
+        config = StoreConfig(
+            url=f"file://{tmp_path}/none", host_cache_dir=str(tmp_path / host), **options
+        )
+        engine = TransferEngine(config, "options", store=store)
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def finish(engine: TransferEngine, job: Job, timeout_s: float = 20) -> Done:
+    engine.submit(job)
+    (done,) = engine.drain(timeout_s)
+    if isinstance(done.value, StoredObject):
+        done.value.release()
+    return done
+
+
+def flipped(body: bytes) -> bytes:
+    return body[:5000] + bytes([body[5000] ^ 1]) + body[5001:]
+
+
+def test_three_engines_of_a_host_make_one_download(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    store.answer_s = 0.2
+    engines = [start() for _ in range(3)]
+    for engine in engines:
+        for _ in range(4):
+            engine.submit(Fetch(KEY, 10))
+    done = [each for engine in engines for each in engine.drain(20)]
+    assert [each.outcome for each in done] == [Outcome.OK] * 12
+    assert len(store.gets) == 1
+    tiers = [moved.tier for each in done for moved in each.moved]
+    assert tiers.count(Tier.STORE) == 1
+    for each in done:
+        each.value.release()
+
+
+def test_rows_are_read_without_the_others(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    done = finish(start(), Fetch(KEY, 10, ROWS.num_bytes + PROLOGUE_BYTES, rows=ROWS))
+    assert done.outcome is Outcome.OK
+    assert done.value.facts == TensorFacts("U8", (2, 2500), {}, by_row=True)
+    assert store.num_bytes_read == PROLOGUE_BYTES + 5000
+    assert [moved.num_bytes for moved in done.moved] == [5000]
+
+
+def test_rows_of_a_host_are_downloaded_once(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    store.answer_s = 0.1
+    engines = [start(), start()]
+    for engine in engines:
+        engine.submit(Fetch(KEY, 10, rows=ROWS), Fetch(KEY, 10, rows=ROWS))
+    done = [each for engine in engines for each in engine.drain(20)]
+    assert [each.outcome for each in done] == [Outcome.OK] * 4
+    for each in done:
+        assert each.value.payload == in_rows()[PROLOGUE_BYTES + 2500 : PROLOGUE_BYTES + 7500]
+        each.value.release()
+    assert len(store.gets) == 1
+
+
+def test_some_rows_never_pass_for_the_object_or_for_others(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    engine = start()
+    finish(engine, Fetch(KEY, 10, rows=ROWS))
+    finish(engine, Fetch(KEY, 10, rows=Rows(2, 3, 4, 2500)))
+    whole = finish(engine, Fetch(KEY, 10))
+    assert whole.value.facts == BY_ROW
+    assert len(store.gets) == 3
+    engine.submit(Lookup((KEY,), 10))
+    engine.host.discard(KEY)
+    store.objects.clear()
+    engine.drain(10)
+    engine.submit(Lookup((KEY,), 10))
+    (done,) = engine.drain(10)
+    assert done.value == (False,)
+
+
+def test_rows_are_taken_from_the_object_if_this_host_has_it(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    finish(start(), Fetch(KEY, 10))
+    engine = start()
+    engine.submit(Fetch(KEY, 10, rows=ROWS))
+    (done,) = engine.drain(20)
+    assert len(store.gets) == 1
+    assert done.value.payload == in_rows()[PROLOGUE_BYTES + 2500 : PROLOGUE_BYTES + 7500]
+    assert done.value.facts == TensorFacts("U8", (2, 2500), {}, by_row=True)
+    done.value.release()
+
+
+def test_an_object_here_without_the_rows_asked_for_is_dropped(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    engine = start()
+    finish(engine, Fetch(KEY, 10))
+    store.objects[KEY] = in_rows()
+    assert finish(engine, Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.OK
+    assert engine.host.open(KEY) is None
+
+
+def test_damaged_rows_are_read_twice_then_removed(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    store.damage = [flipped_row, bytes]
+    assert finish(start("a"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.OK
+    store.objects[KEY] = flipped_row(in_rows())
+    assert finish(start("b"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+
+
+def test_rows_with_checksums_of_others_are_removed(store: Scripted, start: Start) -> None:
+    """As a whole such an object is sound; whoever wants some of its rows has no use for it."""
+    body = memoryview(bytearray(in_rows()))
+    with pytest.MonkeyPatch.context() as odd:
+        odd.setattr("ecshare.store.format.row_checksums", lambda *_: "0" * 128)
+        seal(body, BY_ROW, KEY)
+    store.objects[KEY] = bytes(body)
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+    engine.host.discard(KEY)
+    assert finish(engine, Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+
+
+def test_damage_in_other_rows_is_of_no_concern(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = flipped_row(in_rows())
+    assert finish(start(), Fetch(KEY, 10, rows=Rows(2, 4, 4, 2500))).outcome is Outcome.OK
+
+
+def test_rows_of_a_shorter_object_are_damaged(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()[:-1]
+    assert finish(start(), Fetch(KEY, 10, rows=Rows(3, 4, 4, 2500))).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+
+
+def test_another_host_makes_its_own_download(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    for host in ("one", "two", "one"):
+        assert finish(start(host), Fetch(KEY, 10)).outcome is Outcome.OK
+    assert len(store.gets) == 2
+
+
+def test_a_download_that_was_broken_off_is_taken_over_at_once(
+    store: Scripted, start: Start
+) -> None:
+    first, second = start(), start()
+    job = Fetch(KEY, 60)
+    store.answer_s = 100
+    first.submit(job)
+    while not store.gets:
+        time.sleep(0.001)
+    store.objects[KEY] = sealed()
+    second.submit(Fetch(KEY, 60))
+    time.sleep(0.05)
+    assert len(store.gets) == 1
+    store.answer_s = 0.0
+    first.cancel(job)
+    (done,) = second.drain(20)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    assert [each.outcome for each in first.drain(20)] == [Outcome.CANCELLED]
+
+
+def test_a_job_that_is_cancelled_twice_ends_after_its_last_write(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    engine, begun, may_end = start(), threading.Event(), threading.Event()
+
+    def use(_: StoredObject) -> None:
+        begun.set()
+        may_end.wait(20)
+
+    job = Fetch(KEY, 30, is_announced=True, use=use)
+    engine.submit(job)
+    assert begun.wait(20)
+    for _ in range(3):
+        engine.cancel(job)
+        time.sleep(0.05)
+    assert engine.poll() == []
+    may_end.set()
+    assert [each.outcome for each in engine.drain(20)] == [Outcome.CANCELLED]
+
+
+def test_who_waits_for_a_process_that_hangs_goes_himself_at_half_time(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    store.answer_s = 60
+    first, second = start(io_timeout_s=100), start()
+    hung = Fetch(KEY, 100)
+    first.submit(hung)
+    while not store.gets:
+        time.sleep(0.001)
+    store.answer_s = 0.0
+    assert finish(second, Fetch(KEY, 3)).outcome is Outcome.OK
+    first.cancel(hung)
+
+
+def test_an_announced_object_is_waited_for_on_both_tiers(
+    store: Scripted, start: Start, tmp_path: Path
+) -> None:
+    reader = start("reader")
+    job = Fetch(KEY, 30, is_announced=True)
+    reader.submit(job)
+    time.sleep(0.2)
+    assert reader.poll() == []
+    store.objects[KEY] = sealed()
+    (done,) = reader.drain(20)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    # And from the same host, where the store never has it.
+    asked = len(store.gets)
+    writer, neighbour = start("same"), start("same")
+    neighbour.submit(Fetch(OTHER, 30, is_announced=True))
+    time.sleep(0.05)
+    staging = Staging(torch.device("cpu"), 1 << 22)
+    slab = staging.reserve(FACTS)
+    assert slab is not None
+    store.put = never  # type: ignore[method-assign]
+    writer.submit(Put(OTHER, slab))
+    (done,) = neighbour.drain(20)
+    assert done.outcome is Outcome.OK
+    assert [moved.tier for moved in done.moved] == [Tier.HOST]
+    done.value.release()
+    assert len(store.gets) > asked
+
+
+OTHER = object_key(Kind.EC, "0" * 32, "other")
+
+
+async def never(key: str, body: Buffer, file: str | None = None, *, replace: bool = False) -> bool:
+    await asyncio.sleep(60)
+    return True
+
+
+def test_the_store_is_asked_ever_less_often(store: Scripted, start: Start) -> None:
+    assert finish(start(), Fetch(KEY, 1.5, is_announced=True)).outcome is Outcome.MISSING
+    assert 5 <= len(store.gets) <= 15
+    pauses = [after - before for before, after in zip(store.gets, store.gets[1:], strict=False)]
+    assert pauses[0] < pauses[-2]
+
+
+def announced(engine: TransferEngine, timeout_s: float) -> list[Outcome]:
+    """What becomes of eight objects of one request."""
+    keys = [object_key(Kind.EC, "0" * 32, str(number)) for number in range(8)]
+    for key in keys:
+        engine.submit(Fetch(key, timeout_s, 1 << 20, is_announced=True))
+    return [done.outcome for done in engine.drain(20)]
+
+
+def test_who_runs_out_of_time_after_an_answer_does_not_blame_the_store(
+    store: Scripted, start: Start
+) -> None:
+    engine = start()
+    store.answer_s = 0.6  # the second answer would come after the time is over
+    assert announced(engine, 1) == [Outcome.MISSING] * 8
+    assert len(store.gets) == 16
+    assert not engine.open_breakers
+
+
+def test_a_store_that_never_answered_is_to_blame(store: Scripted, start: Start) -> None:
+    engine = start()
+    store.answer_s = 60
+    assert announced(engine, 0.2) == [Outcome.UNAVAILABLE] * 8
+    assert engine.open_breakers == {"read"}
+
+
+def test_a_store_that_stalls_for_all_its_time_is_to_blame(store: Scripted, start: Start) -> None:
+    engine = start(io_timeout_s=0.3)
+    stalls = threading.Timer(0.1, lambda: setattr(store, "answer_s", 60))
+    stalls.start()
+    assert announced(engine, 1.5) == [Outcome.MISSING] * 8
+    assert engine.open_breakers == {"read"}
+
+
+def test_a_job_may_want_it_asked_more_often(store: Scripted, start: Start) -> None:
+    job = Fetch(KEY, 1.5, is_announced=True, longest_pause_s=0.01)
+    assert finish(start(), job).outcome is Outcome.MISSING
+    assert len(store.gets) > 15
+
+
+def lies(number: int, timeout_s: float) -> list[Fetch]:
+    """Announced, and never stored."""
+    keys = [object_key(Kind.EC, "0" * 32, f"lie {each}") for each in range(number)]
+    return [Fetch(key, timeout_s, is_announced=True, longest_pause_s=0.01) for key in keys]
+
+
+def test_however_many_wait_the_store_is_asked_a_bounded_number_of_times(
+    store: Scripted, start: Start
+) -> None:
+    """Each of them once at first, and then 500 times a second, together."""
+    engine = start()
+    engine.submit(*lies(150, 2.0))
+    assert [done.outcome for done in engine.drain(60)] == [Outcome.MISSING] * 150
+    assert len(store.gets) < 150 + 2 * 500 + 150, "and once more, at the end of their time"
+
+
+def test_what_never_comes_takes_no_turn_from_what_is_there(store: Scripted, start: Start) -> None:
+    """Not where the store is slow to say so, either."""
+    store.objects[KEY] = sealed()
+    engine = start(io_timeout_s=100)
+    waiting = lies(100, 100)
+    store.stalled = {job.key for job in waiting}
+    engine.submit(*waiting)
+    job = Fetch(KEY, 100)
+    engine.submit(job)
+    (done,) = engine.drain(20, until=job)
+    assert done.outcome is Outcome.OK
+    done.value.release()
+    engine.cancel(*waiting)
+
+
+def test_an_object_that_was_damaged_on_the_way_is_asked_for_again(
+    store: Scripted, start: Start
+) -> None:
+    store.objects[KEY] = sealed()
+    store.damage = [flipped]
+    assert finish(start(), Fetch(KEY, 10)).outcome is Outcome.OK
+    assert KEY in store.objects
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda body: body[:-1],
+        lambda body: body + b"x",
+        lambda body: b"",
+        lambda body: b"\0" * len(body),
+        lambda _: sealed(OTHER),
+        lambda body: body + bytes(1 << 20),
+    ],
+)
+def test_a_damaged_object_is_removed_so_that_the_next_save_replaces_it(
+    store: Scripted, start: Start, damage: Callable[[bytes], bytes]
+) -> None:
+    store.objects[KEY] = damage(sealed())
+    limit_bytes = len(sealed()) + 100
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10, limit_bytes)).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+    assert finish(engine, Fetch(KEY, 10, limit_bytes)).outcome is Outcome.MISSING
+    assert not list(engine.host.root.glob("[!.]*")), "nothing of it stays on this host"
+
+
+def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start: Start) -> None:
+    """Also where it lies on this host already: whoever brought it may have wanted no other."""
+    store.objects[KEY] = sealed()
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+    unusable = Fetch(KEY, 10, accepts=lambda facts: facts.dtype == "I8")
+    assert finish(engine, unusable).outcome is Outcome.CORRUPT
+    assert KEY not in store.objects
+    assert finish(engine, unusable).outcome is Outcome.MISSING
+    assert not list(engine.host.root.glob("[!.]*")), "nothing of it stays on this host"
+
+
+def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecshare.transfer.fetch._FIRST_SHUNNED_S", 60.0)
+    store.objects[KEY] = flipped(sealed())
+    store.is_read_only = True
+    engine = start()
+    for _ in range(5):
+        assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert len(store.gets) == 3, "twice, and once more to see whether it may be removed"
+
+
+def test_an_object_that_is_kept_from_us_stays_for_others(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for once, then left alone for a while."""
+    store.objects[KEY] = sealed()
+    refused = Mock(side_effect=ObjectUnreadable("cannot be read: it is another user's"))
+    monkeypatch.setattr(store, "get", refused)
+    engine = start()
+    for _ in range(5):
+        assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert refused.call_count == 1
+    assert KEY in store.objects
+
+
+def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start: Start) -> None:
+    staging = Staging(torch.device("cpu"), 1 << 22)
+    keys = {
+        "one": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
+        "two": "c57a20f9e84b1d36720fe9b58a3cd41690d7f2643b8e51acf4196d0e82b7a35f",
+        "none": "",
+    }
+    outcomes = {}
+    for writer, secret in keys.items():
+        slab = staging.reserve(FACTS)
+        assert slab is not None
+        engine = start(f"writer-{writer}", integrity_key=secret)
+        engine.submit(Put(KEY, slab))
+        engine.drain(10)
+        for reader in ("one", "none"):
+            reading = start(f"{writer}-{reader}", integrity_key=keys[reader])
+            body = store.objects[KEY]
+            outcomes[writer, reader] = finish(reading, Fetch(KEY, 10)).outcome
+            store.objects[KEY] = body
+        del store.objects[KEY]
+    assert outcomes["one", "one"] is Outcome.OK
+    assert outcomes["two", "one"] is outcomes["none", "one"] is Outcome.CORRUPT
+    assert outcomes["none", "none"] is Outcome.OK
+
+
+HTML = b"<html><title>Maintenance</title></html>"
+ROADS = [
+    lambda _: HTML,
+    lambda body: b"",
+    lambda body: body[: len(body) // 2],
+    lambda body: body + b"x",
+    flipped,
+    lambda _: sealed(OTHER),
+    lambda body: HTML.ljust(len(body)),
+]
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("states_md5", [True, False])
+def test_what_every_answer_damages_stays_in_the_store(
+    store: Scripted,
+    start: Start,
+    road: Callable[[bytes], bytes],
+    states_md5: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A proxy, a network card or this host's memory is at fault, not the object."""
+    store.objects[KEY] = sealed()
+    store.states_md5 = states_md5
+    store.damage = [road] * 10
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert store.objects[KEY] == sealed()
+    reason = "of what came" if states_md5 else "states no MD5"
+    assert reason in caplog.text or "at most" in caplog.text
+
+
+def test_rows_that_every_answer_damages_stay_in_the_store(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = in_rows()
+    store.damage = [flipped_row] * 10
+    assert finish(start(), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
+    assert KEY in store.objects
+
+
+def test_an_object_is_had_soon_after_its_way_is_well_again(store: Scripted, start: Start) -> None:
+    store.objects[KEY] = sealed()
+    store.damage = [flipped] * 3
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    while (done := finish(engine, Fetch(KEY, 10))).outcome is Outcome.CORRUPT:
+        assert not store.damage
+        time.sleep(0.05)
+    assert done.outcome is Outcome.OK
+
+
+def test_an_object_that_is_missing_says_nothing_of_the_way(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While everything that came was damaged, it is not the one object that is tried."""
+    monkeypatch.setattr("ecshare.transfer.breaker._FIRST_PAUSE_S", 1.0)
+    damaged = [object_key(Kind.EC, "0" * 32, f"damaged {number}") for number in range(4)]
+    missing = object_key(Kind.EC, "0" * 32, "missing")
+    store.objects = {KEY: sealed(), **{key: flipped(sealed(key)) for key in damaged}}
+    store.states_md5 = False
+    engine = start()
+    for key in damaged:
+        assert finish(engine, Fetch(key, 10)).outcome is Outcome.CORRUPT
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.UNAVAILABLE
+    while (done := finish(engine, Fetch(missing, 10))).outcome is Outcome.UNAVAILABLE:
+        time.sleep(0.05)
+    assert done.outcome is Outcome.MISSING
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+
+
+def test_damage_that_is_not_proven_is_replaced_by_the_next_save(
+    store: Scripted, start: Start
+) -> None:
+    """To write a good object over a good one does no harm: that needs no proof."""
+    store.states_md5 = False
+    store.objects[KEY] = flipped(sealed())
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert finish(engine, Lookup((KEY,), 10, store_only=True)).value == (False,)
+    save(engine)
+    assert store.objects[KEY] == sealed()
+    assert finish(engine, Lookup((KEY,), 10, store_only=True)).value == (True,)
+    engine.host.discard(KEY)
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
+
+
+def test_what_a_host_keeps_replaces_what_is_damaged_in_the_store(
+    store: Scripted, start: Start
+) -> None:
+    store.states_md5 = False
+    engine = start()
+    store.objects[KEY] = flipped(sealed())
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert engine.host.publish(KEY, memoryview(sealed())) is not None
+    assert finish(engine, Backfill(KEY)).value is True
+    assert store.objects[KEY] == sealed()
+
+
+def test_what_is_kept_from_us_is_not_replaced(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.objects[KEY] = theirs = flipped(sealed())
+    refused = Mock(side_effect=ObjectUnreadable("cannot be read: it is another user's"))
+    monkeypatch.setattr(store, "get", refused)
+    engine = start()
+    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    save(engine)
+    assert store.objects[KEY] == theirs
+
+
+def test_an_object_that_others_replace_meanwhile_stays(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.objects[KEY] = flipped(sealed())
+    stated = store.stated
+
+    async def replaced_then_stated(key: str) -> Stated:
+        store.objects[key] = sealed()
+        return await stated(key)
+
+    monkeypatch.setattr(store, "stated", replaced_then_stated)
+    assert finish(start(), Fetch(KEY, 10)).outcome is Outcome.CORRUPT
+    assert store.objects[KEY] == sealed()
+
+
+def test_of_many_damaged_objects_few_are_removed(
+    store: Scripted, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where each is proven: something is wrong that costs less than an empty store."""
+    damaged, sound = (
+        [f"{KEY[:-2]}{number:02d}" for number in numbers] for numbers in (range(20), range(20, 40))
+    )
+    store.objects = {key: flipped(sealed(key)) for key in damaged}
+    store.objects |= {key: sealed(key) for key in sound}
+    engine = start()
+    for pair in zip(damaged, sound, strict=True):
+        assert [finish(engine, Fetch(key, 10)).outcome for key in pair] == [
+            Outcome.CORRUPT,
+            Outcome.OK,
+        ]
+    assert len(store.objects) == 40 - 9
+    assert len([each for each in caplog.messages if "none is removed" in each]) == 1
+    assert "is not removed" not in caplog.text, "not once for each"
+
+
+def test_a_way_that_damages_everything_counts_against_the_store(
+    store: Scripted, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = [f"{KEY[:-2]}{number:02d}" for number in range(8)]
+    for key in keys:
+        store.objects[key] = sealed(key)
+    store.damage = [flipped] * 100
+    engine = start()
+    outcomes = [finish(engine, Fetch(key, 10)).outcome for key in keys]
+    assert outcomes == [Outcome.CORRUPT] * 4 + [Outcome.UNAVAILABLE] * 4
+    assert engine.open_breakers == {"read"}
+    assert len(store.objects) == len(keys)
+    assert len([each for each in caplog.messages if "again and again" in each]) == 1
+    store.damage = []
+    assert finish(engine, Fetch(keys[-1], 10, is_announced=True)).outcome is Outcome.OK
+    assert not engine.open_breakers
+
+
+def save(engine: TransferEngine) -> None:
+    slab = Staging(torch.device("cpu"), 1 << 22).reserve(FACTS)
+    assert slab is not None
+    slab.body[PROLOGUE_BYTES:] = bytes(FACTS.num_bytes)
+    engine.submit(Put(KEY, slab))
+    engine.drain(20)

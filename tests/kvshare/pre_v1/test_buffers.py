@@ -1,0 +1,746 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers of the time before V1: on a folder, on S3, in one process and in many."""
+
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ecshare.store.errors import ConfigError, StoreUnavailable
+from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
+from kvshare.pre_v1.index import NAMES, Entry
+from lab.servers.s3 import Rclone, SeaweedFS
+from tests.conftest import LOGS
+from tests.engines.chat import wait_until
+
+TOKENS = list(range(100, 140))
+INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "folder":
+        return {"url": str(tmp_path / "store")}
+    server: SeaweedFS = request.getfixturevalue("seaweed")
+    return {"url": f"{server.url}/{tmp_path.name}", "storage_options": server.storage_options}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> dict[str, Any]:
+    return {"url": str(tmp_path / "store")}
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open a buffer of a class; it is closed at the end."""
+    buffers = []
+
+    def opened(kind: type[Any], options: dict[str, Any], **more: Any) -> Any:
+        buffers.append(kind(options, **more))
+        return buffers[-1]
+
+    yield opened
+    for buffer in buffers:
+        buffer.close()
+
+
+# --- a dictionary of tensors ---
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12, dtype=torch.float32).view(3, 4),
+        torch.randn(2, 3, 5).to(torch.bfloat16).transpose(0, 2),
+        torch.tensor(7),
+        torch.tensor([True, False]),
+        torch.empty(0, 4),
+    ],
+)
+def test_a_tensor_comes_back(opened: Open, folder: dict[str, Any], tensor: Tensor) -> None:
+    opened(KVStoreBuffer, folder).put("a key", tensor)
+    found = opened(KVStoreBuffer, folder).get("a key")
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+
+
+def test_putting_again_replaces_and_none_deletes(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVStoreBuffer, options)
+    assert buffer.get("key") is None
+    for value in (1.0, 2.0):
+        buffer.put("key", torch.full((3,), value))
+        assert torch.equal(buffer.get("key"), torch.full((3,), value))
+    buffer.put("key", None)
+    buffer.put("key", None)
+    assert buffer.get("key") is None
+    assert buffer.counters == {"missing": 2, "stored": 2, "found": 2, "deleted": 2}
+
+
+@pytest.mark.parametrize("key", ["", "../../evil", "/etc/passwd", "x" * 100_000, "\ud800\0ä"])
+def test_any_text_is_a_key(opened: Open, folder: dict[str, Any], tmp_path: Path, key: str) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put(key, torch.ones(2))
+    assert torch.equal(buffer.get(key), torch.ones(2))
+    assert buffer.get(key + "x") is None
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
+
+
+def test_buffers_of_other_names_epochs_and_keys_are_apart(
+    opened: Open, folder: dict[str, Any]
+) -> None:
+    opened(KVStoreBuffer, folder).put("key", torch.ones(1))
+    assert opened(KVStoreBuffer, folder, name="other").get("key") is None
+    assert opened(KVStoreBuffer, folder | {"epoch": "2"}).get("key") is None
+    assert opened(KVStoreBuffer, folder | {"integrity_key": INTEGRITY_KEY}).get("key") is None
+
+
+def test_a_damaged_tensor_is_none_and_can_be_replaced(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put("key", torch.ones(100))
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.unlink()
+    path.write_bytes(body)
+    assert buffer.get("key") is None
+    assert buffer.counters["corrupt"] == 1
+    buffer.put("key", torch.ones(100))
+    assert torch.equal(buffer.get("key"), torch.ones(100))
+
+
+def test_a_store_that_is_gone_costs_misses(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").touch()
+    dictionary.put("key", torch.ones(1))
+    assert dictionary.get("key") is None
+    insert(lookup, TOKENS)
+    assert take(lookup, TOKENS) is None
+    assert take(lookup, None) is None
+    assert (dictionary.counters["not stored"], dictionary.counters["unavailable"]) == (1, 1)
+    assert (lookup.counters["not inserted"], lookup.counters["unavailable"]) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", [KVStoreBuffer, KVLookupBuffer])
+def test_wrong_options_are_named_and_a_closed_buffer_says_so(
+    kind: type[Any], folder: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"options\.urll: unknown option"):
+        kind({"urll": "/x"})
+    buffer = kind(folder)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        buffer.get("key") if kind is KVStoreBuffer else buffer.drop_select(None, None)
+
+
+# --- KV caches by their tokens ---
+
+
+def insert(
+    buffer: KVLookupBuffer, tokens: list[int], mark: float = 0.0, roi: list[int] | None = None
+) -> None:
+    """Insert an entry of these tokens that is told from others by `mark`."""
+    mask = torch.tensor(roi or [1] * len(tokens), dtype=torch.bool)
+    cache = torch.full((2, len(tokens), 4), mark)
+    buffer.insert(torch.tensor(tokens), mask, cache, cache + 0.5, torch.full((1, 8), mark))
+
+
+def take(
+    buffer: KVLookupBuffer, tokens: list[int] | None, roi: list[int] | None = None
+) -> float | None:
+    """Take an entry; return its mark, None if there is none."""
+    if tokens is None:
+        found = buffer.drop_select(None, None)
+    else:
+        mask = torch.tensor(roi or [1] * len(tokens), dtype=torch.bool)
+        found = buffer.drop_select(torch.tensor(tokens), mask)
+    entry = [tensor for tensor in found if tensor is not None]
+    if not entry:
+        return None
+    input_tokens, roi_found, key, value, hidden = entry
+    mark = float(hidden[0, 0])
+    assert key.shape == value.shape == (2, len(input_tokens), 4)
+    assert torch.equal(key, torch.full_like(key, mark))
+    assert torch.equal(value, torch.full_like(value, mark + 0.5))
+    assert roi_found.dtype == torch.bool
+    return mark
+
+
+def test_an_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
+    one, two = opened(KVLookupBuffer, options), opened(KVLookupBuffer, options)
+    insert(one, TOKENS, 3.0)
+    assert take(two, TOKENS) == 3.0
+    assert take(one, TOKENS) is None
+    assert take(two, None) is None
+    assert one.counters == {"inserted": 1, "missing": 1}
+
+
+def test_two_entries_of_the_same_tokens_are_two(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    insert(buffer, TOKENS, 1.0)
+    insert(buffer, TOKENS, 2.0)
+    assert {take(buffer, TOKENS), take(buffer, TOKENS), take(buffer, TOKENS)} == {1.0, 2.0, None}
+
+
+def test_the_most_tokens_in_common_win(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    stored = {8: 8.0, 20: 20.0, 30: 30.0, 40: 40.0}
+    for length, mark in stored.items():
+        insert(buffer, TOKENS[:length], mark)
+    insert(buffer, [*TOKENS[:20], 7, 7], -1.0)
+    insert(buffer, [7, *TOKENS[1:]], -2.0)
+    assert take(buffer, TOKENS[:30]) == 30.0, "all of it, and nothing beyond"
+    assert take(buffer, TOKENS[:30]) == 40.0, "all of it, and more"
+    assert take(buffer, TOKENS[:30]) == 20.0, "the longest beginning"
+    assert take(buffer, TOKENS[:30]) == 8.0
+    assert take(buffer, TOKENS[:30]) is None
+    assert take(buffer, [7]) == -2.0
+    assert take(buffer, TOKENS[:3]) == -1.0
+
+
+def test_only_tokens_of_interest_count(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    roi = [1] * 20 + [0] * 20
+    insert(buffer, TOKENS, 1.0, roi)
+    assert take(buffer, TOKENS[20:]) is None
+    assert take(buffer, [*TOKENS[:20], 5, 6]) == 1.0
+    insert(buffer, TOKENS, 2.0, [0, *[1] * 39])
+    assert take(buffer, TOKENS) is None
+    assert take(buffer, [9, *TOKENS[1:]], [0, *[1] * 39]) == 2.0
+
+
+def test_hash_collisions_of_names_are_no_matches(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshare.pre_v1.index._digest", lambda _: "0" * 12)
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    assert take(buffer, TOKENS[::-1]) is None
+    assert take(buffer, TOKENS) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "roi", "words"),
+    [
+        (torch.ones(3), torch.ones(3), "input_tokens: expected integers"),
+        (torch.ones(3, 1, dtype=torch.int64), torch.ones(3, 1), "input_tokens: .* one dimension"),
+        (torch.arange(3), torch.ones(2, dtype=torch.bool), "roi: expected a mask of 3 tokens"),
+        (torch.arange(3), torch.zeros(3, dtype=torch.bool), "roi: no token is of interest"),
+    ],
+)
+def test_odd_tokens_and_masks_are_named(
+    opened: Open, folder: dict[str, Any], tokens: Tensor, roi: Tensor, words: str
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    with pytest.raises(ValueError, match=words):
+        buffer.insert(tokens, roi, tokens, tokens, tokens)
+    with pytest.raises(ValueError, match=words):
+        buffer.drop_select(tokens, roi)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        buffer.drop_select(tokens, None)
+
+
+def test_damaged_entries_are_left_and_others_taken(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    body = path.read_bytes()
+    path.unlink()
+    path.write_bytes(body[:-1])
+    insert(buffer, TOKENS[:20], 2.0)
+    assert take(buffer, TOKENS) == 2.0
+    assert path.exists()
+    assert buffer.counters["corrupt"] == 1
+
+
+@pytest.mark.s3
+def test_a_server_that_overwrites_is_refused() -> None:
+    with Rclone(LOGS, "rclone-buffers") as server:
+        options = {"url": server.url, "storage_options": server.storage_options}
+        with pytest.raises(ConfigError, match=r"options\.url: .*overwrites"):
+            KVLookupBuffer(options)
+        buffer = KVStoreBuffer(options)
+        buffer.put("key", torch.ones(1))
+        buffer.put("key", torch.zeros(1))
+        found = buffer.get("key")
+        buffer.close()
+    assert found is not None
+    assert torch.equal(found, torch.zeros(1))
+
+
+def test_a_folder_without_hard_links_is_refused(
+    folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(ConfigError, match=r"options\.url: .*hard links"):
+        KVLookupBuffer(folder)
+
+
+def whole_reads(
+    buffer: KVLookupBuffer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str]]:
+    """The keys of the entries that `buffer` reads whole, and of those it reads a part of."""
+    whole, parts, real = list[str](), list[str](), type(buffer._store).get
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        if key.startswith(buffer._taker._objects):
+            (parts if spans else whole).append(key)
+        await real(store, key, sink, spans)
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    return whole, parts
+
+
+def test_of_longer_entries_only_the_tokens_are_read_first(
+    opened: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(40):
+        insert(buffer, [*TOKENS[:20], number, *TOKENS], float(number))
+    whole, parts = whole_reads(buffer, monkeypatch)
+    assert take(buffer, [*TOKENS[:20], 17, *TOKENS[:5]]) == 17.0
+    assert len(whole) == 1
+    assert len(set(parts)) == len(parts) <= 40
+    assert take(buffer, [*TOKENS[:20], 17]) is None
+    assert take(buffer, TOKENS[1:4]) is None
+    assert len(whole) == 1
+    assert take(buffer, TOKENS[:4]) is not None
+    assert len(whole) == 2
+
+
+def test_entries_of_other_first_tokens_are_not_read(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that lie beside what is asked for: the name's first two digits are the same."""
+    buffer = opened(KVLookupBuffer, folder)
+    beside = Entry.new(buffer._namespace, TOKENS).key.rpartition("/")[0]
+    other = next(
+        [number, *TOKENS]
+        for number in range(10_000)
+        if Entry.new(buffer._namespace, [number, *TOKENS]).key.startswith(beside)
+    )
+    insert(buffer, other, 1.0)
+    whole, parts = whole_reads(buffer, monkeypatch)
+    assert take(buffer, TOKENS) is None
+    assert (whole, parts) == ([], [])
+    assert take(buffer, other) == 1.0
+
+
+def spoil_entry(tmp_path: Path) -> Path:
+    """Put something else in the place of the only entry; return where it is."""
+    (path,) = files(tmp_path)
+    path.unlink()
+    path.write_bytes(b"no entry")
+    return path
+
+
+def test_a_damaged_longer_entry_is_left(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    path = spoil_entry(tmp_path)
+    assert take(buffer, TOKENS[:30]) is None
+    assert path.exists()
+    assert buffer.counters["corrupt"] == 1
+
+
+def test_damage_on_the_way_costs_no_entry(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    damage, real = [b"\xff"], type(buffer._store).get
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        await real(store, key, sink, spans)
+        if key.startswith(buffer._taker._objects) and damage:
+            sink.write(5000, damage.pop())
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    assert take(buffer, TOKENS) == 1.0
+    assert not damage
+    assert buffer.counters == {"inserted": 1, "taken": 1}
+
+
+def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, other = opened(KVLookupBuffer, folder), opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    real, reads = type(buffer._store).get, []
+
+    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+        await real(store, key, sink, spans)
+        if store is buffer._store and key.startswith(buffer._taker._objects):
+            sink.write(5000, b"\xff")
+            reads.append(key)
+
+    monkeypatch.setattr(type(buffer._store), "get", get)
+    for _ in range(3):
+        assert take(buffer, TOKENS) is None
+    assert len(reads) == 2, "once more at once, and then not again"
+    assert buffer.counters["corrupt"] == 1
+    assert take(other, TOKENS) == 1.0
+
+
+def test_tensors_of_an_entry_may_share_memory(opened: Open, folder: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    cache, tokens = torch.randn(2, 40, 4), torch.tensor(TOKENS)
+    roi = torch.ones(40, dtype=torch.bool)
+    buffer.insert(tokens, roi, cache, cache, cache[1])
+    found = buffer.drop_select(tokens, roi)
+    for tensor, expected in zip(found, [tokens, roi, cache, cache, cache[1]], strict=True):
+        assert tensor is not None
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("limit_bytes", [1000, 12_200])
+def test_what_no_reader_would_take_is_not_stored(
+    opened: Open,
+    folder: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit_bytes: int,
+) -> None:
+    """The tensors alone are too large, or only all of the object is."""
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    tensor, tokens = torch.zeros(2048), torch.tensor([1])
+    monkeypatch.setattr("kvshare.pre_v1.buffers.MAX_OBJECT_BYTES", limit_bytes)
+    dictionary.put("key", tensor)
+    lookup.insert(tokens, tokens, tensor, tokens, tokens)
+    assert (dictionary.counters, lookup.counters) == ({"not stored": 1}, {"not inserted": 1})
+    assert f"it has 12288 bytes, an object at most {limit_bytes}" in caplog.text
+    assert take(lookup, None) is None
+    monkeypatch.setattr("kvshare.pre_v1.buffers.MAX_OBJECT_BYTES", 20_000)
+    dictionary.put("key", tensor)
+    lookup.insert(tokens, tokens, tensor, tokens, tokens)
+    assert torch.equal(dictionary.get("key"), tensor)
+    assert lookup.drop_select(tokens, tokens)[0] is not None
+
+
+def test_what_is_too_large_is_never_copied(opened: Open, folder: dict[str, Any]) -> None:
+    dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
+    huge, tokens = torch.zeros(1).expand(1 << 50), torch.tensor([1])
+    dictionary.put("key", huge)
+    lookup.insert(tokens, tokens, huge, huge, huge)
+    assert (dictionary.counters, lookup.counters) == ({"not stored": 1}, {"not inserted": 1})
+
+
+# --- what an enemy may have stored ---
+
+
+def sealed(key: str, facts: TensorFacts, payload: bytes) -> bytes:
+    body = bytearray(PROLOGUE_BYTES) + payload
+    seal(memoryview(body), facts, key)
+    return bytes(body)
+
+
+@pytest.mark.parametrize(
+    ("facts", "payload"),
+    [
+        (TensorFacts("U16", (1,)), b"ab"),
+        (TensorFacts("U64", (0,)), b""),
+        (TensorFacts("F32", (1 << 47, 1 << 47, 0)), b""),
+    ],
+)
+def test_a_tensor_that_torch_has_not_is_none(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, facts: TensorFacts, payload: bytes
+) -> None:
+    buffer = opened(KVStoreBuffer, folder)
+    buffer.put("key", torch.ones(1))
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    path.unlink()
+    path.write_bytes(sealed(str(path.relative_to(tmp_path / "store")), facts, payload))
+    assert buffer.get("key") is None
+    assert buffer.counters["corrupt"] == 1
+
+
+def file(header: dict[str, Any] | bytes, payload: bytes = b"") -> bytes:
+    """A safetensors file, behind the front of an entry."""
+    said = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<QqQ", 1, 7, len(said)) + said + payload
+
+
+def tensors_of(dtype: str, num_bytes: int, shape: list[int]) -> dict[str, Any]:
+    """The header of an entry whose tensors are all of this form, and lie one behind the other."""
+    return {
+        name: {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [n * num_bytes, (n + 1) * num_bytes],
+        }
+        for n, name in enumerate(NAMES)
+    }
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 1 << 63),
+        file(b"{"),
+        file({}),
+        file(tensors_of("I64", 0, [1 << 62, 1 << 62, 0])),
+        file(tensors_of("I64", 0, [(1 << 64) - 1, 0])),
+        file(tensors_of("F4", 1, [2]), b"ababa"),
+        file(tensors_of("F8_E8M0", 1, [1]), b"ababa"),
+        file(tensors_of("F8_E4M3", 1, [1]), b"ababa"),
+        file(tensors_of("U16", 2, [1]), b"ab" * 5),
+        file(tensors_of("C64", 8, [1]), b"abcdefgh" * 5),
+        file(tensors_of("I64", 8, []), b"abcdefgh" * 5),
+    ],
+)
+@pytest.mark.parametrize("tokens", [[7], [7, 8], None])
+def test_an_entry_of_anything_is_no_match(
+    opened: Open,
+    folder: dict[str, Any],
+    tmp_path: Path,
+    payload: bytes,
+    tokens: list[int] | None,
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    key = Entry.new(buffer._namespace, [7]).key
+    path = tmp_path / "store" / key
+    path.parent.mkdir(parents=True)
+    path.write_bytes(sealed(key, TensorFacts("U8", (len(payload),)), payload))
+    found = None if tokens is None else torch.tensor(tokens)
+    roi = None if found is None else torch.ones_like(found)
+    assert len(buffer.drop_select(found, roi)) == 5
+    insert(buffer, [7], 1.0)
+    assert take(buffer, [7]) == 1.0
+
+
+def test_tokens_that_torch_cannot_index_are_no_match() -> None:
+    """Some releases of safetensors know such a dtype, others do not."""
+    tensor = torch.empty(1, dtype=torch.float4_e2m1fn_x2)
+    assert not Entry("key", 1, "digest").covers([tensor] * 5, None)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "BOOL"])
+def test_an_entry_that_is_not_bytes_is_damaged(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, dtype: str
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    key = Entry.new(buffer._namespace, [7]).key
+    facts = TensorFacts(dtype, (20,))
+    path = tmp_path / "store" / key
+    path.parent.mkdir(parents=True)
+    path.write_bytes(sealed(key, facts, bytes(facts.num_bytes)))
+    assert take(buffer, [7]) is None
+    assert buffer.counters["corrupt"] == 1
+
+
+# --- exactly once ---
+
+TAKER = """
+import json, sys, torch
+from kvshare.pre_v1.buffers import KVLookupBuffer
+buffer = KVLookupBuffer(json.loads(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+idle = 0
+while idle < 3:
+    found = buffer.drop_select(None, None)
+    if found[0] is None:
+        idle += 1
+        continue
+    print("taken", int(found[4][0, 0]), flush=True)
+buffer.close()
+"""
+
+
+def takers(options: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
+    """Start processes that take whatever there is, and let them go at once."""
+    command = [sys.executable, "-c", TAKER, json.dumps(options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    for process in started:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return started
+
+
+def told(process: subprocess.Popen[str]) -> list[int]:
+    out, _ = process.communicate()
+    return [int(line.split()[1]) for line in out.splitlines() if line.startswith("taken")]
+
+
+def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(40):
+        insert(buffer, [number, *TOKENS], float(number))
+    taken = [number for process in takers(options, 4) for number in told(process)]
+    assert sorted(taken) == list(range(40))
+    assert take(buffer, None) is None
+
+
+def test_killed_takers_take_nothing_twice_and_at_most_one_each(
+    opened: Open, options: dict[str, Any]
+) -> None:
+    """kill -9 at any moment; what was being taken then may go with the dead."""
+    buffer = opened(KVLookupBuffer, options)
+    for number in range(60):
+        insert(buffer, [number, *TOKENS], float(number))
+    started = takers(options, 4)
+    doomed, spared = started[:3], started[3:]
+    for turn, process in enumerate(doomed):
+        for _ in range(2 + turn):
+            os.read(process.stdout.fileno(), 1)  # type: ignore[union-attr]
+        process.send_signal(signal.SIGKILL)
+    taken = Counter(number for process in spared for number in told(process))
+    for process in doomed:
+        out, _ = process.communicate()
+        # The first bytes were read above; whole lines only.
+        taken.update(int(each.split()[-1]) for each in out.splitlines() if " " in each)
+    while (mark := take(buffer, None)) is not None:
+        taken[int(mark)] += 1
+    assert max(taken.values()) == 1, "twice"
+    assert len(taken) >= 60 - 2 * len(doomed), "more was lost than was in their hands"
+
+
+def test_what_the_dead_left_is_swept_after_an_hour(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    insert(buffer, TOKENS[:20], 2.0)
+    died, real = RuntimeError("killed"), type(buffer._store).delete
+
+    async def die(store: Any, keys: list[str]) -> None:
+        if keys[0].startswith(buffer._taker._objects):
+            raise died
+        await real(store, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(buffer._store), "delete", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            take(buffer, TOKENS)
+    assert take(buffer, TOKENS) == 2.0, "the dead one's is not touched"
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
+    age(tmp_path)
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    wait_until(lambda: is_empty(tmp_path), "it was not swept")
+
+
+def files(tmp_path: Path) -> list[Path]:
+    """All entries and their markers."""
+    return [*(tmp_path / "store").rglob("kv/1/*/*/*-*")]
+
+
+def is_empty(tmp_path: Path) -> bool:
+    """Whether nothing at all is left, of sweeps neither."""
+    return not [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+
+
+def age(tmp_path: Path) -> None:
+    """Let all of them be more than an hour old."""
+    for path in files(tmp_path):
+        os.utime(path, (time.time() - 4000,) * 2)
+
+
+def test_an_entry_that_comes_back_is_not_taken_again(
+    opened: Open, folder: dict[str, Any], tmp_path: Path
+) -> None:
+    """As when a client that lost the answer sends its put again, and that one is slow."""
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    body = path.read_bytes()
+    assert take(buffer, TOKENS) == 1.0
+    path.write_bytes(body)
+    assert take(buffer, TOKENS) is None
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    age(tmp_path)
+    assert take(opened(KVLookupBuffer, folder), None) is None
+    wait_until(lambda: is_empty(tmp_path), "it was not swept")
+
+
+def test_what_is_old_is_told_by_the_stores_clock(
+    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS)
+    assert take(buffer, TOKENS) == 0.0
+    wait_until(lambda: len(files(tmp_path)) == 1, "the marker")
+    now_s = time.time()
+    for wrong_s, num_left in ((86_400, 1), (-86_400, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda wrong_s=wrong_s: now_s + wrong_s)
+            buffer._session.run(buffer._taker.sweep())
+        assert len(files(tmp_path)) == num_left
+        age(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["exists", "delete"])
+def test_a_store_that_fails_while_an_entry_is_taken(
+    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """It is taken now or later, and once."""
+    buffer = opened(KVLookupBuffer, folder)
+    insert(buffer, TOKENS, 1.0)
+    real, asked = getattr(type(buffer._store), verb), 0
+
+    async def fail(store: Any, keys: list[str]) -> Any:
+        nonlocal asked
+        asked += 1
+        if keys[0].startswith(buffer._taker._objects):
+            raise StoreUnavailable("for a moment")
+        return await real(store, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(buffer._store), verb, fail)
+        first = take(buffer, TOKENS)
+    assert asked
+    assert (first, take(buffer, TOKENS)) == ((None, 1.0) if verb == "exists" else (1.0, None))
+
+
+@pytest.mark.parametrize("reason", [StoreUnavailable, ValueError])
+def test_a_sweep_that_fails_is_only_logged(
+    opened: Open,
+    folder: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: type[Exception],
+) -> None:
+    """Whatever the reason; it goes on."""
+
+    async def fail(_: object) -> None:
+        raise reason("for a moment")
+
+    monkeypatch.setattr("kvshare.pre_v1.take_once._SWEEP_S", 0.01)
+    monkeypatch.setattr("kvshare.pre_v1.take_once.Taker.sweep", fail)
+    buffer = opened(KVLookupBuffer, folder)
+    wait_until(lambda: caplog.text.count("for a moment") > 1, "it was not logged")
+    insert(buffer, TOKENS, 1.0)
+    assert take(buffer, TOKENS) == 1.0

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store can do to vLLM's own offloading: cost it hits, never a wait, an error or a byte."""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import LookupResult
+
+from ecshare.store.errors import ConfigError
+from ecshare.store.format import TensorFacts, seal
+from ecshare.transfer.staging import Staging
+from lab.faults.http_proxy import FaultProxy
+from lab.faults.kinds import Fault
+from lab.faults.tcp_proxy import Proxy
+from lab.servers.processes import LOOPBACK
+from lab.servers.s3 import SeaweedFS
+from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.tier.offloading import (
+    BLOCK_BYTES,
+    OffloadingHost,
+    content,
+    key,
+    offloading_config,
+    tier_options,
+)
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+PENDING = LookupResult.HIT_PENDING
+NUMBERS = [1, 2, 3]
+CPU_CHUNKS = 8
+Start = Callable[..., OffloadingHost]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start offloading on a host of its own, by default over a folder."""
+    numbers = itertools.count()
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> OffloadingHost:
+            store = {"url": f"file://{tmp_path}/store"}
+            tier = tier_options(store, tmp_path / f"host-{next(numbers)}", **options)
+            started = OffloadingHost(offloading_config(tier, num_chunks=CPU_CHUNKS))
+            stack.callback(started.close)
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def gated(start: Start) -> Iterator[Callable[..., OffloadingHost]]:
+    """Start offloading over a store whose operations can be held up."""
+
+    def begin(**options: Any) -> OffloadingHost:
+        return start(url="gated://bucket", **options)
+
+    yield begin
+    GatedFileSystem.open_gates()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_gates() -> None:
+    GatedFileSystem.reset()
+
+
+def is_idle(host: OffloadingHost) -> bool:
+    """Whether all of the CPU tier can be filled anew: no chunk is held for a transfer."""
+    prepared = host.manager.prepare_store(
+        [key(number) for number in range(1000, 1000 + CPU_CHUNKS)], host.request("filling")
+    )
+    if prepared is None:
+        return False
+    host.manager.complete_store(prepared.keys_to_store, host.request("filling"), success=False)
+    return True
+
+
+def know_of(host: OffloadingHost, numbers: list[int]) -> None:
+    """Let the store say of chunks whether they are there; nothing is loaded yet."""
+    host.ask(numbers)
+    host.step()
+    host.step_until(lambda: not host.tier._asking)
+
+
+# --- nothing waits for the store ---
+
+
+def test_no_hook_waits_for_a_look_up(gated: Start) -> None:
+    host = gated()
+    GatedFileSystem.close_gate("exists")
+    assert host.ask(NUMBERS) == [RETRY] * 3
+    host.step()
+    assert host.ask(NUMBERS) == [RETRY] * 3
+    GatedFileSystem.open_gates()
+    assert host.find(NUMBERS) == [MISS] * 3
+
+
+def test_a_store_that_hangs_holds_no_place_of_the_cpu_tier(gated: Start) -> None:
+    host = gated()
+    GatedFileSystem.close_gate("put")
+    host.offload(NUMBERS)
+    host.step_until(lambda: not host.manager.has_pending_work())
+    assert host.count("chunks/saved") == 0
+    assert is_idle(host)
+    GatedFileSystem.open_gates()
+    host.rest()
+    assert host.count("chunks/saved") == 3
+    assert gated().find(NUMBERS) == [HIT] * 3
+
+
+def test_no_hook_waits_for_a_load(gated: Start) -> None:
+    host = gated()
+    host.offload(NUMBERS)
+    host.rest()
+    other = gated()
+    GatedFileSystem.close_gate("get")
+    other.step_until(lambda: other.ask(NUMBERS) == [PENDING] * 3)
+    other.step()
+    assert other.ask(NUMBERS) == [PENDING] * 3
+    GatedFileSystem.open_gates()
+    assert other.find(NUMBERS) == [HIT] * 3
+    assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
+
+
+def test_a_reset_gives_up_loads_that_wait_for_the_store(gated: Start) -> None:
+    host = gated()
+    host.offload(NUMBERS)
+    host.rest()
+    other = gated()
+    GatedFileSystem.close_gate("get", "put")
+    other.offload([7])
+    other.step_until(lambda: other.ask(NUMBERS) == [PENDING] * 3)
+    other.step()
+    assert other.tier._loading
+    other.manager.reset_cache()
+    assert not other.manager.has_pending_work()
+    assert is_idle(other)
+    assert other.find(NUMBERS) == [MISS] * 3, "a request that was told of a chunk computes it"
+    GatedFileSystem.open_gates()
+    assert other.find(NUMBERS, "later") == [HIT] * 3
+
+
+def test_an_end_does_not_wait_for_loads(gated: Start) -> None:
+    host = gated()
+    host.offload(NUMBERS)
+    host.rest()
+    other = gated()
+    GatedFileSystem.close_gate("get")
+    other.step_until(lambda: other.ask(NUMBERS) == [PENDING] * 3)
+    other.step()
+    closing = threading.Thread(target=other.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_an_end_lets_saves_end(gated: Start) -> None:
+    """Those that the last step left in the CPU tier too."""
+    host = gated()
+    host.offload(NUMBERS)
+    host.close()
+    assert gated().find(NUMBERS) == [HIT] * 3
+
+
+def test_saves_that_wait_are_bounded(gated: Start) -> None:
+    """Two fit: a slab takes 256 KiB at least."""
+    host = gated(buffer_bytes=2 * 256 * 1024)
+    GatedFileSystem.close_gate("put")
+    host.offload([1, 2, 3, 4])
+    host.step_until(lambda: not host.manager.has_pending_work())
+    assert host.count("chunks/dropped") == 2
+    assert host.tier._staging.used_bytes <= 2 * 256 * 1024
+    GatedFileSystem.open_gates()
+    host.rest()
+    assert host.count("chunks/saved") == 2
+    host.offload([5])
+    host.rest()
+    assert host.count("chunks/saved") == 3
+
+
+def test_one_question_serves_all_who_wait(gated: Start) -> None:
+    host = gated()
+    GatedFileSystem.close_gate("exists")
+    for request in ("a", "b"):
+        assert host.ask(NUMBERS, request) == [RETRY] * 3
+    host.step()
+    assert host.ask(NUMBERS, "c") == [RETRY] * 3
+    host.step()
+    assert len(host.tier._asking) == 1
+    host.finish("a")
+    GatedFileSystem.open_gates()
+    assert host.find(NUMBERS, "b") == host.find(NUMBERS, "c") == [MISS] * 3
+    assert host.count("chunks/missed") == 3
+
+
+# --- a store that fails ---
+
+
+def test_a_store_that_is_gone_costs_hits_and_is_used_again(start: Start, tmp_path: Path) -> None:
+    host = start()
+    host.offload([1])
+    host.rest()
+    folder, away = tmp_path / "store", tmp_path / "away"
+    folder.rename(away)
+    folder.touch()
+    other_request = "while it is gone"
+    assert host.find([8, 9], other_request) == [MISS, MISS]
+    host.offload([2, 3])
+    host.rest()
+    assert host.count("chunks/failed") == 4
+    assert is_idle(host)
+    folder.unlink()
+    away.rename(folder)
+    host.step_until(lambda: not host.tier._engine.open_breakers)
+    host.offload([4])
+    host.rest()
+    assert start().find([1, 4]) == [HIT, HIT]
+
+
+def test_a_store_that_fails_in_the_middle_of_a_load(gated: Start) -> None:
+    host = gated()
+    host.offload(NUMBERS)
+    host.rest()
+    other = gated()
+    GatedFileSystem.broken.add("get")
+    assert other.find(NUMBERS) == [MISS] * 3
+    assert other.count("chunks/failed") == 3
+    assert is_idle(other)
+    GatedFileSystem.broken.clear()
+    other.step_until(lambda: not other.tier._engine.open_breakers)
+    assert other.find(NUMBERS, "later") == [HIT] * 3
+    assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
+
+
+@pytest.mark.s3
+def test_a_black_hole_costs_hits(start: Start, seaweed: SeaweedFS, tmp_path: Path) -> None:
+    """It takes every packet and says nothing, and begins to between look-ups and loads."""
+    with Proxy(LOOPBACK, seaweed.port.number) as proxy:
+        options = dict(seaweed.storage_options, endpoint_url=proxy.url)
+        store = {"url": f"{seaweed.url}/{tmp_path.name}", "storage_options": options}
+        limits = {"wait_s": 1.0, "io_timeout_s": 1.0}
+        one = start(**store)
+        one.offload(NUMBERS)
+        one.rest()
+        host = start(**store, **limits)
+        know_of(host, NUMBERS)
+        proxy.stall()
+        assert host.find(NUMBERS) == [MISS] * 3
+        assert host.find([8, 9]) == [MISS] * 2
+        host.offload([5, 6])
+        host.rest()
+        assert host.count("chunks/failed") == 7
+        assert is_idle(host)
+        proxy.resume()
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault.answer(503),
+        Fault.answer(403),
+        Fault.answer(404),
+        Fault.cut(100),
+        Fault.reset(100),
+        Fault.stall(5000),
+        Fault.flip(5000),
+    ],
+    ids=lambda fault: f"{fault.kind.name.lower()}-{fault.status}",
+)
+def test_a_download_that_fails_is_a_miss(
+    start: Start, seaweed: SeaweedFS, tmp_path: Path, fault: Fault
+) -> None:
+    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
+        options = dict(seaweed.storage_options, endpoint_url=proxy.url)
+        store = {"url": f"{seaweed.url}/{tmp_path.name}", "storage_options": options}
+        one = start(**store)
+        one.offload(NUMBERS)
+        one.rest()
+        host = start(**store, wait_s=1.0, io_timeout_s=1.0)
+        proxy.fail(fault, on="GET", key="kv/")
+        assert host.find(NUMBERS) == [MISS] * 3
+        assert proxy.num_hits
+        assert is_idle(host)
+        proxy.heal()
+        host.step_until(lambda: not host.tier._engine.open_breakers)
+        host.offload(NUMBERS, "computed")
+        assert host.find(NUMBERS, "computed") == [HIT] * 3
+
+
+# --- hostile objects ---
+
+
+def path_of(host: OffloadingHost, number: int, tmp_path: Path) -> Path:
+    return tmp_path / "store" / host.tier._namespace.key(key(number))
+
+
+def sealed(path: Path, facts: TensorFacts) -> memoryview:
+    """A sound object of other facts, for the key that belongs to `path`."""
+    slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
+    assert slab is not None
+    slab.payload.zero_()
+    seal(slab.body, facts, str(path).partition("/store/")[2])
+    return slab.body
+
+
+def swap_in_another_chunk(path: Path) -> None:
+    other = next(one for one in path.parents[1].glob("??/*") if one != path)
+    replace(path, other.read_bytes())
+
+
+def make_it_smaller(path: Path) -> None:
+    replace(path, sealed(path, TensorFacts("U8", (BLOCK_BYTES - 1,))))
+
+
+def make_it_larger(path: Path) -> None:
+    replace(path, sealed(path, TensorFacts("U8", (BLOCK_BYTES + 1,))))
+
+
+def give_it_another_dtype(path: Path) -> None:
+    replace(path, sealed(path, TensorFacts("BF16", (BLOCK_BYTES // 2,))))
+
+
+FAULTS = [
+    Path.unlink,
+    flip_a_payload_bit,
+    truncate,
+    empty,
+    swap_in_another_chunk,
+    make_it_smaller,
+    make_it_larger,
+    give_it_another_dtype,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_object_is_a_miss_and_its_neighbours_are_loaded(
+    start: Start, tmp_path: Path, fault: Callable[[Path], None]
+) -> None:
+    one = start()
+    one.offload(NUMBERS)
+    one.rest()
+    host = start()
+    # Between the look-up and the load: the look-up of a missing one would say so.
+    know_of(host, NUMBERS)
+    fault(path_of(host, 2, tmp_path))
+    assert host.find(NUMBERS) == [HIT, MISS, HIT]
+    assert [host.read(1), host.read(3)] == [content(1), content(3)]
+    assert host.count("chunks/failed") == 1
+    assert host.count("chunks/loaded") == 2
+    # It is computed, stored again, and sound from then on.
+    host.offload([2], "computed")
+    host.rest()
+    other = start()
+    assert other.find(NUMBERS) == [HIT] * 3
+    assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
+
+
+def test_objects_made_without_the_key_are_misses(start: Start, tmp_path: Path) -> None:
+    """Copied to where they would have to lie: whoever may write to the bucket can do that."""
+    one, host = start(), start(integrity_key=os.urandom(32).hex())
+    one.offload([1])
+    one.rest()
+    body = path_of(one, 1, tmp_path).read_bytes()
+    path = path_of(host, 1, tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(body)
+    assert host.find([1]) == [MISS]
+    make_it_smaller(path) if path.exists() else path.write_bytes(
+        sealed(path, TensorFacts("U8", (BLOCK_BYTES,)))
+    )
+    assert host.find([1], "later") == [MISS]
+
+
+@pytest.mark.s3
+def test_a_server_that_refuses_at_the_start_is_named(start: Start, seaweed: SeaweedFS) -> None:
+    options = dict(seaweed.storage_options, key="nobody")
+    with pytest.raises(ConfigError, match=r"secondary_tiers\.KVShareTier\.url"):
+        start(url=seaweed.url, storage_options=options)

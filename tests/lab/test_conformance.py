@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ECShareConnector under the conformance kit: every rule, both runners."""
+
+from pathlib import Path
+
+import pytest
+
+from lab import conformance
+from lab.conformance import ROLES, RULES, RUNNERS, Verdict
+
+OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
+
+
+@pytest.fixture(scope="module")
+def ours(vlm: Path) -> conformance.Subject:
+    # Patience for a machine that does much else beside.
+    return conformance.Subject("ecshare.connector", "ECShareConnector", OPTIONS, vlm, patience_s=60)
+
+
+@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", RULES)
+def test_ecshare_keeps_every_rule(
+    ours: conformance.Subject, name: str, runner: str, roles: str
+) -> None:
+    result = conformance.play(ours, RULES[name], runner, roles)  # type: ignore[arg-type]
+    assert result.verdict is not Verdict.BROKEN, result.said
+    if result.verdict is Verdict.NOT_APPLICABLE:
+        pytest.skip(result.said)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small models are checkpoints that transformers loads, and their answers mean something."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoProcessor
+
+from lab import model_cache
+from lab.models import FAMILIES
+from lab.servers import openai_client as client
+from tests.conftest import CACHE
+
+families = pytest.mark.parametrize("family", sorted(FAMILIES))
+
+
+@families
+def test_the_same_seed_makes_the_same_files(family: str, tmp_path: Path) -> None:
+    kept = model_cache.model(CACHE / "models", family)
+    again = FAMILIES[family](tmp_path / "again", 0)
+    other = FAMILIES[family](tmp_path / "other", 1)
+    names = {path.name for path in kept.iterdir()}
+    assert names == {path.name for path in again.iterdir()}
+    assert all((kept / name).read_bytes() == (again / name).read_bytes() for name in names)
+    differing = {
+        name for name in names if (kept / name).read_bytes() != (other / name).read_bytes()
+    }
+    assert differing == {"model.safetensors"}
+    with pytest.raises(FileExistsError):
+        FAMILIES[family](tmp_path / "again", 0)
+
+
+@families
+def test_transformers_answers_and_the_answer_depends_on_what_is_shown(family: str) -> None:
+    answers = Answers(model_cache.model(CACHE / "models", family))
+    show = SHOW.get(family, Answers.picture).__get__(answers)
+    told = [show("What is this?", seed) for seed in (1, 2, 3)]
+    assert len({*told, show("Why?", 1)}) == 4
+    assert show("What is this?", 1) == told[0]
+
+
+class Answers:
+    """A model in this process, asked with greedy decoding."""
+
+    def __init__(self, path: Path) -> None:
+        is_text = "text_config" not in json.loads((path / "config.json").read_text())
+        auto = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
+        self.model = auto.from_pretrained(path)
+        self.processor = AutoProcessor.from_pretrained(path)
+
+    def picture(self, words: str, seed: int) -> tuple[int, ...]:
+        image = Image.open(io.BytesIO(payload(client.picture(seed, size=224))))
+        return self.answer(words, "image", images=[image])
+
+    def sound(self, words: str, seed: int) -> tuple[int, ...]:
+        samples, rate = soundfile.read(io.BytesIO(payload(client.sound(seed))))
+        return self.answer(words, "audio", audio=[samples.astype(np.float32)], sampling_rate=rate)
+
+    def text(self, words: str, seed: int) -> tuple[int, ...]:
+        return self.answer(f"{seed} {words}")
+
+    def answer(self, words: str, modality: str = "", **media: Any) -> tuple[int, ...]:
+        shown = [{"type": modality}] if modality else []
+        content = [*shown, {"type": "text", "text": words}]
+        prompt = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        inputs = self.processor(text=[prompt], return_tensors="pt", **media)
+        with torch.no_grad():
+            tokens = self.model.generate(**inputs, max_new_tokens=12)
+        return tuple(tokens[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+def payload(url: str) -> bytes:
+    return base64.b64decode(url.partition("base64,")[2])
+
+
+TEXT_ONLY = ("qwen2", "gemma3", "deepseek-v2")
+SHOW = {**dict.fromkeys(TEXT_ONLY, Answers.text), "qwen2-audio": Answers.sound}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing outlives the guard, whatever it did to get away."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.servers.processes import GUARD
+
+# A command that starts a grandchild in a session of its own, as daemons do, says who they are, and
+# waits. Both ignore what is named.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+grandchild = subprocess.Popen(sleep, start_new_session=True)
+print(os.getpid(), grandchild.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def guarded(*command: str, grace_s: float = 0.0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(GUARD), str(grace_s), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_stubborn(*ignored: str, grace_s: float = 0.0) -> tuple[subprocess.Popen[str], list[int]]:
+    guard = guarded(sys.executable, "-c", STUBBORN, *ignored, grace_s=grace_s)
+    assert guard.stdout is not None
+    return guard, [int(process) for process in guard.stdout.readline().split()]
+
+
+def finish(guard: subprocess.Popen[str]) -> int:
+    """Its exit status; end of file on its output means that every process that had it is gone."""
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    with guard.stdin, guard.stdout:
+        guard.stdin.close()
+        assert guard.stdout.read() == ""
+        return guard.wait()
+
+
+def is_running(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+@pytest.mark.parametrize("ignored", [(), ("SIGTERM",)], ids=["docile", "deaf to SIGTERM"])
+def test_end_of_file_ends_the_command_and_its_grandchild(ignored: tuple[str, ...]) -> None:
+    guard, processes = start_stubborn(*ignored)
+    assert len([each for each in processes if is_running(each)]) == 2
+    assert finish(guard) == 128 + (signal.SIGKILL if ignored else signal.SIGTERM)
+    assert not any(map(is_running, processes))
+
+
+def test_sigterm_ends_all_as_well() -> None:
+    guard, processes = start_stubborn()
+    guard.send_signal(signal.SIGTERM)
+    assert guard.wait() == 128 + signal.SIGTERM
+    assert not any(map(is_running, processes))
+    finish(guard)
+
+
+def test_all_ends_when_the_starter_is_killed() -> None:
+    """The starter has no last words: the kernel closes its end of the pipe."""
+    program = (
+        "import subprocess, sys, time; "
+        "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); time.sleep(600)"
+    )
+    command = [sys.executable, str(GUARD), "0", sys.executable, "-c", STUBBORN]
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program, *command], stdout=subprocess.PIPE, text=True
+    )
+    with starter:
+        assert starter.stdout is not None
+        processes = [int(process) for process in starter.stdout.readline().split()]
+        starter.kill()
+        assert starter.stdout.read() == ""  # end of file: the last of them is gone
+    assert not any(map(is_running, processes))
+
+
+def test_the_command_goes_too_when_the_guard_itself_is_killed() -> None:
+    guard = guarded(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
+    assert guard.stdout is not None
+    assert guard.stdout.readline() == "up\n"
+    guard.kill()
+    assert finish(guard) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_it_passes_on_the_status_of_a_command_that_ends_by_itself(status: int) -> None:
+    assert finish_alone(guarded(sys.executable, "-c", f"raise SystemExit({status})")) == status
+
+
+def finish_alone(guard: subprocess.Popen[str]) -> int:
+    """Its exit status without telling it to end."""
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    with guard.stdin, guard.stdout:
+        return guard.wait()
+
+
+def test_a_command_that_is_given_time_ends_in_order() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    guard = guarded(sys.executable, "-c", program, grace_s=60)
+    assert guard.stdout is not None
+    assert guard.stdout.readline() == "up\n"
+    assert finish(guard) == 7

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which facts separate two engines, on vLLM's own configuration objects."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from ecshare.facts import encoder_namespace, encoder_widths
+from kvshare.facts import kv_namespace
+
+
+def configure(model: Path, **changes: Any) -> VllmConfig:
+    arguments: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, **changes}
+    return EngineArgs(model=str(model), **arguments).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def base(vlm: Path) -> VllmConfig:
+    return configure(vlm)
+
+
+def encoder(config: VllmConfig, epoch: str = "") -> str:
+    return encoder_namespace(config, epoch).digest
+
+
+def kv(config: VllmConfig, epoch: str = "") -> str:
+    return kv_namespace(config, epoch).digest
+
+
+both = pytest.mark.parametrize("namespace", [encoder, kv])
+Digest = Callable[..., str]
+
+
+@both
+def test_equal_engines_share(vlm: Path, base: VllmConfig, namespace: Digest) -> None:
+    assert namespace(configure(vlm)) == namespace(base)
+
+
+def test_embeddings_and_kv_never_share(base: VllmConfig) -> None:
+    assert encoder(base) != kv(base)
+
+
+@both
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"mm_processor_kwargs": {"max_pixels": 50_000}},
+        {"media_io_kwargs": {"video": {"num_frames": 3}}},
+        {"hf_overrides": {"rope_theta": 5.0}},
+        {"video_pruning_rate": 0.5},
+    ],
+)
+def test_what_changes_bytes_separates(
+    vlm: Path, base: VllmConfig, namespace: Digest, changes: dict[str, Any]
+) -> None:
+    assert namespace(configure(vlm, **changes)) != namespace(base)
+
+
+@both
+def test_the_epoch_separates(base: VllmConfig, namespace: Digest) -> None:
+    assert namespace(base, "after-the-update") != namespace(base)
+
+
+@both
+def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> None:
+    config = configure(vlm, video_pruning_rate=0.5)
+    before = namespace(config)
+    config.model_config.multimodal_config.video_pruning_method = "another"  # type: ignore
+    assert namespace(config) != before
+
+
+@both
+def test_where_weights_lie_counts_where_they_cannot_be_read(
+    vlm: Path, tmp_path: Path, namespace: Digest
+) -> None:
+    shutil.copytree(vlm, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = configure(tmp_path / "model")
+    nowhere = namespace(config)
+    config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://bucket/one"}
+    one = namespace(config)
+    config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://bucket/two"}
+    assert len({nowhere, one, namespace(config)}) == 3
+    config.model_config.model_weights = "s3://bucket/three"
+    assert namespace(config) not in (nowhere, one)
+
+
+@both
+def test_the_device_on_which_media_are_prepared_does_not_count(
+    vlm: Path, base: VllmConfig, namespace: Digest
+) -> None:
+    """vLLM sets these itself, of encode engines alone."""
+    config = configure(vlm)
+    multimodal = config.model_config.multimodal_config
+    assert multimodal is not None
+    multimodal.mm_processor_kwargs = {"device": "cuda"}
+    multimodal.media_io_kwargs = {"video": {"device": "cuda", "backend": "torchcodec"}}
+    assert namespace(config) == namespace(base)
+    multimodal.media_io_kwargs = {"video": {"backend": "another"}}
+    assert namespace(config) != namespace(base)
+
+
+@both
+def test_scales_of_an_encoder_of_8_bits_count_by_content(
+    vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
+) -> None:
+    config = configure(vlm)
+    found = [namespace(base)]
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(content)
+        path = str(tmp_path / name)
+        config.model_config.multimodal_config.mm_encoder_fp8_scale_path = path  # type: ignore
+        found.append(namespace(config))
+    assert found[1] == found[2]
+    assert len({*found}) == 3
+
+
+@both
+def test_another_configuration_file_separates(
+    vlm: Path, base: VllmConfig, tmp_path: Path, namespace: Digest
+) -> None:
+    shutil.copy(vlm / "config.json", tmp_path)
+    assert namespace(configure(vlm, hf_config_path=str(tmp_path))) != namespace(base)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_kv_of_the_other_factors_of_longrope_is_apart(vlm: Path, is_nested: bool) -> None:
+    def digest(max_model_len: int) -> str:
+        config = configure(vlm, max_model_len=max_model_len)
+        factors = {"short_factor": [1.0], "long_factor": [2.0]}
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 1000, **factors}
+        config.model_config.hf_text_config.rope_parameters = {"full": rope} if is_nested else rope
+        return kv(config)
+
+    assert digest(500) == digest(1000) != digest(1001) == digest(2000)
+
+
+def test_the_longest_context_separates_nothing_else(vlm: Path, base: VllmConfig) -> None:
+    assert kv(configure(vlm, max_model_len=500)) == kv(base)
+
+
+@pytest.mark.parametrize("said", [None, True])
+def test_kv_of_llama_4_depends_on_how_long_contexts_may_be(
+    vlm: Path, monkeypatch: pytest.MonkeyPatch, said: bool | None
+) -> None:
+    def digest(max_model_len: int) -> str:
+        model = config.model_config
+        model.max_model_len = max_model_len
+        return kv(config)
+
+    config = configure(vlm)
+    monkeypatch.setattr(ModelConfig, "architectures", ["Llama4ForConditionalGeneration"])
+    if said is not None:
+        config.model_config.override_generation_config = {"attn_temperature_tuning": said}
+    assert (digest(32768) == digest(40000)) == (said is not None)
+
+
+def test_a_model_that_guesses_ahead_is_part_of_kv(vlm: Path, other_vlm: Path) -> None:
+    """Its KV lies in the same blocks. What guesses without a model is none."""
+
+    def digest(**guesses: Any) -> str:
+        return kv(configure(vlm, speculative_config={"num_speculative_tokens": 2, **guesses}))
+
+    plain = kv(configure(vlm))
+    assert digest(method="ngram", prompt_lookup_max=3) == plain
+    config = configure(vlm)
+    draft = SimpleNamespace(model=str(other_vlm), revision=None, seed=0)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft)  # type: ignore
+    assert kv(config) != plain
+
+
+def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
+    other = configure(vlm, block_size=32)
+    assert kv(other) != kv(base)
+    assert encoder(other) == encoder(base)
+
+
+@both
+def test_other_weights_under_the_same_name_separate(
+    vlm: Path, other_vlm: Path, tmp_path: Path, namespace: Digest
+) -> None:
+    digests = set()
+    for number, weights in enumerate((vlm, other_vlm)):
+        # The same text for --model on two hosts with other files; here, one after the other.
+        path = tmp_path / "model"
+        path.symlink_to(weights)
+        config = configure(path)
+        config.load_config.download_dir = str(number)  # past the fingerprint that is remembered
+        digests.add(namespace(config))
+        path.unlink()
+    assert len(digests) == 2
+
+
+def test_files_that_cannot_be_found_leave_the_name_and_say_so(
+    vlm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(vlm, tmp_path / "model")
+    config = configure(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        digest = encoder(config)
+    assert "epoch" in caplog.text
+    assert encoder(config, "other") != digest
+
+
+def widths(hf_config: SimpleNamespace, **multimodal: Any) -> frozenset[int]:
+    """Return the widths for a model whose text has width 32; `multimodal`: the engine's options."""
+    model = SimpleNamespace(
+        get_inputs_embeds_size=lambda: 32,
+        hf_config=hf_config,
+        multimodal_config=SimpleNamespace(**multimodal),
+    )
+    return encoder_widths(SimpleNamespace(model_config=model))
+
+
+DEEPSTACK = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+PLAIN = SimpleNamespace()
+
+
+def test_a_plain_encoder_gives_the_text_width_alone(base: VllmConfig) -> None:
+    assert encoder_widths(base) == {base.model_config.get_hidden_size()}
+    assert widths(SimpleNamespace(vision_config=PLAIN)) == {32}
+
+
+def test_a_deepstack_encoder_is_wider() -> None:
+    assert widths(SimpleNamespace(vision_config=DEEPSTACK)) == {4 * 32}
+    assert widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.0) == {4 * 32}
+
+
+def test_sound_beside_a_deepstack_encoder_has_the_text_width() -> None:
+    """Qwen3-Omni, whose towers belong to its thinker."""
+    thinker = SimpleNamespace(vision_config=DEEPSTACK, audio_config=PLAIN)
+    assert widths(SimpleNamespace(thinker_config=thinker)) == {32, 4 * 32}
+
+
+def test_video_pruning_appends_positions() -> None:
+    """Qwen2.5-VL four columns, Qwen3-VL five, both to images too; other models none."""
+    pruned = widths(SimpleNamespace(vision_config=DEEPSTACK), video_pruning_rate=0.5)
+    assert pruned == {128, 128 + 4, 128 + 5}
+    assert widths(SimpleNamespace(vision_config=PLAIN), video_pruning_rate=0.5) == {32, 36, 37}
+
+
+def test_granite_4_vision_packs_every_level() -> None:
+    """The language model's embedding is none of them."""
+    granite = SimpleNamespace(
+        vision_config=PLAIN,
+        deepstack_layer_map=[[-19, 9], [-13, 6]],
+        spatial_target_layers=[12, 15, 18],
+    )
+    assert widths(granite) == {5 * 32}
+
+
+@pytest.mark.parametrize(
+    ("audio", "injected", "levels"),
+    [
+        (SimpleNamespace(deepstack_encoder_layer_indexes=[8, 16, 24, 30]), None, 4),
+        ({"deepstack_encoder_layer_indexes": [8, 16, 24, 30]}, 2, 2),
+        ({"deepstack_encoder_layer_indexes": []}, None, 0),
+        ({}, 9, 3),
+    ],
+)
+def test_moss_audio_packs_the_levels_that_it_injects(
+    audio: Any, injected: int | None, levels: int
+) -> None:
+    moss = SimpleNamespace(
+        model_type="moss_audio", audio_config=audio, deepstack_num_inject_layers=injected
+    )
+    assert widths(moss) == {32, (1 + levels) * 32}
