@@ -14,7 +14,7 @@ from benchmarks.kv_halves import BLOCK_TOKENS, prompt_of
 from benchmarks.measure import Readings, wait_until
 from benchmarks.places import Place
 from benchmarks.report import Table
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
@@ -100,7 +100,7 @@ def _store(place: Place, chunks: Sequence[Chunk]) -> None:
         engine = TransferEngine(config, OPTIONS_PATH)
         staging = Staging(torch.device("cpu"), 1 << 30)
         for chunk in chunks:
-            slab = staging.reserve(TensorFacts("U8", (1,), {}))
+            slab = staging.reserve(TensorSpec("U8", (1,), {}))
             assert slab is not None
             engine.submit(Put(object_key(Kind.KV, NAMESPACE, bytes(chunk.key), PART), slab))
         engine.drain(_GIVE_UP_S)

@@ -18,7 +18,7 @@ from benchmarks.measure import Readings, cpu_s, noise
 from benchmarks.raw import RawClient, RawFiles, RawObstore, RawS3fs
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
-from ecshare.store.fsspec_store import open_remote
+from ecshare.store.fsspec_store import open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import Memory, ObjectStore
 from ecshare.store.open import open_store
@@ -154,7 +154,7 @@ def clients(place: places.Place, num_bytes: int) -> list[RawClient]:
         RawObstore(place),
         OurStore(OBSTORE, open_store(config, "options")),
         RawS3fs(place),
-        OurStore(S3FS, open_remote(config, "options")),
+        OurStore(S3FS, open_fsspec(config, "options")),
     ]
 
 

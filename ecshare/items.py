@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.model_facts import Namespace
-from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
     Backfill,
@@ -72,7 +72,7 @@ class Embeddings(Struct, frozen=True):
         """
         return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
 
-    def fits(self, facts: TensorFacts, num_embeds: int) -> bool:
+    def fits(self, facts: TensorSpec, num_embeds: int) -> bool:
         """Whether a stored tensor can stand in for one with `num_embeds` rows."""
         is_of_shape = facts.shape in {(num_embeds, width) for width in self.widths}
         return is_of_shape and facts.dtype in self.dtypes
@@ -110,7 +110,7 @@ class Item:
     metadata: dict[str, Any] = field(default_factory=dict)
     waiters: dict[str, float] = field(default_factory=dict)
     """The requests that need it, and since when: monotonic seconds."""
-    sought_for: set[str] = field(default_factory=set)
+    retried_for: set[str] = field(default_factory=set)
     """Those of them for which it was sought once more."""
 
 
@@ -185,7 +185,7 @@ class Items:
         stored, item.stored = item.stored, None
         return stored
 
-    def seek_for(self, item: Item, request_id: str) -> bool:
+    def retry_for(self, item: Item, request_id: str) -> bool:
         """Whether a request that cannot do without an absent item shall wait for it still.
 
         Others, which can encode it, have not waited for whoever stores it.
@@ -194,8 +194,8 @@ class Items:
         left_s = joined_s + self._wait_s - time.monotonic()
         if joined_s <= item.asked_s or left_s <= 0 or not item.key or not self._role.is_consumer:
             return False
-        if item.job is None and request_id not in item.sought_for:
-            item.sought_for.add(request_id)
+        if item.job is None and request_id not in item.retried_for:
+            item.retried_for.add(request_id)
             item.is_announced = True
             self._fetch(item, left_s)
         return item.job is not None

@@ -46,7 +46,7 @@ _UNPIN_UNREPORTED_S = 60.0
 _UNPIN_LOADED_S = 5.0
 _MAX_UNREPORTED_LOADS = 10_000
 # vLLM's encoder cache has room for no more items than this, by far.
-_MAX_HOLLOW = 10_000
+_MAX_PHANTOMS = 10_000
 _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
@@ -111,8 +111,8 @@ class EncoderScheduler:
         # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
         # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
         # them, only by allocating them anew.
-        self._hollow: OrderedDict[str, None] = OrderedDict()
-        self._unkept: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
+        self._phantoms: OrderedDict[str, None] = OrderedDict()
+        self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         self._lost: set[str] = set()
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
         self._unpinning: list[tuple[float, int, StoredObject]] = []
@@ -145,7 +145,7 @@ class EncoderScheduler:
         """Item `index` has a place in the encoder cache: load it, or count the encode."""
         identifier = request.mm_features[index].identifier
         item = self._items.get(identifier)
-        self._hollow.pop(identifier, None)
+        self._phantoms.pop(identifier, None)
         if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
             self._loading[item.key] = None
@@ -154,9 +154,9 @@ class EncoderScheduler:
             self._stats.add("items/loaded")
             self._stats.add("encodes_avoided")
         elif item is not None and item.phase is Phase.STORED:
-            self._hollow[identifier] = None
-            if len(self._hollow) > _MAX_HOLLOW:
-                self._hollow.popitem(last=False)
+            self._phantoms[identifier] = None
+            if len(self._phantoms) > _MAX_PHANTOMS:
+                self._phantoms.popitem(last=False)
             self._stats.add("items/stored")
             self._stats.add("encodes_avoided")
         else:
@@ -179,7 +179,7 @@ class EncoderScheduler:
         """
         self._lost.discard(request.request_id)
         self._release(request.request_id, set())
-        unkept = self._unkept.pop(request.request_id, ())
+        unkept = self._unannounced.pop(request.request_id, ())
         if not self._role.is_producer or not request.mm_features or self._is_idle:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
@@ -248,7 +248,7 @@ class EncoderScheduler:
         if item.phase is Phase.ASKED:
             return False
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
-        if is_lost and self._items.seek_for(item, request.request_id):
+        if is_lost and self._items.retry_for(item, request.request_id):
             self._items.flush()
             return False
         # One identifier for two different contents: loading would hand this request rows that do
@@ -310,10 +310,10 @@ class EncoderScheduler:
         for identifier in wanted - needed:
             item = self._items.get(identifier)
             assert item is not None  # it lives as long as a request wants it
-            if item.phase is Phase.ABSENT and identifier in self._hollow:
-                self._unkept.setdefault(request_id, set()).add(identifier)
+            if item.phase is Phase.ABSENT and identifier in self._phantoms:
+                self._unannounced.setdefault(request_id, set()).add(identifier)
             item.waiters.pop(request_id, None)
-            item.sought_for.discard(request_id)
+            item.retried_for.discard(request_id)
             if item.waiters:
                 continue
             stored = self._items.drop(item)

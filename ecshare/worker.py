@@ -18,7 +18,7 @@ from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.plugin.ledger import open_ledger
 from ecshare.plugin.ranks import Rank
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, Run, StoredObject
@@ -162,7 +162,7 @@ class EncoderWorker:
         except ValueError as exc:
             logger.warning("embedding not stored: %s", exc)
             return None
-        facts = TensorFacts(dtype, tuple(tensor.shape), order.attributes)
+        facts = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
         slab = self._staging.reserve(facts)
         if slab is None and self._waits_for_room:
             self._count(self._engine.drain(self._timeout_s))

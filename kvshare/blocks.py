@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.transfer.staging import dtype_name
 from kvshare.layers import LayerSet
 
@@ -75,7 +75,7 @@ class BlockCaches:
         self.erases = erase is None or _can_erase(erase, first)
         """Whether what follows the last token of a block can be zeroed."""
 
-    def facts(self, num_blocks: int, num_tokens: int, name: str) -> TensorFacts:
+    def facts(self, num_blocks: int, num_tokens: int, name: str) -> TensorSpec:
         """Return what the object of a chunk of `num_blocks` says of itself; `num_tokens` count.
 
         `name`: the chunk's; an object that was moved to another key is told by it.
@@ -88,7 +88,7 @@ class BlockCaches:
         }
         num_stored = num_blocks * self._block_tokens
         shape = (self._num_heads, len(self._layers), num_stored, self._content)
-        return TensorFacts(self.dtype, shape, attributes, by_row=self._by_row)
+        return TensorSpec(self.dtype, shape, attributes, by_row=self._by_row)
 
     def read(self, block_ids: BlockIds, num_tokens: int, out: Tensor) -> None:
         """Copy blocks to `out` [head, layer, token, content], on the cache's device.

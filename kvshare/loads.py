@@ -12,7 +12,7 @@ from time import monotonic
 
 import torch
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, facts_of_rows
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, facts_of_rows
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
 from ecshare.transfer.staging import Inflow, as_tensor
@@ -98,7 +98,7 @@ class _Load:
 class _Wanted:
     """One object, and the pieces of loads that wait for it: it is fetched once."""
 
-    facts: TensorFacts
+    facts: TensorSpec
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
     num_served: int = 0
     """How many of them it was copied to, if they still wanted it. Later ones came too late."""
@@ -272,7 +272,7 @@ class Loads:
                 queue.popleft()
                 self._engine.submit(wanted.job)
 
-    def _fits(self, stored: StoredObject, facts: TensorFacts) -> bool:
+    def _fits(self, stored: StoredObject, facts: TensorSpec) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""
         if stored.facts == facts:
             return True

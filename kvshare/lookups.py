@@ -15,14 +15,14 @@ from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Inquiry, Lookup, Outcome, Questions, Tier
+from ecshare.transfer.jobs import Done, Lookup, LookupRounds, MultiLookup, Outcome, Tier
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
 from kvshare.messages import announced_size, announced_tokens
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens
-from kvshare.recent_keys import TrustedKeys
+from kvshare.recent_keys import RecentKeys
 from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
 from kvshare.tp_sizes import StoredSizes
 
@@ -93,7 +93,7 @@ class Lookups:
         self._engine = engine
         self._stats = stats
         self._clock_s = clock_s
-        self.stored = TrustedKeys[ChunkKey](clock_s)
+        self.stored = RecentKeys[ChunkKey](clock_s)
         """What need not be saved; who saves adds to it."""
         self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
         self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)
@@ -156,7 +156,7 @@ class Lookups:
     def poll(self) -> None:
         """Take what has been answered."""
         for done in self._engine.poll():
-            if isinstance(done.job, Inquiry):
+            if isinstance(done.job, MultiLookup):
                 for search in self._asking.pop(done.job.questions, ()):
                     self._answer(search, done)
             elif isinstance(done.job, Lookup):
@@ -170,7 +170,7 @@ class Lookups:
         waiting = self._asking.setdefault(asked, [])
         waiting.append(search)
         if len(waiting) == 1:
-            self._engine.submit(Inquiry(asked, timeout_s))
+            self._engine.submit(MultiLookup(asked, timeout_s))
 
     def _answer(self, search: Search, done: Done) -> None:
         search.is_asking = False
@@ -227,7 +227,7 @@ class _Asked:
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    def __call__(self) -> Questions:
+    def __call__(self) -> LookupRounds:
         most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._sizes))
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
         sizes: dict[ChunkKey, int] = {}

@@ -15,7 +15,7 @@ _MAX_CHUNKS = 100_000
 K = TypeVar("K", bound=Hashable)
 
 
-class TrustedKeys(Generic[K]):
+class RecentKeys(Generic[K]):
     """Names of what was seen in the store lately; holds a bounded number, the latest ones.
 
     What was ordered to be saved counts, until it is known to have failed. Ownership: one thread.

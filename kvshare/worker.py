@@ -26,7 +26,7 @@ from kvshare.layers import LayerSet, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.prefix import ChunkKey
-from kvshare.recent_keys import TrustedKeys
+from kvshare.recent_keys import RecentKeys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,7 +99,7 @@ class KVWorker:
         self._tells_idle = False
         self._duties = duties
         self._num_saved: Counter[ChunkKey] = Counter()
-        self._in_store = TrustedKeys[str](monotonic)
+        self._in_store = RecentKeys[str](monotonic)
 
     @classmethod
     def start(

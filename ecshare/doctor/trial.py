@@ -13,7 +13,7 @@ from ecshare.doctor.endpoint import oddity
 from ecshare.doctor.findings import Finding, Level, printable, words
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
-from ecshare.store.fsspec_store import RemoteObjects
+from ecshare.store.fsspec_store import FsspecStore
 from ecshare.store.objects import Memory, ObjectStore, probe
 from ecshare.store.secrets import masked_url
 
@@ -46,7 +46,7 @@ async def try_out(
     Raises StoreError: it fails later than at first.
     """
     try:
-        if isinstance(store, RemoteObjects) and not await store.has_root():
+        if isinstance(store, FsspecStore) and not await store.has_root():
             yield missing_folder(config.url)  # on a server of files, where a put would make it
             return
         # As an engine does at start. A listing tells a bucket that is missing from an empty one.

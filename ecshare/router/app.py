@@ -22,7 +22,7 @@ from ecshare.router import plan
 from ecshare.router.bodies import read_body
 from ecshare.router.chat import Chat, Media, Request, is_inline, read_chat
 from ecshare.router.clients import Clients
-from ecshare.router.concurrent import together
+from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.errors import ApiError, EngineError, RefusalError
@@ -30,14 +30,14 @@ from ecshare.router.health import Patience
 from ecshare.router.memory import Memory, Share
 from ecshare.router.middleware import (
     TRIP,
-    Trip,
+    RequestContext,
     end_stream,
     envelope,
     json_response,
     unavailable,
     verbatim,
 )
-from ecshare.router.models import Served
+from ecshare.router.models import ServedModels
 from ecshare.router.race import first_good
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.workers import Stage, Worker, Workers
@@ -80,7 +80,7 @@ class Router:
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
         self._memory = Memory(config.max_in_flight_bytes)
-        self._served = Served(self._served_models, clock_s)
+        self._served = ServedModels(self._served_models, clock_s)
         self._clients = Clients(self._ask_about_client, clock_s)
         self._asking_all: asyncio.Task[list[tuple[Stage, Worker, bool]]] | None = None
 
@@ -102,18 +102,18 @@ class Router:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """Answer a chat completion, streamed or not, within the overall deadline."""
-        trip = http[TRIP]
+        context = http[TRIP]
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 with self._memory.share() as share:
-                    return await self._answer(http, trip, share)
+                    return await self._answer(http, context, share)
         except TimeoutError as exc:
             late = ApiError(504, "The request took too long.", code="timeout")
-            if trip.answer is None:
+            if context.answer is None:
                 raise late from exc
-            return await end_stream(trip.answer, late)
+            return await end_stream(context.answer, late)
         finally:
-            trip.bulk.clear()  # the connection keeps its last request while it is idle
+            context.bulk.clear()  # the connection keeps its last request while it is idle
 
     async def models(self, http: web.Request) -> web.Response:
         """Pass on the model list of D, or of P when no D can be reached."""
@@ -157,7 +157,7 @@ class Router:
     async def _ask_all(self) -> list[tuple[Stage, Worker, bool]]:
         workers = [(stage, each) for stage, group in self._stages.items() for each in group]
         try:
-            answers = await together([self._is_healthy(each) for _, each in workers])
+            answers = await gather_all([self._is_healthy(each) for _, each in workers])
         finally:
             self._asking_all = None
         return [(*worker, healthy) for worker, healthy in zip(workers, answers, strict=True)]
@@ -166,47 +166,51 @@ class Router:
         # Of one that hangs it is known, and to ask it would take long.
         return not worker.is_hung and await self.relay.is_healthy(worker)
 
-    async def _answer(self, http: web.Request, trip: Trip, share: Share) -> web.StreamResponse:
-        body = await read_body(http, self._config, share, trip.bulk)
+    async def _answer(
+        self, http: web.Request, context: RequestContext, share: Share
+    ) -> web.StreamResponse:
+        body = await read_body(http, self._config, share, context.bulk)
         chat = read_chat(body, self._config.max_items)
         del body  # what is decoded takes several times as much
-        await self._check_model(chat, trip)
+        await self._check_model(chat, context)
         if not all(is_inline(item.source) for item in chat.items):
-            await self._clients.check(trip.headers)
-        media = await self.relay.load_media(chat.items, trip.bulk, share)
+            await self._clients.check(context.headers)
+        media = await self.relay.load_media(chat.items, context.bulk, share)
         plain = plan.plain_request(chat, media)
         try:
-            request = await self._encoded(chat, media, plain, trip)
+            request = await self._encoded(chat, media, plain, context)
             if self._stages[Stage.PREFILL]:
-                answer = await self._prefill(http, request, trip)
+                answer = await self._prefill(http, request, context)
                 if isinstance(answer, web.StreamResponse):
                     return answer
                 request = answer
             if request is not plain:
                 return await self._decode(http, request)
         except EngineError as failure:
-            if trip.answer is not None:
+            if context.answer is not None:
                 raise
-            logger.warning("request %s falls back to decode alone: %s", trip.request_id, failure)
+            logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
             self._num_fallbacks += 1
-            trip.path.clear()
-        return await self._decode_alone(http, plain, trip)
+            context.path.clear()
+        return await self._decode_alone(http, plain, context)
 
-    async def _encoded(self, chat: Chat, media: list[Media], plain: Request, trip: Trip) -> Request:
+    async def _encoded(
+        self, chat: Chat, media: list[Media], plain: Request, context: RequestContext
+    ) -> Request:
         """Return what P is to be sent: without the media that E has encoded."""
         if not chat.items or not self._stages[Stage.ENCODE]:
             return plain
-        with trip.through(Stage.ENCODE):
-            reports = await self._encode(plan.encode_requests(chat, media), trip)
+        with context.through(Stage.ENCODE):
+            reports = await self._encode(plan.encode_requests(chat, media), context)
         return plan.lean_request(chat, media, reports)
 
     async def _encode(
-        self, requests: Mapping[str, Request], trip: Trip
+        self, requests: Mapping[str, Request], context: RequestContext
     ) -> dict[str, plan.Metadata | None]:
         """Have all items encoded at once; returns what is known of each, by uuid."""
-        answers = await together(
+        answers = await gather_all(
             [
-                self.relay.ask(Stage.ENCODE, CHAT, trip.payload(request), trip.headers)
+                self.relay.ask(Stage.ENCODE, CHAT, context.payload(request), context.headers)
                 for request in requests.values()
             ]
         )
@@ -214,7 +218,7 @@ class Router:
         return dict(zip(requests, reports, strict=True))
 
     async def _prefill(
-        self, http: web.Request, request: Request, trip: Trip
+        self, http: web.Request, request: Request, context: RequestContext
     ) -> web.StreamResponse | Request:
         """Have P prefill; return what D is to be sent, or D's answer if it was asked meanwhile.
 
@@ -224,16 +228,16 @@ class Router:
         worker = self._stages[Stage.PREFILL].choose()
         is_streamed = self._config.hand_over == "streamed"
         if is_streamed and worker is not None and worker.streams and not worker.in_flight:
-            return await self._side_by_side(http, worker, request, trip)
-        return plan.decode_request(request, await self._handed_over(worker, request, trip))
+            return await self._side_by_side(http, worker, request, context)
+        return plan.decode_request(request, await self._handed_over(worker, request, context))
 
     async def _handed_over(
-        self, worker: Worker | None, request: Request, trip: Trip
+        self, worker: Worker | None, request: Request, context: RequestContext
     ) -> Request | None:
         """Return what P hands over to D; no `worker`: any one that is up."""
-        with trip.through(Stage.PREFILL):
-            payload = trip.payload(plan.prefill_request(request))
-            answer = await self.relay.ask(worker or Stage.PREFILL, CHAT, payload, trip.headers)
+        with context.through(Stage.PREFILL):
+            payload = context.payload(plan.prefill_request(request))
+            answer = await self.relay.ask(worker or Stage.PREFILL, CHAT, payload, context.headers)
         hand_over = plan.reported_hand_over(answer)
         if worker is not None:
             streams = plan.is_streamed(hand_over)
@@ -241,7 +245,7 @@ class Router:
         return hand_over
 
     async def _side_by_side(
-        self, http: web.Request, worker: Worker, request: Request, trip: Trip
+        self, http: web.Request, worker: Worker, request: Request, context: RequestContext
     ) -> web.StreamResponse | Request:
         """Return D's answer, which loads while P computes.
 
@@ -249,13 +253,13 @@ class Router:
         cancelled: raises what P has raised, or returns what D is to be sent instead.
         """
         streamed = plan.decode_request(request, plan.STREAMED)
-        prefilling = asyncio.create_task(self._handed_over(worker, request, trip))
+        prefilling = asyncio.create_task(self._handed_over(worker, request, context))
         answering = asyncio.create_task(self._decode(http, streamed, beside=Stage.PREFILL))
         try:
             with self._stages[Stage.PREFILL].lease(worker):
                 await asyncio.sleep(0)  # until the call has begun: nobody else shall find it free
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and trip.answer is None:
+            if not answering.done() and context.answer is None:
                 hand_over = prefilling.result()
                 if not plan.is_streamed(hand_over):
                     return plan.decode_request(request, hand_over)
@@ -266,7 +270,7 @@ class Router:
             await asyncio.gather(prefilling, answering, return_exceptions=True)
 
     async def _decode_alone(
-        self, http: web.Request, plain: Request, trip: Trip
+        self, http: web.Request, plain: Request, context: RequestContext
     ) -> web.StreamResponse:
         """Ask one D after the other, each once; the last one's answer counts whatever it is."""
         decoders = self._stages[Stage.DECODE]
@@ -285,7 +289,7 @@ class Router:
                 worker = another()
                 if worker is None:
                     raise
-                logger.warning("request %s tries another decode: %s", trip.request_id, failure)
+                logger.warning("request %s tries another decode: %s", context.request_id, failure)
         raise EngineError(Stage.DECODE, "there is none", reached=False)
 
     async def _decode(
@@ -301,18 +305,18 @@ class Router:
 
         `beside`: a stage that is at work for this answer meanwhile.
         """
-        trip, began_s = http[TRIP], time.monotonic()
+        context, began_s = http[TRIP], time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, beside)
         patience = Patience(first_byte_s=first_byte_s, is_last=is_last)
-        payload = trip.payload(request)
-        async with self.relay.call(to, CHAT, payload, trip.headers, patience) as reply:
+        payload = context.payload(request)
+        async with self.relay.call(to, CHAT, payload, context.headers, patience) as reply:
             if reply.failed and not is_last():
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
-                return await self._stream(http, reply, trip, beside)
+                return await self._stream(http, reply, context, beside)
             body = await reply.read()
-        self._passed(trip, beside)
-        trip.seconds[Stage.DECODE] = time.monotonic() - began_s
+        self._passed(context, beside)
+        context.seconds[Stage.DECODE] = time.monotonic() - began_s
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)
 
     def _first_byte_limit_s(self, request: Request, beside: Stage | None) -> float:
@@ -322,7 +326,7 @@ class Router:
         return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
-        self, http: web.Request, reply: Reply, trip: Trip, beside: Stage | None
+        self, http: web.Request, reply: Reply, context: RequestContext, beside: Stage | None
     ) -> web.StreamResponse:
         """Copy D's events to the client, byte for byte.
 
@@ -330,33 +334,33 @@ class Router:
         """
         chunks = reply.chunks()
         first = await anext(chunks, b"")
-        self._passed(trip, beside)
+        self._passed(context, beside)
         headers = {
             "Content-Type": reply.content_type,
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
-        trip.answer = web.StreamResponse(headers=headers | trip.response_headers())
-        await trip.answer.prepare(http)
+        context.answer = web.StreamResponse(headers=headers | context.response_headers())
+        await context.answer.prepare(http)
         try:
-            await trip.answer.write(first)
+            await context.answer.write(first)
             async for chunk in chunks:
-                await trip.answer.write(chunk)
+                await context.answer.write(chunk)
         except EngineError as failure:
-            logger.warning("request %s: %s", trip.request_id, failure)
-            return await end_stream(trip.answer, unavailable(failure, self._config))
-        await trip.answer.write_eof()
-        return trip.answer
+            logger.warning("request %s: %s", context.request_id, failure)
+            return await end_stream(context.answer, unavailable(failure, self._config))
+        await context.answer.write_eof()
+        return context.answer
 
-    def _passed(self, trip: Trip, beside: Stage | None) -> None:
+    def _passed(self, context: RequestContext, beside: Stage | None) -> None:
         if beside is not None:
-            trip.passed(beside)
-        trip.passed(Stage.DECODE)
-        self._paths[",".join(trip.path)] += 1
+            context.passed(beside)
+        context.passed(Stage.DECODE)
+        self._paths[",".join(context.path)] += 1
 
-    async def _check_model(self, chat: Chat, trip: Trip) -> None:
+    async def _check_model(self, chat: Chat, context: RequestContext) -> None:
         """Refuse a model that D does not serve. When D cannot say, the stages will."""
-        if chat.model is not None and await self._served.lacks(chat.model, trip.headers):
+        if chat.model is not None and await self._served.lacks(chat.model, context.headers):
             message = f"The model `{chat.model}` does not exist."
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results, in order. The first failure ends the others, and is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -41,7 +41,7 @@ class Wait:
 
     def __init__(
         self,
-        ward: "_Ward",
+        ward: "_Watched",
         limit_s: float,
         is_last: Callable[[], bool],
         timeout: asyncio.Timeout,
@@ -79,7 +79,7 @@ class Wait:
 
 
 @dataclass(eq=False)
-class _Ward:
+class _Watched:
     """What is known of one engine."""
 
     worker: Worker
@@ -109,7 +109,7 @@ class _Ward:
         return bool(self.waits) or self.was_left or self.worker.is_hung
 
 
-class Watch:
+class HealthWatch:
     """Over all engines of a router. Belongs to the event loop's thread."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Watch:
         """`is_healthy` asks an engine's /health; it takes a few seconds at most."""
         self._is_healthy = is_healthy
         self._every_s = min(_ASK_EVERY_S, shortest_limit_s)
-        self._wards: dict[Worker, _Ward] = {}
+        self._wards: dict[Worker, _Watched] = {}
 
     @asynccontextmanager
     async def waiting(
@@ -130,7 +130,7 @@ class Watch:
         Raises SilentError where the engine hangs, or lets this request wait for too long, before
         `heard` is called on what is yielded.
         """
-        ward = self._wards.setdefault(worker, _Ward(worker, workers))
+        ward = self._wards.setdefault(worker, _Watched(worker, workers))
         try:
             async with asyncio.timeout(None) as timeout:
                 wait = Wait(ward, limit_s, is_last, timeout)
@@ -142,7 +142,7 @@ class Watch:
             raise SilentError("does not begin to answer") from exc
 
     @contextmanager
-    def _watched(self, ward: _Ward, wait: Wait) -> Iterator[None]:
+    def _watched(self, ward: _Watched, wait: Wait) -> Iterator[None]:
         ward.waits.add(wait)
         if ward.watching is None:
             ward.watching = asyncio.create_task(self._watch(ward))
@@ -162,7 +162,7 @@ class Watch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, ward: _Ward) -> None:
+    async def _watch(self, ward: _Watched) -> None:
         try:
             while ward.is_of_interest:
                 num_heard = ward.num_heard
@@ -174,7 +174,7 @@ class Watch:
         finally:
             ward.watching = None
 
-    async def _ask(self, ward: _Ward) -> None:
+    async def _ask(self, ward: _Watched) -> None:
         """Ask for the health of an engine that has said nothing for a while."""
         worker, num_heard = ward.worker, ward.num_heard
         is_healthy = await self._is_healthy(worker)

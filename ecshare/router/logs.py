@@ -14,12 +14,12 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 def configure() -> None:
     """Send everything from INFO upwards to stderr. For the process, before it serves."""
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(Sparing(time.monotonic))
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(RateLimitFilter(time.monotonic))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-class OneLine(logging.Formatter):
+class OneLineFormatter(logging.Formatter):
     """Shows control characters of a message as escapes. Tracebacks keep their lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 — logging's name
@@ -36,7 +36,7 @@ class _Site:
     num_left_out: int = 0
 
 
-class Sparing(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Leaves out warnings and errors of which one line of code writes too many in a short time.
 
     The next one that is written says how many were left out before it. Lines below WARNING pass:

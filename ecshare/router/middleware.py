@@ -26,7 +26,7 @@ _FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 
 @dataclass
-class Trip:
+class RequestContext:
     """One request's way through the stages, as its headers and the log show it."""
 
     request_id: str
@@ -61,7 +61,7 @@ class Trip:
             raise too_deep() from exc
 
     def response_headers(self) -> dict[str, str]:
-        """Return what is known of the trip so far."""
+        """Return what is known of the context so far."""
         # Instead of the HTTP library's name and version, which are nobody's business.
         shown = {"Server": "ecshare", "x-request-id": self.request_id}
         if self.path:
@@ -71,7 +71,7 @@ class Trip:
         return shown
 
 
-TRIP: web.RequestKey[Trip] = web.RequestKey("trip", Trip)
+TRIP: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)
 
 
 def envelope(config: RouterConfig) -> Middleware:
@@ -79,24 +79,24 @@ def envelope(config: RouterConfig) -> Middleware:
 
     @web.middleware
     async def surround(request: web.Request, handler: Handler) -> web.StreamResponse:
-        trip = request[TRIP] = _begin(request)
+        context = request[TRIP] = _begin(request)
         began_s = time.monotonic()
         try:
-            _check_headers(trip)
+            _check_headers(context)
             response = await handler(request)
         except ConnectionResetError:
-            if trip.answer is None:
+            if context.answer is None:
                 raise
-            response = trip.answer  # the client left in the middle of a stream
+            response = context.answer  # the client left in the middle of a stream
         except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
             response = _answer_of(error, request, config)
         if not response.prepared:
-            response.headers.update(trip.response_headers())
+            response.headers.update(context.response_headers())
         if config.access_log:
-            path, spent_ms = ",".join(trip.path) or "-", (time.monotonic() - began_s) * 1000
+            path, spent_ms = ",".join(context.path) or "-", (time.monotonic() - began_s) * 1000
             # The raw path: a line break in the other would begin a line of the client's own.
             what = f"{request.method} {_path(request)} {response.status}"
-            logger.info("%s %s %s %.0f ms", trip.request_id, what, path, spent_ms)
+            logger.info("%s %s %s %.0f ms", context.request_id, what, path, spent_ms)
         return response
 
     return surround
@@ -139,16 +139,16 @@ def too_large(config: RouterConfig) -> ApiError:
     return ApiError(413, message, code="request_too_large")
 
 
-def _begin(request: web.Request) -> Trip:
+def _begin(request: web.Request) -> RequestContext:
     given = plan.acceptable_request_id(request.headers.get("x-request-id"))
     request_id = given or uuid.uuid4().hex
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
-    return Trip(request_id, headers | {"X-Request-Id": request_id})
+    return RequestContext(request_id, headers | {"X-Request-Id": request_id})
 
 
-def _check_headers(trip: Trip) -> None:
+def _check_headers(context: RequestContext) -> None:
     """Refuse headers that cannot be passed on; raises ApiError naming the first."""
-    for name, value in trip.headers.items():
+    for name, value in context.headers.items():
         try:
             value.encode()  # aiohttp reads bytes that are no UTF-8 as lone surrogates
         except UnicodeEncodeError as exc:

@@ -11,7 +11,7 @@ _FRESH_FOR_A_REFUSAL_S = 1.0  # an adapter loaded a moment ago is to be found
 _PATIENCE_S = 1.0
 
 
-class Served:
+class ServedModels:
     """The models that decode named last, read again in the background.
 
     A model in the list passes at once, however old the list is. One that is not, or any while

@@ -19,10 +19,10 @@ from yarl import URL
 from ecshare.router.addresses import may_connect
 from ecshare.router.bulk import Bulk, Payload
 from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
-from ecshare.router.concurrent import together
+from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError, EngineError, RefusalError
-from ecshare.router.health import Patience, SilentError, Wait, Watch
+from ecshare.router.health import HealthWatch, Patience, SilentError, Wait
 from ecshare.router.memory import Share
 from ecshare.router.workers import Stage, Worker, Workers
 from ecshare.store.integrity import TOKEN_HEADER
@@ -96,7 +96,7 @@ class Relay:
         token = config.router_token
         self._own_headers = {TOKEN_HEADER: token} if token else {}
         self._workers = workers
-        self._watch = Watch(
+        self._watch = HealthWatch(
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
         )
         self._session = self._make_session(
@@ -252,7 +252,7 @@ class Relay:
         distinct = {(item.modality, item.source): item for item in items}
         budget = _Budget(self._config.max_media_bytes, share)
         loads = [self._load(item, bulk, budget) for item in distinct.values()]
-        loaded = dict(zip(distinct, await together(loads), strict=True))
+        loaded = dict(zip(distinct, await gather_all(loads), strict=True))
         return [loaded[item.modality, item.source] for item in items]
 
     async def _load(self, item: Item, bulk: Bulk, budget: "_Budget") -> Media:

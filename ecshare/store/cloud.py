@@ -34,9 +34,9 @@ from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
     ObjectInfo,
+    ObjectStat,
     Sink,
     Span,
-    Stated,
     Window,
     check_stop,
     cut,
@@ -44,7 +44,7 @@ from ecshare.store.objects import (
 )
 from ecshare.store.s3_options import S3Plan
 from ecshare.store.secrets import masked_text
-from ecshare.store.threads import Threads, bounded, together
+from ecshare.store.threads import Threads, bounded, gather_all
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig
@@ -136,7 +136,7 @@ _FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
 
 def open_cloud(
     plan: CloudPlan, io_timeout_s: float, path: str = "options", secrets: Collection[str] = ()
-) -> "CloudObjects":
+) -> "CloudStore":
     """Return the store that `plan` describes. Touches no network.
 
     `secrets`: what an error must not show. ConfigError, naming `path`: obstore cannot use what the
@@ -152,7 +152,7 @@ def open_cloud(
         words = masked_text(str(exc).partition("\n")[0][:300], secrets)
         # Without what obstore said: it may quote a secret.
         raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from None
-    return CloudObjects(plain, checked=checked, io_timeout_s=io_timeout_s)
+    return CloudStore(plain, checked=checked, io_timeout_s=io_timeout_s)
 
 
 def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
@@ -178,7 +178,7 @@ def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
     )
 
 
-class CloudObjects:
+class CloudStore:
     """An ObjectStore in one bucket.
 
     Ownership: `_puts` and `_ranges` are what was learnt about the server, and are only ever
@@ -238,7 +238,7 @@ class CloudObjects:
             opened = [each for each in answers if isinstance(each, _Answer)]
             first = opened[0]
             await self._threads.run(sink.begin, first.size)
-            await together(
+            await gather_all(
                 self._threads.run(answer.pour_piece, sink, piece, first)
                 for answer, piece in zip(opened, pieces, strict=False)
             )
@@ -255,7 +255,7 @@ class CloudObjects:
             async with lanes:
                 await self._threads.run(self._piece, key, piece, first, sink)
 
-        await together(map(fetch, pieces))
+        await gather_all(map(fetch, pieces))
 
     async def put(
         self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
@@ -268,7 +268,7 @@ class CloudObjects:
         """See ObjectStore."""
         return await self._threads.each(self._exists, [check_key(key) for key in keys])
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         """See ObjectStore. An ETag in the form of an MD5 is one, or, of an encrypted object, is
         none of what is read: then it proves no damage."""
         return await self._threads.run(self._stated, check_key(key))
@@ -388,10 +388,10 @@ class CloudObjects:
             return False
         return True
 
-    def _stated(self, key: str) -> Stated:
+    def _stated(self, key: str) -> ObjectStat:
         with mapped_errors(key):
             meta = obstore.head(self._plain, key)
-        return Stated(meta["size"], md5_of_etag(meta["e_tag"]))
+        return ObjectStat(meta["size"], md5_of_etag(meta["e_tag"]))
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:

@@ -32,9 +32,9 @@ from ecshare.store.objects import (
     MOST_HASHED_BYTES,
     Buffer,
     ObjectInfo,
+    ObjectStat,
     Sink,
     Span,
-    Stated,
     Window,
     cut,
 )
@@ -54,7 +54,7 @@ _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
-class Directory:
+class DirectoryStore:
     """An ObjectStore below one folder. Any number of processes and hosts may share it."""
 
     def __init__(self, root: str, io_timeout_s: float, *, is_shared: bool = False) -> None:
@@ -68,7 +68,7 @@ class Directory:
     @classmethod
     def open(
         cls, folder: str, io_timeout_s: float, option: str, *, is_shared: bool = False
-    ) -> "Directory":
+    ) -> "DirectoryStore":
         """Make `folder` if need be. ConfigError, naming `option`, when that is impossible.
 
         `is_shared`: the users of its group share it. A folder that is there keeps its mode; a
@@ -116,7 +116,7 @@ class Directory:
         """See ObjectStore."""
         return await self._threads.each(self._exists, keys)
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         """See ObjectStore. The file is read once more, and from the disk where the system lets us
         ask for that."""
         return await self._threads.run(self._stated, key)
@@ -175,11 +175,11 @@ class Directory:
             return False
         return True
 
-    def _stated(self, key: str) -> Stated:
+    def _stated(self, key: str) -> ObjectStat:
         with self._own_errors(key):
             file = _File(self._path(key))
             _check_kind(file.status, key)
-            return Stated(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
+            return ObjectStat(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
 
     def _is_stored(self, key: str) -> bool:
         """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""

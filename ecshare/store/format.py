@@ -52,7 +52,7 @@ _HEADER_BYTES: Final = PROLOGUE_BYTES - _LENGTH.size
 _CHECKSUM_PREFIX: Final = "xxh3_128:"
 
 
-class TensorFacts(Struct, frozen=True):
+class TensorSpec(Struct, frozen=True):
     """What the payload is."""
 
     dtype: str
@@ -73,7 +73,7 @@ class TensorFacts(Struct, frozen=True):
 class Sealed(Struct, frozen=True):
     """An object, taken apart without copying it."""
 
-    facts: TensorFacts
+    facts: TensorSpec
     payload: memoryview
     """Read only; it keeps the object's buffer alive."""
 
@@ -104,7 +104,7 @@ _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
 _ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
-class RunningChecksum:
+class StreamingChecksum:
     """The checksum of an object that comes in pieces, of those that come in order.
 
     To add up what a CPU's cache still holds costs a fraction of reading it again. One thread, or
@@ -140,16 +140,14 @@ class RunningChecksum:
         return _CHECKSUM_PREFIX + self._digest.hexdigest()
 
 
-def seal(
-    slab: memoryview, facts: TensorFacts, key: str, integrity: Integrity | None = None
-) -> None:
+def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
     """Write the prologue of `slab`, whose payload already lies at byte 4,096, in place.
 
     `key`: where the object will lie; `integrity`: adds a MAC. Raises ValueError: the slab is not
     4,096 bytes plus the payload that `facts` describes, or the facts do not fit into the prologue.
     """
     raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
-    problem = _oddity(facts)
+    problem = _invalid_reason(facts)
     if problem:
         raise ValueError(f"cannot seal: {problem}")
     if len(raw) != PROLOGUE_BYTES + facts.num_bytes:
@@ -194,7 +192,7 @@ def unseal(
 
     With `integrity`, nothing is taken without the right MAC. `verify=False` skips the checksum and
     the MAC, and only these: for bytes that were verified before and lay where nobody else can
-    write. `checksum`: a RunningChecksum's, of these very bytes; they are not added up again.
+    write. `checksum`: a StreamingChecksum's, of these very bytes; they are not added up again.
     Raises ObjectCorrupt for anything odd, a sound object of another key too.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
@@ -247,13 +245,13 @@ def unseal_rows(
     return Sealed(facts=facts_of_rows(facts, rows), payload=payload)
 
 
-def facts_of_rows(facts: TensorFacts, rows: Rows) -> TensorFacts:
+def facts_of_rows(facts: TensorSpec, rows: Rows) -> TensorSpec:
     """Return what `rows` of an object are, which as a whole is `facts`."""
     return msgspec.structs.replace(facts, shape=(rows.end - rows.first, *facts.shape[1:]))
 
 
 def _authenticate(
-    facts: TensorFacts, metadata: _Metadata, payload: memoryview, integrity: Integrity
+    facts: TensorSpec, metadata: _Metadata, payload: memoryview, integrity: Integrity
 ) -> None:
     if facts.by_row:
         count = facts.shape[0]
@@ -288,14 +286,14 @@ def _header(raw: memoryview) -> _Header:
     return header
 
 
-def _facts(header: _Header) -> TensorFacts:
-    facts = TensorFacts(
+def _facts(header: _Header) -> TensorSpec:
+    facts = TensorSpec(
         dtype=header.tensor.dtype,
         shape=header.tensor.shape,
         attributes=_attributes(header.metadata.attributes),
         by_row=bool(header.metadata.rows),
     )
-    problem = _oddity(facts)
+    problem = _invalid_reason(facts)
     if problem:
         raise ObjectCorrupt(f"corrupt object: {problem}")
     return facts
@@ -308,7 +306,7 @@ def _attributes(text: str) -> dict[str, JSON]:
         raise ObjectCorrupt(f"corrupt object: odd attributes, {exc}") from exc
 
 
-def _oddity(facts: TensorFacts) -> str | None:
+def _invalid_reason(facts: TensorSpec) -> str | None:
     """Why no object may have these facts, or None."""
     if facts.dtype not in ITEM_BYTES:
         return f"unknown dtype {facts.dtype[:32]!r}"
@@ -319,17 +317,17 @@ def _oddity(facts: TensorFacts) -> str | None:
     return None
 
 
-def _believed(facts: TensorFacts, metadata: _Metadata) -> bytes:
+def _believed(facts: TensorSpec, metadata: _Metadata) -> bytes:
     """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
     return canonical_json(_told(facts, metadata) + ([metadata.rows] if facts.by_row else []))
 
 
-def _head(facts: TensorFacts, metadata: _Metadata) -> bytes:
+def _head(facts: TensorSpec, metadata: _Metadata) -> bytes:
     """What the checksums of rows bind them to."""
     return canonical_json(_told(facts, metadata))
 
 
-def _told(facts: TensorFacts, metadata: _Metadata) -> list[JSON]:
+def _told(facts: TensorSpec, metadata: _Metadata) -> list[JSON]:
     return [
         FORMAT_VERSION,
         metadata.key,

@@ -31,9 +31,18 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.keys import check_key, is_safe_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated, Window, cut, md5_of_etag
+from ecshare.store.objects import (
+    Buffer,
+    ObjectInfo,
+    ObjectStat,
+    Sink,
+    Span,
+    Window,
+    cut,
+    md5_of_etag,
+)
 from ecshare.store.secrets import masked_text, masked_url
-from ecshare.store.threads import Threads, bounded, together
+from ecshare.store.threads import Threads, bounded, gather_all
 
 _S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
 _GCS = "obstore: pip install obstore (ecshare's extra [gcs])"
@@ -76,7 +85,7 @@ _DENIED = {
 }  # fmt: skip
 
 
-def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObjects":
+def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStore":
     """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be.
 
     `reason`: why obstore will not do, if somebody asked it: then only fsspec's package is named.
@@ -102,7 +111,7 @@ def open_remote(config: StoreConfig, path: str, reason: str = "") -> "RemoteObje
             f"{path}.storage_options: {protocol} does not open with these options ({words})"
         ) from None
     atomic = protocol in _ATOMIC
-    return RemoteObjects(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
+    return FsspecStore(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
 
 
 def _check_port(url: str, option: str) -> None:
@@ -150,7 +159,7 @@ def _filesystem_class(protocol: str, path: str, reason: str) -> Any:
         ) from exc
 
 
-class RemoteObjects:
+class FsspecStore:
     """An ObjectStore below one path of an fsspec filesystem."""
 
     def __init__(
@@ -207,7 +216,7 @@ class RemoteObjects:
             sink.begin(opened[0].size)
             if opened[0].is_whole:
                 del opened[1:]  # a server that ignores ranges has sent it as often as it was asked
-            await together(self._pour(key, each, sink) for each in opened)
+            await gather_all(self._pour(key, each, sink) for each in opened)
         finally:
             for each in answers:
                 if isinstance(each, _Answer):
@@ -283,16 +292,16 @@ class RemoteObjects:
                 return False
             return bool(found.get("type", "file") == "file")
 
-        return await together(map(one, keys))
+        return await gather_all(map(one, keys))
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         """See ObjectStore. MD5s are known of s3fs and gcsfs."""
         with mapped_errors(key):
             found = await self._call("info", self._path(key))
         size = found.get("size")
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
-        return Stated(size, _md5(found))
+        return ObjectStat(size, _md5(found))
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""

@@ -37,7 +37,7 @@ class ObjectInfo(Struct, frozen=True):
     """Seconds since the epoch, by the store's clock."""
 
 
-class Stated(Struct, frozen=True):
+class ObjectStat(Struct, frozen=True):
     """What a store says of an object, without sending it."""
 
     num_bytes: int
@@ -196,7 +196,7 @@ class ObjectStore(Protocol):
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """Say of each key whether `get` would find it."""
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         """Return what the store itself knows of the object, by another way than `get` where it
         can. For doubts about what came: it may cost as much as reading the object.
 

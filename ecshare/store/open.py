@@ -3,10 +3,10 @@
 
 | url                                                | store                       | client  |
 |----------------------------------------------------|-----------------------------|---------|
-| `/folder`, `file:///folder`                        | `directory.Directory`       | files   |
-| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudObjects`        | obstore |
-| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudObjects`        | obstore |
-| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudObjects`        | obstore |
+| `/folder`, `file:///folder`                        | `directory.DirectoryStore`       | files   |
+| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudStore`        | obstore |
+| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudStore`        | obstore |
+| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudStore`        | obstore |
 | the same, with an option that obstore has not      | `fsspec_store.FsspecStore` | fsspec  |
 | anything else fsspec can open                      | `fsspec_store.FsspecStore` | fsspec  |
 
@@ -18,7 +18,7 @@ import logging
 from ecshare.store.accounts import AZURE, GCS
 from ecshare.store.cloud_options import CloudPlan
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import Directory
+from ecshare.store.directory import DirectoryStore
 from ecshare.store.errors import ConfigError
 from ecshare.store.objects import ObjectStore
 from ecshare.store.secrets import masked_url
@@ -60,7 +60,7 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
             f"{path}.url: {masked_url(config.url)!r} is not an absolute folder, and engines run in "
             "different working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
         )
-    return Directory.open(
+    return DirectoryStore.open(
         folder,
         config.io_timeout_s,
         f"{path}.url",
@@ -69,18 +69,18 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
 
 
 def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
-    from ecshare.store.fsspec_store import open_remote
+    from ecshare.store.fsspec_store import open_fsspec
 
     found = _plan(config, protocol, path)
     if found is None:
-        return open_remote(config, path), "fsspec"
+        return open_fsspec(config, path), "fsspec"
     if isinstance(found, CloudPlan):
         try:
             from ecshare.store.cloud import open_cloud
         except ImportError:
-            return open_remote(config, path), "fsspec, because obstore is not installed"
+            return open_fsspec(config, path), "fsspec, because obstore is not installed"
         return open_cloud(found, config.io_timeout_s, path, config.secrets()), "obstore"
-    return open_remote(config, path, found), f"fsspec, because {found}"
+    return open_fsspec(config, path, found), f"fsspec, because {found}"
 
 
 def _plan(config: StoreConfig, protocol: str, path: str) -> CloudPlan | str | None:

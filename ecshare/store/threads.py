@@ -42,7 +42,7 @@ class Threads:
 
         results: list[R | None] = [None] * len(items)
         for first, part in enumerate(
-            await together(self.run(lane, first) for first in range(lanes))
+            await gather_all(self.run(lane, first) for first in range(lanes))
         ):
             results[first::lanes] = part
         return results  # type: ignore[return-value]  # every slot was filled
@@ -52,7 +52,7 @@ class Threads:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
     """Return what each returns, in their order; when one fails, the others are cancelled.
 
     They have all ended by then: nobody works for a caller that has gone.

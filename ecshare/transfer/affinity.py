@@ -21,11 +21,11 @@ _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 _NODES = Path("/sys/devices/system/node")
 
 
-def start_aside(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
+def start_unbound(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
     """Start a daemon thread that runs `work(*args)`; what it starts in turn stays aside, too."""
 
     def run() -> None:
-        _step_aside()
+        _unbind()
         work(*args)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -33,7 +33,7 @@ def start_aside(name: str, work: Callable[..., object], *args: object) -> thread
     return thread
 
 
-def _step_aside() -> None:
+def _unbind() -> None:
     """Bind the calling thread, if it is bound to one core that computes, to those that do not.
 
     To those near the same memory; without any, it stays.

@@ -16,7 +16,7 @@ _SAID_EVERY_S = 60.0
 _MAX_WORDS = 300
 
 
-class StoreHealth:
+class CircuitBreaker:
     """Opens after consecutive failures; then one probe at a time asks the store again.
 
     While it is open, `admit` refuses all but one operation per pause, and that one only when the

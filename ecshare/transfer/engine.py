@@ -8,7 +8,8 @@ A Put seals its slab, publishes the object to the host cache, then writes it to 
 asks the host cache, then the store; what comes from the store is verified and published, so that
 every process of this host reads the same verified bytes. A Backfill stores what the host cache has
 and the store has lost. A Lookup asks the host cache for each key and the store for the rest, in one
-batch; an Inquiry does so in several rounds. A Run is work of another kind that a hook must not do.
+batch; a MultiLookup does so in several rounds. A Run is work of another kind that a hook must not
+do.
 """
 
 import asyncio
@@ -34,16 +35,16 @@ from ecshare.store.objects import Buffer, ObjectStore, probe
 from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
 from ecshare.store.temp_files import sweep
-from ecshare.transfer.affinity import start_aside
+from ecshare.transfer.affinity import start_unbound
 from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
-    Inquiry,
     Job,
     Lookup,
     Moved,
+    MultiLookup,
     Outcome,
     Put,
     Run,
@@ -51,10 +52,10 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.namespaces import NamespaceWatch
-from ecshare.transfer.priority import Urgency
+from ecshare.transfer.priority import Priority
 from ecshare.transfer.renewal import Record, renew, write_record
 from ecshare.transfer.stats import Stats
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class TransferEngine:
     """One I/O thread with one event loop; jobs in, outcomes out.
 
     Ownership: the thread that submits also polls, drains and closes; it owns `in_flight` and
-    `stats`, which counts what was moved. The store, its health and all tasks belong to the I/O
+    `stats`, which counts what was moved. The store, its breakers and all tasks belong to the I/O
     thread. They meet in two queues, `_inbox` and `_done`; a thread that does nothing else carries
     jobs from the first one to the loop.
     """
@@ -106,16 +107,16 @@ class TransferEngine:
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-copy")
         self._loads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-load")
-        self._access = StoreAccess(self._store, config.io_timeout_s)
-        self._fetcher = Fetcher(self.host, self._access, self._loads, self._integrity)
+        self._client = StoreClient(self._store, config.io_timeout_s)
+        self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         # Those for copies, loads and blocking calls are started by this one.
-        self._thread = start_aside("ecshare-io", self._run)
-        self._carrier = start_aside("ecshare-inbox", self._carry)
+        self._thread = start_unbound("ecshare-io", self._run)
+        self._carrier = start_unbound("ecshare-inbox", self._carry)
 
     def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up; `write`: it must take an object too.
@@ -164,7 +165,7 @@ class TransferEngine:
         for warning in self._config.warnings(self._path):
             logger.warning("%s", warning)
         serves = self.probe(write=write)
-        watch = NamespaceWatch(self._access, kind, namespace, facts)
+        watch = NamespaceWatch(self._client, kind, namespace, facts)
         if serves:
             # Not within a time-out of ours: it has its own, and says nothing where it fails.
             self._block_on(watch.compare())
@@ -175,7 +176,7 @@ class TransferEngine:
         if self._config.folder:
             # It may take long and nobody waits for it; what is left to do when the process ends
             # is done another day.
-            start_aside("ecshare-sweep", sweep, self._config.folder)
+            start_unbound("ecshare-sweep", sweep, self._config.folder)
 
     async def _keep(self, record: Record, *, at_once: bool) -> None:
         """Write `record`, `at_once` or in some minutes, and anew from time to time."""
@@ -214,7 +215,7 @@ class TransferEngine:
     def open_breakers(self) -> frozenset[str]:
         """Which of "read" and "write" failed repeatedly and is left alone. Any thread."""
         damaged = {"read"} if self._fetcher.is_open else set()
-        return self._access.open_breakers | damaged
+        return self._client.open_breakers | damaged
 
     def note_breakers(self, half: str) -> None:
         """Say in `stats` which breakers are open, for the `half` that this engine belongs to."""
@@ -359,7 +360,7 @@ class TransferEngine:
         """Compare namespaces once more where an engine that only reads finds nothing."""
         is_hit = any(value) if isinstance(value, tuple) else bool(value)
         # What only the store is asked for is of no use to this engine itself.
-        is_read = isinstance(job, Fetch | Inquiry) or (
+        is_read = isinstance(job, Fetch | MultiLookup) or (
             isinstance(job, Lookup) and not job.store_only
         )
         if is_read and self._watch and self._watch.is_due(is_hit=is_hit):
@@ -390,7 +391,7 @@ class TransferEngine:
                 deadline_s = started_s + job.timeout_s
                 where = await self._look_up(job.keys, deadline_s, store_only=job.store_only)
                 return tuple(tier is not None for tier in where), ()
-            case Inquiry():
+            case MultiLookup():
                 return await self._inquire(job, started_s + job.timeout_s), ()
             case Run():
                 return await self._loop.run_in_executor(self._copies, job.work), ()
@@ -422,9 +423,9 @@ class TransferEngine:
     async def _write(self, key: str, body: Buffer, entry: Entry | None) -> Moved:
         started_s = time.monotonic()
         replace = self._fetcher.must_replace(key)
-        await self._access.ask(
+        await self._client.ask(
             lambda store: store.put(key, body, entry.path if entry else None, replace=replace),
-            Urgency.SAVE,
+            Priority.SAVE,
             len(body),
         )
         self._fetcher.is_well(key)
@@ -453,7 +454,7 @@ class TransferEngine:
             return True
 
         # One operation: that the store answers the question does not mean that saves work.
-        if not await self._access.ask(put_if_lost, Urgency.SAVE, num_bytes):
+        if not await self._client.ask(put_if_lost, Priority.SAVE, num_bytes):
             return False, ()
         self._fetcher.is_well(key)
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
@@ -470,7 +471,7 @@ class TransferEngine:
         is_new = entry is not None and there is None
         return entry, is_new, Moved("write", Tier.HOST, num_bytes, seconds)
 
-    async def _inquire(self, job: Inquiry, deadline_s: float) -> Any:
+    async def _inquire(self, job: MultiLookup, deadline_s: float) -> Any:
         questions = job.questions()
         answers: Any = None  # to send None is to begin
         while True:
@@ -492,10 +493,10 @@ class TransferEngine:
                     entry.close()
         keys = [key for key, tier in found.items() if tier is None]
         if keys:
-            there = await self._access.ask(
-                lambda store: store.exists(keys), Urgency.LOOK_UP, deadline_s=deadline_s
+            there = await self._client.ask(
+                lambda store: store.exists(keys), Priority.LOOK_UP, deadline_s=deadline_s
             )
             for key, is_there in zip(keys, there, strict=True):
-                is_sound = is_there and not self._fetcher.is_shunned(key)
+                is_sound = is_there and not self._fetcher.is_known_bad(key)
                 found[key] = Tier.STORE if is_sound else None
         return tuple(found[key] for key in wanted)

@@ -19,8 +19,8 @@ from ecshare.store.errors import (
 )
 from ecshare.store.format import (
     PROLOGUE_BYTES,
-    RunningChecksum,
     Sealed,
+    StreamingChecksum,
     facts_of_rows,
     unseal,
     unseal_rows,
@@ -29,30 +29,30 @@ from ecshare.store.hostcache.cache import Entry, HostCache, Incoming
 from ecshare.store.integrity import Integrity
 from ecshare.store.objects import Buffer, Sink
 from ecshare.store.rows import Rows
-from ecshare.transfer.breaker import StoreHealth
+from ecshare.transfer.breaker import CircuitBreaker
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
-from ecshare.transfer.poll_rate import Crowd, Member
-from ecshare.transfer.priority import Urgency
+from ecshare.transfer.poll_rate import Member, PollRate
+from ecshare.transfer.priority import Priority
 from ecshare.transfer.removal import Allowance, Removal
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # How often this host is looked at for what another process brings or stores.
-_FIRST_GLANCE_S = 0.001
-_LONGEST_GLANCE_S = 0.01
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.01
 # How often the store is asked for what was announced and is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
 # Glances are cheaper than questions: those that wait share four times as many.
-_GLANCES_A_QUESTION = 4
+_HOST_POLLS_A_STORE_POLL = 4
 # A damaged object that was not removed is not downloaded for every request that asks for it.
 # The pause doubles: what damages all objects, and not this one, may be over soon.
-_FIRST_SHUNNED_S = 1.0
-_LONGEST_SHUNNED_S = 60.0
-_MAX_SHUNNED = 10_000
+_FIRST_BAD_S = 1.0
+_LONGEST_BAD_S = 60.0
+_MAX_BAD = 10_000
 _ALL_DAMAGED = "what the store sends is damaged again and again"
 
 
@@ -117,12 +117,12 @@ def _opened(host: HostCache, key: str, take: Callable[[Entry], Sealed]) -> Store
     return StoredObject(key, sealed.facts, sealed.payload, entry)
 
 
-class _Inspected:
+class _ChecksummingSink:
     """A Sink: `incoming`, with the checksum of what passes. One download's own."""
 
     def __init__(self, incoming: Incoming) -> None:
         self.incoming = incoming
-        self._checksum = RunningChecksum()
+        self._checksum = StreamingChecksum()
 
     def begin(self, num_bytes: int) -> None:
         """See Sink."""
@@ -160,35 +160,35 @@ class Fetcher:
     """
 
     def __init__(
-        self, host: HostCache, access: StoreAccess, loads: Executor, integrity: Integrity | None
+        self, host: HostCache, client: StoreClient, loads: Executor, integrity: Integrity | None
     ) -> None:
         """Use what the engine owns."""
         self._host = host
-        self._access = access
+        self._client = client
         self._loads = loads
         self._integrity = integrity
         # Of what is read, not whether something is: every object may be damaged on its way.
-        self._road = StoreHealth("loads")
-        self._removal = Removal(access, loads, integrity, Allowance())
-        self._shunned: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
+        self._damage_breaker = CircuitBreaker("loads")
+        self._removal = Removal(client, loads, integrity, Allowance())
+        self._bad_until: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
         self._replaceable: OrderedDict[str, None] = OrderedDict()
-        self._crowd = Crowd()
+        self._poll_rate = PollRate()
 
     @property
     def is_open(self) -> bool:
         """Whether the store is left alone because what it sends is damaged. Any thread."""
-        return self._road.is_open
+        return self._damage_breaker.is_open
 
-    def is_shunned(self, key: str) -> bool:
+    def is_known_bad(self, key: str) -> bool:
         """Whether what lies under `key` was of no use a moment ago."""
-        until_s, _ = self._shunned.get(key, (0.0, 0.0))
+        until_s, _ = self._bad_until.get(key, (0.0, 0.0))
         return time.monotonic() < until_s
 
-    def _shun(self, key: str) -> None:
+    def _remember_bad(self, key: str) -> None:
         """Ask for `key` no more for a while."""
-        _, last_s = self._shunned.get(key, (0.0, 0.0))
-        pause_s = min(2 * last_s, _LONGEST_SHUNNED_S) or _FIRST_SHUNNED_S
-        _remember(self._shunned, key, (time.monotonic() + pause_s, pause_s))
+        _, last_s = self._bad_until.get(key, (0.0, 0.0))
+        pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
+        _remember(self._bad_until, key, (time.monotonic() + pause_s, pause_s))
 
     def must_replace(self, key: str) -> bool:
         """Whether a save of `key` may find a damaged object in its place."""
@@ -196,7 +196,7 @@ class Fetcher:
 
     def is_well(self, key: str) -> None:
         """Record that a good object lies under `key`."""
-        self._shunned.pop(key, None)
+        self._bad_until.pop(key, None)
         self._replaceable.pop(key, None)
 
     async def serve(
@@ -227,7 +227,7 @@ class Fetcher:
         """
         if not job.is_announced:
             return await self._fetch(job, deadline_s, is_answered=False)
-        with self._crowd.joined() as member:
+        with self._poll_rate.joined() as member:
             return await self._fetch_awaited(job, deadline_s, member)
 
     async def _fetch_awaited(
@@ -248,7 +248,7 @@ class Fetcher:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise missing or exc from None
-            waited_s = min(max(pause_s, self._crowd.pause_s(member)), left_s)
+            waited_s = min(max(pause_s, self._poll_rate.pause_s(member)), left_s)
             await self._appearance(job, waited_s, member)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
@@ -302,11 +302,11 @@ class Fetcher:
         `is_claimed`: also when the process that downloads it has let go of its claim.
         """
         deadline_s = time.monotonic() + timeout_s
-        glance_s = _FIRST_GLANCE_S
+        poll_s = _FIRST_POLL_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            least_s = self._crowd.pause_s(member) / _GLANCES_A_QUESTION if member else 0.0
-            await asyncio.sleep(min(max(glance_s, least_s), left_s))
-            glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
+            least_s = self._poll_rate.pause_s(member) / _HOST_POLLS_A_STORE_POLL if member else 0.0
+            await asyncio.sleep(min(max(poll_s, least_s), left_s))
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             for key in {job.key, job.local_key}:
                 entry = self._host.open(key)
                 if entry is not None:
@@ -317,32 +317,32 @@ class Fetcher:
                 return
 
     async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
-        if self.is_shunned(job.key):
+        if self.is_known_bad(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
-        trial = self._road.admit()
+        trial = self._damage_breaker.admit()
         if trial is None:
             raise StoreUnavailable(_ALL_DAMAGED)
         try:
             stored = await self._download_twice(job, deadline_s, is_answered)
         except ObjectUnreadable:
-            self._road.withdrawn(trial)
-            self._shun(job.key)
+            self._damage_breaker.withdrawn(trial)
+            self._remember_bad(job.key)
             raise
         except ObjectCorrupt:
-            self._road.failed(trial, _ALL_DAMAGED)
+            self._damage_breaker.failed(trial, _ALL_DAMAGED)
             if await self._removal.consider(job, deadline_s):
-                self._shunned.pop(job.key, None)
+                self._bad_until.pop(job.key, None)
             else:
-                self._shun(job.key)
+                self._remember_bad(job.key)
             # Also where it is said to be gone: a store may say so and keep it.
             _remember(self._replaceable, job.key, None)
             raise
         except BaseException:
-            self._road.withdrawn(trial)
+            self._damage_breaker.withdrawn(trial)
             raise
         finally:
-            self._road.ended(trial)
-        self._road.succeeded()
+            self._damage_breaker.ended(trial)
+        self._damage_breaker.succeeded()
         self.is_well(job.key)
         return stored
 
@@ -359,14 +359,14 @@ class Fetcher:
 
     async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
         incoming = self._host.receive(job.local_key, job.limit_bytes)
-        inspected = _Inspected(incoming)
+        inspected = _ChecksummingSink(incoming)
         # Rows have checksums of their own.
         sink: Sink = inspected if job.rows is None else incoming
         spans = job.rows.spans(PROLOGUE_BYTES) if job.rows else ()
         try:
-            await self._access.ask(
+            await self._client.ask(
                 lambda store: store.get(job.key, sink, spans),
-                Urgency.POLL if job.is_announced or job.is_guess else Urgency.LOAD,
+                Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
                 is_answered=is_answered,
@@ -375,7 +375,7 @@ class Fetcher:
         finally:
             incoming.discard()
 
-    async def _verified(self, job: Fetch, inspected: _Inspected) -> StoredObject:
+    async def _verified(self, job: Fetch, inspected: _ChecksummingSink) -> StoredObject:
         loop = asyncio.get_running_loop()
         admission = loop.run_in_executor(self._loads, self._admit, job, inspected)
         try:
@@ -386,7 +386,7 @@ class Fetcher:
                 admission.result().release()
             raise
 
-    def _admit(self, job: Fetch, inspected: _Inspected) -> StoredObject:
+    def _admit(self, job: Fetch, inspected: _ChecksummingSink) -> StoredObject:
         """Verify what came, and publish it to this host. Load thread."""
         incoming, checksum = inspected.incoming, inspected.checksum()
         sealed = _unsealed(job, incoming.body, integrity=self._integrity, checksum=checksum)
@@ -404,7 +404,7 @@ def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
     """Add `key`; of too many the oldest is forgotten."""
     keys[key] = value
     keys.move_to_end(key)
-    if len(keys) > _MAX_SHUNNED:
+    if len(keys) > _MAX_BAD:
         keys.popitem(last=False)
 
 

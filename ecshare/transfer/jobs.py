@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import Entry
 from ecshare.store.rows import Rows
 from ecshare.transfer.staging import Slab
@@ -66,7 +66,7 @@ class Fetch(Struct, frozen=True):
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
-    accepts: Callable[[TensorFacts], bool] | None = None
+    accepts: Callable[[TensorSpec], bool] | None = None
     use: "Callable[[StoredObject], None] | None" = None
     longest_pause_s: float = _LONGEST_PAUSE_S
     rows: Rows | None = None
@@ -97,17 +97,17 @@ class Lookup(Struct, frozen=True):
     store_only: bool = False
 
 
-Questions = Generator[Sequence[str], Sequence[Tier | None], Any]
+LookupRounds = Generator[Sequence[str], Sequence[Tier | None], Any]
 """Yields keys, is sent where each exists (None: nowhere), and returns what it makes of it all."""
 
 
-class Inquiry(Struct, frozen=True):
+class MultiLookup(Struct, frozen=True):
     """Ask which keys exist in several rounds, all within `timeout_s`; see Lookup for where.
 
     `questions` is called and run on the I/O thread, so that to name many keys costs no other one.
     """
 
-    questions: Callable[[], Questions]
+    questions: Callable[[], LookupRounds]
     timeout_s: float
 
 
@@ -118,7 +118,7 @@ class Run(Struct, frozen=True):
     work: Callable[[], Any]
 
 
-Job = Put | Fetch | Backfill | Lookup | Inquiry | Run
+Job = Put | Fetch | Backfill | Lookup | MultiLookup | Run
 
 
 class StoredObject(Struct, frozen=True):
@@ -129,7 +129,7 @@ class StoredObject(Struct, frozen=True):
     """
 
     key: str
-    facts: TensorFacts
+    facts: TensorSpec
     payload: memoryview
     entry: Entry | None
 
@@ -154,7 +154,7 @@ class Done(Struct, frozen=True):
 
     `value`, where it is OK: a StoredObject for a Fetch (the receiver owns it; True where `use` had
     it), a tuple of bools in the order of the keys for a Lookup, whether the object had to be stored
-    for a Backfill, what the work returned for a Run and the questions for an Inquiry; else None.
+    for a Backfill, what the work returned for a Run and the rounds for a MultiLookup; else None.
     `seconds`: from submit to the end.
     """
 

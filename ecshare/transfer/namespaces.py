@@ -9,8 +9,8 @@ from ecshare.store.errors import StoreError
 from ecshare.store.keys import Kind
 from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
 from ecshare.store.objects import ObjectStore
-from ecshare.transfer.priority import Urgency
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.priority import Priority
+from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class NamespaceWatch:
     """
 
     def __init__(
-        self, access: StoreAccess, kind: Kind, namespace: str, facts: Mapping[str, Any]
+        self, client: StoreClient, kind: Kind, namespace: str, facts: Mapping[str, Any]
     ) -> None:
-        self._access = access
+        self._client = client
         self._kind = kind
         self._namespace = namespace
         self._facts = facts
@@ -51,7 +51,7 @@ class NamespaceWatch:
     async def compare(self) -> None:
         """Log how the most similar other namespace differs; no word twice, never raises."""
         try:
-            known, others = await self._access.ask(self._ask, Urgency.SAVE)
+            known, others = await self._client.ask(self._ask, Priority.SAVE)
             self._tell(others, is_known=known)
         except (StoreError, TimeoutError, RecursionError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-# Questions to the store in a second, by all together. Up to 25 that ask every 50 ms notice nothing.
+# Requests to the store in a second, by all together. Up to 25 that ask every 50 ms notice nothing.
 _MOST_A_SECOND = 500
 # The youngest count as this old: their first pause is no shorter.
 _LEAST_AGE_S = 0.01
@@ -22,7 +22,7 @@ class Member:
         self.since_s = since_s
 
 
-class Crowd:
+class PollRate:
     """Divides a total rate among those that wait.
 
     Each asks at a rate that falls with its age: who has asked in vain for seconds will rarely be

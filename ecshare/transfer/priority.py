@@ -16,7 +16,7 @@ _MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}
 _MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 32}
 
 
-class Urgency(IntEnum):
+class Priority(IntEnum):
     """What a request waits for goes first; what nobody waits for, last.
 
     A save is all that is done for one, be it a look-up. A poll asks for what may never come, since
@@ -29,7 +29,7 @@ class Urgency(IntEnum):
     POLL = 3
 
 
-class Lanes:
+class Admission:
     """Admits operations on the store.
 
     No operation is admitted while a more urgent one waits. One that is larger than the limit may
@@ -38,48 +38,48 @@ class Lanes:
 
     def __init__(self) -> None:
         """Start with nothing in flight."""
-        self._number = dict.fromkeys(Urgency, 0)
-        self._bytes = dict.fromkeys(Urgency, 0)
+        self._number = dict.fromkeys(Priority, 0)
+        self._bytes = dict.fromkeys(Priority, 0)
         self._order = count()
-        self._waiting: list[tuple[Urgency, int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Priority, int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
-    async def admitted(self, urgency: Urgency, cost_bytes: int) -> AsyncIterator[None]:
+    async def admitted(self, priority: Priority, cost_bytes: int) -> AsyncIterator[None]:
         """Wait for a turn, and hold it for the body. `cost_bytes`: what it may move at most."""
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (urgency, next(self._order), cost_bytes, turn))
+        heapq.heappush(self._waiting, (priority, next(self._order), cost_bytes, turn))
         self._admit()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave(urgency, cost_bytes)
+                self._leave(priority, cost_bytes)
             else:
                 self._admit()  # it may have stood in the way of others
             raise
         try:
             yield
         finally:
-            self._leave(urgency, cost_bytes)
+            self._leave(priority, cost_bytes)
 
     def _admit(self) -> None:
         while self._waiting:
-            urgency, _, cost_bytes, turn = self._waiting[0]
+            priority, _, cost_bytes, turn = self._waiting[0]
             if not turn.done():
-                if not self._has_room(urgency, cost_bytes):
+                if not self._has_room(priority, cost_bytes):
                     return
-                self._number[urgency] += 1
-                self._bytes[urgency] += cost_bytes
+                self._number[priority] += 1
+                self._bytes[priority] += cost_bytes
                 turn.set_result(None)
             heapq.heappop(self._waiting)
 
-    def _has_room(self, urgency: Urgency, cost_bytes: int) -> bool:
-        if not self._number[urgency]:
+    def _has_room(self, priority: Priority, cost_bytes: int) -> bool:
+        if not self._number[priority]:
             return True
-        is_small_enough = self._bytes[urgency] + cost_bytes <= _MAX_BYTES[urgency]
-        return self._number[urgency] < _MAX_NUMBER[urgency] and is_small_enough
+        is_small_enough = self._bytes[priority] + cost_bytes <= _MAX_BYTES[priority]
+        return self._number[priority] < _MAX_NUMBER[priority] and is_small_enough
 
-    def _leave(self, urgency: Urgency, cost_bytes: int) -> None:
-        self._number[urgency] -= 1
-        self._bytes[urgency] -= cost_bytes
+    def _leave(self, priority: Priority, cost_bytes: int) -> None:
+        self._number[priority] -= 1
+        self._bytes[priority] -= cost_bytes
         self._admit()

@@ -17,10 +17,10 @@ from concurrent.futures import Executor
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import PROLOGUE_BYTES, Sealed, unseal, unseal_rows
 from ecshare.store.integrity import Integrity
-from ecshare.store.objects import MOST_HASHED_BYTES, Stated, read
+from ecshare.store.objects import MOST_HASHED_BYTES, ObjectStat, read
 from ecshare.transfer.jobs import Fetch
-from ecshare.transfer.priority import Urgency
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.priority import Priority
+from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +92,13 @@ class Removal:
 
     def __init__(
         self,
-        access: StoreAccess,
+        client: StoreClient,
         loads: Executor,
         integrity: Integrity | None,
         allowance: Allowance,
     ) -> None:
         """Use what the engine owns."""
-        self._access = access
+        self._client = client
         self._loads = loads
         self._integrity = integrity
         self._allowance = allowance
@@ -115,8 +115,8 @@ class Removal:
             reason = self._allowance.why_not() or await self._doubt(job, deadline_s)
             if reason is None:
                 self._allowance.removed()
-                await self._access.ask(
-                    lambda store: store.delete([job.key]), Urgency.SAVE, deadline_s=deadline_s
+                await self._client.ask(
+                    lambda store: store.delete([job.key]), Priority.SAVE, deadline_s=deadline_s
                 )
         except ObjectMissing:
             return True  # somebody else has removed it
@@ -133,23 +133,23 @@ class Removal:
 
         Raises StoreError, TimeoutError: nobody knows.
         """
-        stated = await self._access.ask(
-            lambda store: store.stated(job.key), Urgency.LOAD, deadline_s=deadline_s
+        stated = await self._client.ask(
+            lambda store: store.stated(job.key), Priority.LOAD, deadline_s=deadline_s
         )
         if job.rows is None and stated.num_bytes > job.limit_bytes:
             return None  # by the store's own word
         if stated.num_bytes > MOST_HASHED_BYTES:
             return "it is too large to be examined"
-        body = await self._access.ask(
+        body = await self._client.ask(
             lambda store: read(store, job.key, stated.num_bytes),
-            Urgency.LOAD,
+            Priority.LOAD,
             stated.num_bytes,
             deadline_s,
         )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loads, self._examine, job, stated, body)
 
-    def _examine(self, job: Fetch, stated: Stated, body: memoryview) -> str | None:
+    def _examine(self, job: Fetch, stated: ObjectStat, body: memoryview) -> str | None:
         """As `_doubt`, of what was read once more. Load thread."""
         try:
             sealed = self._unsealed(job, body)
@@ -168,7 +168,7 @@ class Removal:
         return unseal_rows(memoryview(rows), job.key, job.rows, integrity=self._integrity)
 
 
-def _difference(stated: Stated, body: memoryview) -> str | None:
+def _difference(stated: ObjectStat, body: memoryview) -> str | None:
     """Return why `body` may not be what the store holds; None: it is, as the store states it."""
     if not stated.md5:
         return "the store states no MD5 of it, so the damage may have happened on the way"

@@ -69,7 +69,7 @@ async def write_record(
 ) -> bool:
     """Write `record`, once; a failure is logged with that level. Returns whether it was written.
 
-    Not by way of StoreAccess: no request waits for it, so its failures must not have the store left
+    Not by way of StoreClient: no request waits for it, so its failures must not have the store left
     alone, and a long queue of saves must not hold it up.
     """
     try:

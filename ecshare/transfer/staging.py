@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 
 _DTYPES = {
     "F64": torch.float64,
@@ -75,7 +75,7 @@ def torch_dtype(name: str) -> torch.dtype:
         raise ValueError(f"no torch dtype for {name!r}") from None
 
 
-def as_tensor(payload: memoryview, facts: TensorFacts) -> Tensor:
+def as_tensor(payload: memoryview, facts: TensorSpec) -> Tensor:
     """View `payload` as the host tensor that `facts` describe; no copy.
 
     The tensor shares memory with `payload`, which must outlive it. A read-only payload gives a
@@ -102,7 +102,7 @@ class Slab:
     transfer engine with a Put, and the engine releases it.
     """
 
-    def __init__(self, staging: "Staging", buffer: Tensor, facts: TensorFacts) -> None:
+    def __init__(self, staging: "Staging", buffer: Tensor, facts: TensorSpec) -> None:
         """Made by `Staging.reserve` only. `buffer`: uint8, at least prologue and payload long."""
         self.facts = facts
         self._staging = staging
@@ -168,7 +168,7 @@ class Staging:
         """Host memory that slabs in use hold. Any thread."""
         return self._used_bytes
 
-    def reserve(self, facts: TensorFacts) -> Slab | None:
+    def reserve(self, facts: TensorSpec) -> Slab | None:
         """Return a slab for an object of `facts`. None: there is no memory for it, drop this save.
 
         The budget is spent, or the host has no more. One object larger than the whole budget may go

@@ -10,18 +10,17 @@ from typing import TypeVar
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from ecshare.store.objects import ObjectStore
-from ecshare.transfer.breaker import StoreHealth
-from ecshare.transfer.priority import Lanes, Urgency
+from ecshare.transfer.breaker import CircuitBreaker
+from ecshare.transfer.priority import Admission, Priority
 
 T = TypeVar("T")
 
 
-class StoreAccess:
-    """One store, its health, and whose turn it is.
+class StoreClient:
+    """One store, its circuit breakers, and whose turn it is.
 
-    Its health is two things, by the urgency of what is asked: a full disk or a refused PUT says
-    nothing about loads, so saves, and all that is done for them, never have loads and look-ups left
-    alone, nor the other way round.
+    Reads and saves have a breaker each: a full disk or a refused PUT says nothing about loads. So
+    failing saves never stop loads and look-ups, nor the other way round.
 
     Ownership: the I/O thread; `open_breakers` may be read by any.
     """
@@ -30,22 +29,22 @@ class StoreAccess:
         """Use `store`, which the engine closes; no operation may take longer than `timeout_s`."""
         self._store = store
         self._timeout_s = timeout_s
-        self._reads = StoreHealth("loads and look-ups")
-        self._writes = StoreHealth("saves")
-        self._lanes = Lanes()
+        self._reads = CircuitBreaker("loads and look-ups")
+        self._writes = CircuitBreaker("saves")
+        self._admission = Admission()
         # Neither do loads wait for what may never come, nor it for loads.
-        self._polls = Lanes()
+        self._polls = Admission()
 
     @property
     def open_breakers(self) -> frozenset[str]:
         """Which of "read" and "write" failed repeatedly and is left alone for a while."""
         each = {"read": self._reads, "write": self._writes}
-        return frozenset(direction for direction, health in each.items() if health.is_open)
+        return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
 
     async def ask(
         self,
         call: Callable[[ObjectStore], Awaitable[T]],
-        urgency: Urgency,
+        priority: Priority,
         cost_bytes: int = 0,
         deadline_s: float = math.inf,
         *,
@@ -58,52 +57,52 @@ class StoreAccess:
         an answer before, so that only the latter counts as a failure of the store.
 
         Raises:
-            StoreError, TimeoutError: as the store does; its health has heard of it.
+            StoreError, TimeoutError: as the store does; its breaker has heard of it.
         """
-        health = self._writes if urgency is Urgency.SAVE else self._reads
-        lanes = self._polls if urgency is Urgency.POLL else self._lanes
-        if not health.is_worth_asking:
-            raise _left_alone(health)
+        breaker = self._writes if priority is Priority.SAVE else self._reads
+        admission = self._polls if priority is Priority.POLL else self._admission
+        if not breaker.is_worth_asking:
+            raise _left_alone(breaker)
         asked_s = time.monotonic()
         async with AsyncExitStack() as held:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
             async with _until(deadline_s):
-                await held.enter_async_context(lanes.admitted(urgency, cost_bytes))
-            operation = health.admit()
+                await held.enter_async_context(admission.admitted(priority, cost_bytes))
+            operation = breaker.admit()
             if operation is None:  # it may have gone while this waited for its turn
-                raise _left_alone(health)
-            held.callback(health.ended, operation)
+                raise _left_alone(breaker)
+            held.callback(breaker.ended, operation)
             begun_s = time.monotonic()
             # A job that spent most of its time in the queue says nothing about the store.
             is_fair = begun_s - asked_s <= deadline_s - begun_s
             ends_s = begun_s + self._timeout_s
             # Nor does one that asks again, with whatever is left of its own time.
             is_fair = is_fair and not (is_answered and deadline_s < ends_s)
-            with _heard(health, operation, is_fair=is_fair):
+            with _heard(breaker, operation, is_fair=is_fair):
                 async with asyncio.timeout_at(min(deadline_s, ends_s)):
                     return await call(self._store)
 
 
 @contextmanager
-def _heard(health: StoreHealth, operation: int, *, is_fair: bool) -> Iterator[None]:
-    """Tell `health` how the body ended; of a time-out only if it `is_fair`."""
+def _heard(breaker: CircuitBreaker, operation: int, *, is_fair: bool) -> Iterator[None]:
+    """Tell `breaker` how the body ended; of a time-out only if it `is_fair`."""
     try:
         yield
     except (ObjectMissing, ObjectCorrupt):
-        health.succeeded()
+        breaker.succeeded()
         raise
     except StoreError as exc:
-        health.failed(operation, str(exc))
+        breaker.failed(operation, str(exc))
         raise
     except TimeoutError:
         if is_fair:
-            health.failed(operation, "no answer in time")
+            breaker.failed(operation, "no answer in time")
         raise
-    health.succeeded()
+    breaker.succeeded()
 
 
-def _left_alone(health: StoreHealth) -> StoreUnavailable:
-    return StoreUnavailable(f"{health.what} failed repeatedly and are left alone for a while")
+def _left_alone(breaker: CircuitBreaker) -> StoreUnavailable:
+    return StoreUnavailable(f"{breaker.what} failed repeatedly and are left alone for a while")
 
 
 def _until(deadline_s: float) -> asyncio.Timeout:

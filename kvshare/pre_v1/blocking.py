@@ -16,7 +16,7 @@ T = TypeVar("T")
 _CLOSED = "the buffer is closed"
 
 
-class Session:
+class BlockingSession:
     """Runs coroutines over `store`, which it closes at the end. Any thread may call.
 
     The lock is held while a coroutine is handed to the loop: what comes after the end is refused,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ecshare.store.config import parse
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectStore, probe, read
@@ -29,9 +29,9 @@ from ecshare.store.open import open_store
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
 from ecshare.transfer.staging import as_tensor, dtype_name
 from kvshare.config import KVConfig
-from kvshare.pre_v1.blocking import Session
+from kvshare.pre_v1.blocking import BlockingSession
 from kvshare.pre_v1.index import Entry, matches, pack, unpack
-from kvshare.pre_v1.take_once import Taker
+from kvshare.pre_v1.take_once import TakeOnce
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class _Buffer:
         }
         self._namespace = namespace_digest(self._facts)
         self._store: ObjectStore = open_store(config, path)
-        self._session = Session(self._store, config.call_timeout_s)
+        self._session = BlockingSession(self._store, config.call_timeout_s)
         self._device = torch.device(device)
         try:
             self._start(path)
@@ -135,7 +135,7 @@ class _Buffer:
 
     def _body(self, key: str, tensor: Tensor) -> memoryview:
         """Return `tensor` as an object. _TooLarge; ValueError: a dtype that no object can hold."""
-        facts = TensorFacts(dtype_name(tensor.dtype), tuple(tensor.shape), {})
+        facts = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), {})
         _check_size(PROLOGUE_BYTES + facts.num_bytes)
         body = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
         if facts.num_bytes:
@@ -211,7 +211,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     def _start(self, path: str) -> None:
         super()._start(path)
         markers = namespace_digest({**self._facts, "what": "taken"})
-        self._taker = Taker(self._store, self._namespace, markers)
+        self._taker = TakeOnce(self._store, self._namespace, markers)
         self._damaged: OrderedDict[str, None] = OrderedDict()
         self._session.start(self._taker.check(path), f"{path}.url")
         self._session.run_beside(self._taker.keep_swept())

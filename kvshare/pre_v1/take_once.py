@@ -34,7 +34,7 @@ _SWEEP_S = 1800.0
 _SWEPT = 256  # at once: the store bounds the time of one call
 
 
-class Taker:
+class TakeOnce:
     """Takes the objects of one namespace of a store. Several processes and threads may."""
 
     def __init__(self, store: ObjectStore, namespace: str, markers: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 
-class Verdicts:
+class LookupResults:
     """The answer to each request for each chunk; RETRY until there is one.
 
     Several requests that ask for a chunk at one time wait for one question to the store. A request

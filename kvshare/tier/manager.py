@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecshare.plugin.logs import log_as_vllm
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
@@ -43,7 +43,7 @@ try:
     )
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-    from kvshare.tier.lookup_results import Verdicts
+    from kvshare.tier.lookup_results import LookupResults
     from kvshare.tier.metrics import definitions, offloading_stats
 except ImportError as exc:
     raise ImportError(
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 # `drain_jobs` waits for copies in memory; this is how often it looks whether they are over.
-_GLANCE_S = 1.0
+_POLL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -125,10 +125,10 @@ class KVShareTier(SecondaryTierManager):
         self.locality = Locality(config.locality) if config.locality else None
         self._config = config
         num_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        self._facts = TensorFacts("U8", (num_bytes,))
+        self._facts = TensorSpec("U8", (num_bytes,))
         self._staging = Staging(torch.device("cpu"), config.buffer_bytes)
         self._stats = Stats()
-        self._verdicts = Verdicts()
+        self._verdicts = LookupResults()
         self._asking: dict[int, tuple[OffloadKey, ...]] = {}  # by the identity of the Lookup
         self._loading: dict[int, tuple[Fetch, OffloadKey, _Load]] = {}  # of the Fetch
         self._copying: dict[int, tuple[Run, _Store]] = {}  # of the Run
@@ -214,7 +214,7 @@ class KVShareTier(SecondaryTierManager):
         while self._loading or self._copying:
             jobs: list[Job] = [fetch for fetch, _, _ in self._loading.values()]
             jobs += [run for run, _ in self._copying.values()]
-            self._settle(self._engine.drain(_GLANCE_S, until=jobs[0]))
+            self._settle(self._engine.drain(_POLL_S, until=jobs[0]))
 
     def shutdown(self) -> None:
         """Let go of the CPU tier; let saves end, briefly, and stop the I/O thread."""
@@ -294,7 +294,7 @@ class KVShareTier(SecondaryTierManager):
 
     # --- load and copy threads ---
 
-    def _fits(self, facts: TensorFacts) -> bool:
+    def _fits(self, facts: TensorSpec) -> bool:
         return facts == self._facts
 
     def _copy_in(self, place: int, stored: StoredObject) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from blake3 import blake3
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.manifest import write_manifest
@@ -32,7 +32,7 @@ def a_sealed_object() -> bytes:
     slab = bytearray(PROLOGUE_BYTES + 24)
     slab[PROLOGUE_BYTES:] = bytes(range(24))
     attributes = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 2, 6]}}
-    seal(memoryview(slab), TensorFacts("BF16", (3, 4), attributes), KEY, Integrity(SECRET))
+    seal(memoryview(slab), TensorSpec("BF16", (3, 4), attributes), KEY, Integrity(SECRET))
     return bytes(slab)
 
 
@@ -74,7 +74,7 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_rows_have_checksums_as_the_page_says(secret: bytes | None) -> None:
     slab = bytearray(PROLOGUE_BYTES) + bytes(range(24))
-    facts = TensorFacts("BF16", (3, 4), {}, by_row=True)
+    facts = TensorSpec("BF16", (3, 4), {}, by_row=True)
     seal(memoryview(slab), facts, KEY, Integrity(secret) if secret else None)
     metadata = json.loads(slab[8:4096])["__metadata__"]
 

@@ -11,7 +11,7 @@ import torch
 
 from ecshare.cli import main
 from ecshare.store.config import StoreConfig
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, namespace_digest
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
@@ -56,7 +56,7 @@ def start(
     engine.start_up(kind, namespace_digest(facts), facts, write=True)
     staging = Staging(torch.device("cpu"), 1 << 20)
     for key in keys:
-        slab = staging.reserve(TensorFacts("U8", (1000,), {}))
+        slab = staging.reserve(TensorSpec("U8", (1000,), {}))
         assert slab is not None
         slab.payload.zero_()
         engine.submit(Put(key, slab))

@@ -11,7 +11,7 @@ import pytest
 from ecshare.doctor import contents
 from ecshare.doctor.contents import tally
 from ecshare.store import manifest
-from ecshare.store.directory import Directory
+from ecshare.store.directory import DirectoryStore
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
 from ecshare.store.manifest import Manifest, nearest
 from ecshare.store.objects import ObjectInfo
@@ -93,7 +93,7 @@ async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents._LONGEST_COUNT_S + 1])
     closed = False
 
-    class Slow(Directory):
+    class Slow(DirectoryStore):
         async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
             del prefix
             try:
@@ -113,14 +113,14 @@ def test_a_namespace_that_no_listing_told_is_asked_for_by_name(
 ) -> None:
     """As where an odd key lies beside its manifest."""
     start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
-    listing = Directory.list
+    listing = DirectoryStore.list
 
-    async def without(store: Directory, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def without(store: DirectoryStore, prefix: str) -> AsyncIterator[ObjectInfo]:
         async for info in listing(store, prefix):
             if info.key != manifest_key(Kind.EC, NAMESPACE):
                 yield info
 
-    monkeypatch.setattr(Directory, "list", without)
+    monkeypatch.setattr(DirectoryStore, "list", without)
     text = doctor("--read-only")[1]
     assert f"{NAMESPACE}: 1 objects, 0.0 MB; its manifest is not listed" in text
     assert "without a manifest" not in text

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ecshare.doctor import contents, trial
 from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
-from ecshare.store.directory import Directory
+from ecshare.store.directory import DirectoryStore
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
 from ecshare.store.objects import Sink, Span
 from ecshare.store.open import open_store
@@ -138,7 +138,7 @@ class Clock:
         return self.s
 
 
-class Slow(Directory):
+class Slow(DirectoryStore):
     """A folder that takes, by its clock, the next of `seconds` for each put and each get."""
 
     def __init__(self, folder: Path, clock: Clock, puts: list[float], gets: list[float]) -> None:
@@ -465,13 +465,13 @@ def test_invented_namespaces_do_not_hold_the_doctor_up(
 ) -> None:
     monkeypatch.setattr(contents, "_MOST_ASKED", 2)
     asked: list[str] = []
-    exists = Directory.exists
+    exists = DirectoryStore.exists
 
-    async def counted(store: Directory, keys: Sequence[str]) -> list[bool]:
+    async def counted(store: DirectoryStore, keys: Sequence[str]) -> list[bool]:
         asked.extend(keys)
         return await exists(store, keys)
 
-    monkeypatch.setattr(Directory, "exists", counted)
+    monkeypatch.setattr(DirectoryStore, "exists", counted)
     for n in range(5):
         path = tmp_path / "store" / object_key(Kind.EC, f"{n}" * 32, "x")
         path.parent.mkdir(parents=True)

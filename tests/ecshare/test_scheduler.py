@@ -24,7 +24,7 @@ from ecshare.messages import Orders, Report
 from ecshare.plugin.adapters import adapter_fingerprint
 from ecshare.plugin.ledger import open_ledger
 from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Job, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
@@ -96,7 +96,7 @@ def store(scheduler: EncoderScheduler, tmp_path: Path, shape: tuple[int, int]) -
     key = scheduler._items._embeddings.key("picture", NUM_EMBEDS, "")
     tensor = torch.randn(shape)
     staging = Staging(torch.device("cpu"), 1 << 24)
-    slab = staging.reserve(TensorFacts("F32", shape, {}))
+    slab = staging.reserve(TensorSpec("F32", shape, {}))
     assert slab is not None
     staging.copy_out(slab, tensor)
     engine.submit(Put(key, slab))
@@ -213,7 +213,7 @@ def test_it_fails_after_its_own_time_and_asks_but_once(start: Start) -> None:
     assert not scheduler.ready(second, 0)
     assert item.job is None, "not once more"
     scheduler.finished(second)
-    assert (len(item.waiters), len(item.sought_for)) == (1, 0)
+    assert (len(item.waiters), len(item.retried_for)) == (1, 0)
 
 
 def test_who_joins_late_has_time_of_its_own(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ecshare.config import EncoderConfig
 from ecshare.store.errors import ConfigError
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.rows import Rows
 from ecshare.transfer.engine import TransferEngine
@@ -128,7 +128,7 @@ class World:
         jobs = []
         for name in names:
             tensor = tensor_of(name)
-            facts = TensorFacts("U8", tuple(tensor.shape), by_row=name == BY_ROW)
+            facts = TensorSpec("U8", tuple(tensor.shape), by_row=name == BY_ROW)
             slab = self._staging.reserve(facts)
             assert slab is not None
             self._staging.copy_out(slab, tensor)

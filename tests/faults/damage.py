@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from lab.servers.processes import Server
 
 GIB = 1 << 30
@@ -54,7 +54,7 @@ def unfit(name: str, whole: bytes, key: str) -> bytes:
     """A sound object under `key` that no engine can use."""
     right = unseal(memoryview(whole), key).facts
     dtype, shape = UNFIT[name](right.shape)
-    facts = TensorFacts(dtype, shape, right.attributes)
+    facts = TensorSpec(dtype, shape, right.attributes)
     made = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
     seal(made, facts, key)
     return bytes(made)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, StoredObject
@@ -20,7 +20,7 @@ from tests.faults.disks import SmallDisk
 
 pytestmark = pytest.mark.faults
 
-FACTS = TensorFacts("U8", (400_000,))
+FACTS = TensorSpec("U8", (400_000,))
 NUM_STORED = 20
 NUM_LOADS = 300
 

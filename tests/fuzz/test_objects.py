@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ecshare.store import format as fmt
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, RunningChecksum, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, StreamingChecksum, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.rows import Rows
@@ -45,7 +45,7 @@ class Sound(NamedTuple):
     """An object as it was sealed."""
 
     raw: bytes
-    facts: TensorFacts
+    facts: TensorSpec
     integrity: Integrity | None
 
     @property
@@ -61,7 +61,7 @@ class Sound(NamedTuple):
 
 
 def sealed(
-    facts: TensorFacts, integrity: Integrity | None, key: str = KEY, content: str = "ours"
+    facts: TensorSpec, integrity: Integrity | None, key: str = KEY, content: str = "ours"
 ) -> Sound:
     raw = bytearray(PROLOGUE_BYTES) + dice(content).randbytes(facts.num_bytes)
     seal(memoryview(raw), facts, key, integrity)
@@ -69,12 +69,12 @@ def sealed(
 
 
 SOUND = [
-    sealed(TensorFacts(dtype, shape, ATTRIBUTES, by_row), integrity)
+    sealed(TensorSpec(dtype, shape, ATTRIBUTES, by_row), integrity)
     for integrity in (None, OURS)
     for dtype, shape, by_row in FORMS
 ]
 STRANGE = [
-    sealed(TensorFacts(dtype, shape, ATTRIBUTES, by_row), integrity, key, "theirs").raw
+    sealed(TensorSpec(dtype, shape, ATTRIBUTES, by_row), integrity, key, "theirs").raw
     for dtype, shape, by_row in FORMS[:2]
     for integrity, key in ((None, KEY), (THEIRS, KEY), (OURS, OTHER_KEY))
 ]
@@ -202,7 +202,7 @@ def another_object(draw: Draw, sound: Sound) -> bytes:
 def resealed(draw: Draw, sound: Sound) -> bytes:
     """Other content, with some of the genuine one's checksums."""
     attributes = draw(st.sampled_from([ATTRIBUTES, {}, {"num_embeds": 5}]))
-    facts = TensorFacts(sound.facts.dtype, sound.facts.shape, attributes, sound.facts.by_row)
+    facts = TensorSpec(sound.facts.dtype, sound.facts.shape, attributes, sound.facts.by_row)
     forged = sealed(facts, draw(st.sampled_from([None, THEIRS])), content="forged")
     header, genuine = forged.header(), sound.header()
     for name in ("ecshare.mac", "ecshare.rows"):
@@ -259,7 +259,7 @@ def read_whole(draw: Draw, raw: bytes, sound: Sound) -> None:
 
 
 def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
-    running, at = RunningChecksum(), draw(st.sampled_from([PROLOGUE_BYTES, 5000, 100]))
+    running, at = StreamingChecksum(), draw(st.sampled_from([PROLOGUE_BYTES, 5000, 100]))
     pieces = [(0, memoryview(raw)[:at])]
     while at < len(raw):
         size = draw(st.sampled_from([40, 100, PROLOGUE_BYTES]))
@@ -287,7 +287,7 @@ def read_rows(draw: Draw, raw: bytes, sound: Sound) -> None:
     check(found, fmt.facts_of_rows(sound.facts, rows), payload)
 
 
-def check(found: fmt.Sealed, facts: TensorFacts, payload: bytes) -> None:
+def check(found: fmt.Sealed, facts: TensorSpec, payload: bytes) -> None:
     assert bytes(found.payload) == payload, "wrong bytes were taken"
     assert found.facts == facts, "wrong facts were believed"
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.app import CHAT
-from ecshare.router.logs import OneLine
+from ecshare.router.logs import OneLineFormatter
 from tests.ecshare.router.fake_engine import FakeEngine, Fleet, chat, decoded, fleet
 from tests.fuzz.running import cases, dice
 from tests.fuzz.values import ODD_NUMBERS, ODD_TEXT, Path, paths, written
@@ -212,7 +212,7 @@ async def test_nothing_is_a_5xx(caplog: pytest.LogCaptureFixture) -> None:
     for record in caplog.records:
         if record.name.startswith("ecshare"):
             assert record.exc_info is None, record.getMessage()
-            assert OneLine().format(record).isprintable()
+            assert OneLineFormatter().format(record).isprintable()
 
 
 async def check_goes_on(f: Fleet) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 import kvshare.blocks as module
 from ecshare.plugin.compat import erase_slots
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
 from kvshare.layers import LayerSet, Span
@@ -256,7 +256,7 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
 
 def test_facts_name_the_chunk_and_what_counts() -> None:
     facts = blocks_of(named(head_major())).facts(2, TOKENS + 5, "abc")
-    assert facts == TensorFacts(
+    assert facts == TensorSpec(
         dtype="F32",
         shape=(HEADS, LAYERS, 2 * TOKENS, CONTENT),
         attributes={

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ecshare.store.format import TensorFacts, seal
+from ecshare.store.format import TensorSpec, seal
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.staging import Staging
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
@@ -58,7 +58,7 @@ def swap_in_another_chunk(path: Path) -> None:
 
 
 def put_other_tensor(path: Path) -> None:
-    facts = TensorFacts(dtype="F32", shape=(HEADS, LAYERS, BLOCK, 4), attributes={})
+    facts = TensorSpec(dtype="F32", shape=(HEADS, LAYERS, BLOCK, 4), attributes={})
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
     assert slab is not None
     slab.payload.zero_()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
 from kvshare.prefix import Chunk
 from tests.kvshare.conftest import StartEngine
@@ -41,7 +41,7 @@ def in_two(path: Path, root: Path) -> None:
         shape = (1, *facts.shape[1:])
         seal(
             memoryview(slab),
-            TensorFacts(facts.dtype, shape, facts.attributes, by_row=facts.by_row),
+            TensorSpec(facts.dtype, shape, facts.attributes, by_row=facts.by_row),
             name,
         )
         (root / "store" / name).write_bytes(slab)

@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 import kvshare.recent_keys as module
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key, size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
@@ -77,7 +77,7 @@ class Bench:
         engine = TransferEngine(self.config, "options")
         staging = Staging(torch.device("cpu"), 1 << 24)
         for key in keys:
-            slab = staging.reserve(TensorFacts("U8", (1,), {}))
+            slab = staging.reserve(TensorSpec("U8", (1,), {}))
             assert slab is not None
             engine.submit(Put(key, slab))
         outcomes = [done.outcome for done in engine.drain(20.0)]

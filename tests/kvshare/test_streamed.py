@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.fsspec_store import RemoteObjects
+from ecshare.store.fsspec_store import FsspecStore
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
@@ -21,13 +21,13 @@ STREAMED = {"kvshare": {"streamed": True}}
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys that engines ask the store for, without taking what is there."""
     keys: list[str] = []
-    exists = RemoteObjects.exists
+    exists = FsspecStore.exists
 
-    async def noted(self: RemoteObjects, wanted: Sequence[str]) -> list[bool]:
+    async def noted(self: FsspecStore, wanted: Sequence[str]) -> list[bool]:
         keys.extend(wanted)
         return await exists(self, wanted)
 
-    monkeypatch.setattr(RemoteObjects, "exists", noted)
+    monkeypatch.setattr(FsspecStore, "exists", noted)
     return keys
 
 

@@ -29,7 +29,7 @@ from typing import Self
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.hard_links import link_open_file, open_linkable
-from ecshare.store.hostcache.eviction import Room
+from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
 from ecshare.store.hostcache.lock import unlock_and_close
 from ecshare.store.hostcache.single_flight import Claim
@@ -238,7 +238,7 @@ class HostCache:
         make_private(root)
         self._device = os.stat(root).st_dev
         self.limit_bytes = fitting(root, limit_bytes)
-        self._room = Room(root, self.limit_bytes)
+        self._room = Evictor(root, self.limit_bytes)
 
     def open(self, key: str) -> Entry | None:
         """Return the entry, pinned, or None."""

@@ -57,7 +57,7 @@ _ENTRY = re.compile(
 )
 
 
-class Room:
+class Evictor:
     """Who may write how much into the folder `root`. Safe from several threads and processes."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
@@ -224,11 +224,11 @@ class Room:
                     yield _Found(status.st_atime_ns, status.st_size, entry.name, is_temporary)
 
     @contextlib.contextmanager
-    def tally(self) -> "Iterator[_Tally]":
+    def tally(self) -> "Iterator[_UsageCounter]":
         """Hold the tally's lock."""
         fd = self._lock.take()
         try:
-            yield _Tally(fd)
+            yield _UsageCounter(fd)
         finally:
             unlock_and_close(fd)
 
@@ -236,7 +236,7 @@ class Room:
 class _Scan:
     """One scan of a folder, by whoever has the turn to do so. One thread at a time."""
 
-    def __init__(self, room: Room, turn: int) -> None:
+    def __init__(self, room: Evictor, turn: int) -> None:
         """Read the first entries. `turn`: its file, open and locked, which this closes."""
         self._room = room
         self._turn = turn
@@ -326,7 +326,7 @@ class _Believed(NamedTuple):
     """The bytes of all files ever added, renamed or removed."""
 
 
-class _Tally:
+class _UsageCounter:
     """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
 
     def __init__(self, fd: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ecshare.router.logs import OneLine, Sparing
+from ecshare.router.logs import OneLineFormatter, RateLimitFilter
 from tests.ecshare.router.fake_engine import Clock, FakeEngine, decoded
 
 
@@ -24,8 +24,8 @@ def written(clock: Clock) -> Iterator[io.StringIO]:
     """What a logger of the tests writes, set up as the router's."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
-    handler.addFilter(Sparing(clock))
+    handler.setFormatter(OneLineFormatter("%(levelname)s %(message)s"))
+    handler.addFilter(RateLimitFilter(clock))
     logger = logging.getLogger("tests.router.logs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

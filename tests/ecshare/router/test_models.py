@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from ecshare.router import app, models
-from ecshare.router.models import Served
+from ecshare.router.models import ServedModels
 from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
 
 SOON_S = 5.0
@@ -88,7 +88,7 @@ async def test_a_list_that_fails_to_come_leaves_the_old_one() -> None:
         return answers.pop(0)
 
     clock = Clock()
-    served = Served(read, clock)
+    served = ServedModels(read, clock)
     assert await served.lacks("n", {"a": "1"}), "the first reading is waited for"
     clock.now_s += 10
     for _ in range(3):
@@ -122,7 +122,7 @@ async def test_a_reading_ends_with_the_router() -> None:
             ended.set()
         return None
 
-    served = Served(read, Clock())
+    served = ServedModels(read, Clock())
     asked = asyncio.create_task(served.lacks("m", {}))
     await begun.wait()
     asked.cancel()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.azure_options import AzurePlan, plan
-from ecshare.store.cloud import CloudObjects
+from ecshare.store.cloud import CloudStore
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
@@ -203,7 +203,7 @@ async def test_a_real_server_tells_what_is_wrong(azurite: Azurite) -> None:
     )
     for config in (wrong_key, wrong_token, anonymous):
         store = open_store(config, "options")
-        assert isinstance(store, CloudObjects)
+        assert isinstance(store, CloudStore)
         for write in (False, True):
             with pytest.raises(StoreDenied, match="the store answered 403 Auth") as caught:
                 await probe(store, write=write)

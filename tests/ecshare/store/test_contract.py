@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.fsspec_store import RemoteObjects, open_remote
+from ecshare.store.fsspec_store import FsspecStore, open_fsspec
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.testing import StoreContract
@@ -64,7 +64,7 @@ class TestFilesThroughFsspec(StoreContract):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[ObjectStore]:
         (tmp_path / "cache").mkdir()
-        store = open_remote(StoreConfig(url=f"file://{tmp_path}/cache"), "options")
+        store = open_fsspec(StoreConfig(url=f"file://{tmp_path}/cache"), "options")
         yield store
         await store.close()
 
@@ -74,7 +74,7 @@ class TestS3ThroughObstore(StoreContract):
     @pytest.fixture
     async def store(self, seaweedfs: Bucket) -> AsyncIterator[ObjectStore]:
         store = open_store(seaweedfs.config(), "options")
-        assert not isinstance(store, RemoteObjects)
+        assert not isinstance(store, FsspecStore)
         yield store
         await store.close()
 
@@ -85,7 +85,7 @@ class TestS3ThroughS3fs(StoreContract):
     async def store(self, seaweedfs: Bucket) -> AsyncIterator[ObjectStore]:
         # Only s3fs knows this option: the url takes the general road.
         store = open_store(seaweedfs.config(s3_additional_kwargs={}), "options")
-        assert isinstance(store, RemoteObjects)
+        assert isinstance(store, FsspecStore)
         yield store
         await store.close()
 
@@ -110,7 +110,7 @@ class TestRcloneThroughS3fs(StoreContract):
     @pytest.fixture
     async def store(self, rclone: Bucket) -> AsyncIterator[ObjectStore]:
         store = open_store(rclone.config(s3_additional_kwargs={}), "options")
-        assert isinstance(store, RemoteObjects)
+        assert isinstance(store, FsspecStore)
         yield store
         await store.close()
 
@@ -122,7 +122,7 @@ class TestAzureThroughObstore(StoreContract):
     @pytest.fixture
     async def store(self, azurite: Azurite) -> AsyncIterator[ObjectStore]:
         store = open_store(azure_config(azurite), "options")
-        assert not isinstance(store, RemoteObjects)
+        assert not isinstance(store, FsspecStore)
         yield store
         await store.close()
 
@@ -135,6 +135,6 @@ class TestGoogleThroughObstore(StoreContract):
     @pytest.fixture
     async def store(self, gcs: GCS) -> AsyncIterator[ObjectStore]:
         store = open_store(gcs_config(gcs), "options")
-        assert not isinstance(store, RemoteObjects)
+        assert not isinstance(store, FsspecStore)
         yield store
         await store.close()

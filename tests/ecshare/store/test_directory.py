@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ecshare.store import directory
-from ecshare.store.directory import Directory
+from ecshare.store.directory import DirectoryStore
 from ecshare.store.errors import (
     ConfigError,
     ObjectMissing,
@@ -20,16 +20,16 @@ from ecshare.store.errors import (
 )
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import probe, read
-from ecshare.transfer.priority import Urgency
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.priority import Priority
+from ecshare.transfer.store_client import StoreClient
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 LIMIT = 1 << 30
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Directory]:
-    store = Directory.open(f"{tmp_path}/store", 30.0, "options.url")
+async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
+    store = DirectoryStore.open(f"{tmp_path}/store", 30.0, "options.url")
     yield store
     await store.close()
 
@@ -38,7 +38,9 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-async def test_an_object_is_one_plain_file_of_that_name(store: Directory, tmp_path: Path) -> None:
+async def test_an_object_is_one_plain_file_of_that_name(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
     await store.put(KEY, b"body")
     assert files(tmp_path / "store") == [KEY]
     assert (tmp_path / "store" / KEY).read_bytes() == b"body"
@@ -58,7 +60,7 @@ async def test_an_object_is_one_plain_file_of_that_name(store: Directory, tmp_pa
 async def test_a_file_that_is_offered_is_linked_if_it_serves_as_well(
     tmp_path: Path, mode: int, is_shared: bool, linked: bool
 ) -> None:
-    store = Directory.open(f"{tmp_path}/store", 30.0, "options.url", is_shared=is_shared)
+    store = DirectoryStore.open(f"{tmp_path}/store", 30.0, "options.url", is_shared=is_shared)
     file = tmp_path / "file"
     file.write_bytes(b"body")
     file.chmod(mode)
@@ -72,7 +74,7 @@ async def test_a_file_that_is_offered_is_linked_if_it_serves_as_well(
 
 
 async def test_a_failed_write_leaves_nothing(
-    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disk_full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -86,7 +88,7 @@ async def test_a_failed_write_leaves_nothing(
 
 
 async def test_short_writes_are_continued(
-    store: Directory, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel writes at most 2 GB at once, and less when it is interrupted."""
     write = os.write
@@ -96,7 +98,9 @@ async def test_short_writes_are_continued(
     assert await read(store, KEY, LIMIT) == memoryview(body)
 
 
-async def test_short_reads_are_continued(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_reads_are_continued(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preadv = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1000]], offset)
@@ -108,7 +112,7 @@ async def test_short_reads_are_continued(store: Directory, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", [1000, 5 << 20])
 async def test_a_file_that_shrinks_while_it_is_read_is_refused(
-    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     await store.put(KEY, bytes(size))
     fstat = os.fstat
@@ -123,14 +127,16 @@ async def test_a_file_that_shrinks_while_it_is_read_is_refused(
         await read(store, KEY, LIMIT)
 
 
-async def test_leftovers_of_dead_writers_are_no_objects(store: Directory, tmp_path: Path) -> None:
+async def test_leftovers_of_dead_writers_are_no_objects(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
     await store.put(KEY, b"body")
     (tmp_path / "store" / KEY).with_name(".0123.77.tmp").write_bytes(b"torn")
     (tmp_path / "store" / "notes for people.txt").write_text("hello")
     assert [info.key async for info in store.list("")] == [KEY]
 
 
-async def test_a_link_to_elsewhere_is_not_listed(store: Directory, tmp_path: Path) -> None:
+async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("x")
     (tmp_path / "store" / "link").symlink_to(tmp_path / "elsewhere")
@@ -139,7 +145,7 @@ async def test_a_link_to_elsewhere_is_not_listed(store: Directory, tmp_path: Pat
 
 @pytest.mark.parametrize("no_links", sorted(directory._NO_LINKS))
 async def test_without_hard_links_objects_are_renamed_into_place(
-    store: Directory,
+    store: DirectoryStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -157,7 +163,7 @@ async def test_without_hard_links_objects_are_renamed_into_place(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 async def test_a_refusal_is_told_from_a_failure(
-    store: Directory, monkeypatch: pytest.MonkeyPatch, number: int
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     await store.put(KEY, b"body")
 
@@ -173,7 +179,7 @@ async def test_a_refusal_is_told_from_a_failure(
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE])
 async def test_a_failure_is_no_miss(
-    store: Directory, monkeypatch: pytest.MonkeyPatch, number: int
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -187,10 +193,10 @@ async def test_a_failure_is_no_miss(
 
 
 async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
-    store: Directory, tmp_path: Path
+    store: DirectoryStore, tmp_path: Path
 ) -> None:
     (tmp_path / "store" / KEY).mkdir(parents=True)
-    access = StoreAccess(store, 30.0)
+    access = StoreClient(store, 30.0)
     for call in (
         lambda store: read(store, KEY, LIMIT),
         lambda store: store.delete([KEY]),
@@ -198,13 +204,13 @@ async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
     ):
         for _ in range(5):
             with pytest.raises(StoreError):
-                await access.ask(call, Urgency.LOAD)
+                await access.ask(call, Priority.LOAD)
         assert not access.open_breakers
 
 
 @pytest.mark.parametrize("links", [True, False])
 async def test_a_folder_in_place_of_an_object_concerns_no_other(
-    store: Directory, tmp_path: Path, links: bool
+    store: DirectoryStore, tmp_path: Path, links: bool
 ) -> None:
     """It is no object, blocks its own key alone, and stays: it is not ours."""
     store._links = links
@@ -222,7 +228,7 @@ async def test_a_folder_in_place_of_an_object_concerns_no_other(
 
 
 async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
-    store: Directory, tmp_path: Path
+    store: DirectoryStore, tmp_path: Path
 ) -> None:
     folder = (tmp_path / "store" / KEY).parent
     folder.parent.mkdir(parents=True)
@@ -235,7 +241,7 @@ async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
-    store: Directory, tmp_path: Path, level: int
+    store: DirectoryStore, tmp_path: Path, level: int
 ) -> None:
     place = tmp_path / "store" / "/".join(KEY.split("/")[:level])
     if place.is_dir():
@@ -251,7 +257,7 @@ async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 async def test_one_file_that_may_not_be_read_concerns_no_other(
-    store: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """As a file of mode 000, or of another owner; this user may be root."""
     await store.put(KEY, b"body")
@@ -273,7 +279,7 @@ async def test_one_file_that_may_not_be_read_concerns_no_other(
     assert await store.put(KEY, b"body")
 
 
-async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path: Path) -> None:
+async def test_a_root_that_is_gone_is_not_made_again(store: DirectoryStore, tmp_path: Path) -> None:
     """It was a mount: what is written now would fill the disk below."""
     (tmp_path / "store").rmdir()
     with pytest.raises(StoreUnavailable, match="gone"):
@@ -288,18 +294,18 @@ async def test_a_root_that_is_gone_is_not_made_again(store: Directory, tmp_path:
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"options\.url: .*/file is a file"):
-        Directory.open(f"{tmp_path}/file", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/file", 1.0, "options.url")
     with pytest.raises(ConfigError, match=r"options\.url: the folder .*/file/x cannot be made"):
-        Directory.open(f"{tmp_path}/file/x", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/file/x", 1.0, "options.url")
     with pytest.raises(ConfigError, match=r"options\.url: the folder .* cannot be made"):
-        Directory.open(f"{tmp_path}/a\0b", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/a\0b", 1.0, "options.url")
 
 
 def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -> None:
     import asyncio
 
     async def go() -> int:
-        store = Directory.open(root, 60.0, "options.url")
+        store = DirectoryStore.open(root, 60.0, "options.url")
         won = 0
         for n in range(30):
             key = object_key(Kind.EC, "0" * 32, str(n))

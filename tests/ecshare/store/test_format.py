@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import Kind, object_key
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
 ATTRIBUTES = {"num_embeds": 3, "metadata": {"image_grid_thw": [1, 32, 32]}, "name": "ä"}
-FACTS = TensorFacts("BF16", (3, 5), ATTRIBUTES)
+FACTS = TensorSpec("BF16", (3, 5), ATTRIBUTES)
 TENSOR = torch.arange(15, dtype=torch.bfloat16).view(3, 5)
 
 
-def sealed(facts: TensorFacts = FACTS, payload: bytes | None = None) -> bytearray:
+def sealed(facts: TensorSpec = FACTS, payload: bytes | None = None) -> bytearray:
     if payload is None:
         payload = bytes(TENSOR.view(torch.uint8).numpy().tobytes())
     slab = bytearray(PROLOGUE_BYTES) + payload
@@ -56,14 +56,14 @@ def test_safetensors_reads_it() -> None:
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_safetensors_knows_every_dtype_by_the_same_name_and_size(dtype: str) -> None:
-    slab = bytes(sealed(TensorFacts(dtype, (2, 3)), bytes(6 * ITEM_BYTES[dtype])))
+    slab = bytes(sealed(TensorSpec(dtype, (2, 3)), bytes(6 * ITEM_BYTES[dtype])))
     assert safetensors.torch.load(slab)["tensor"].shape == (2, 3)
     assert unseal(memoryview(slab), KEY).facts.num_bytes == 6 * ITEM_BYTES[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (1,) * 8])
 def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> None:
-    facts = TensorFacts("F32", shape)
+    facts = TensorSpec("F32", shape)
     slab = sealed(facts, bytes(facts.num_bytes))
     assert unseal(memoryview(slab), KEY).facts == facts
     assert safetensors.torch.load(bytes(slab))["tensor"].shape == shape
@@ -89,22 +89,22 @@ def test_the_prologue_is_as_documented() -> None:
 def test_typed_views_of_a_slab_are_taken() -> None:
     slab = memoryview(bytearray(PROLOGUE_BYTES + 8))
     floats: Any = slab.cast("f")
-    seal(floats, TensorFacts("F32", (2,)), KEY)
+    seal(floats, TensorSpec("F32", (2,)), KEY)
     assert unseal(floats, KEY).facts.shape == (2,)
 
 
 @pytest.mark.parametrize(
     "facts",
     [
-        TensorFacts("BF16", (3, 4)),
-        TensorFacts("BF17", (3, 5)),
-        TensorFacts("BF16", (-3, -5)),
-        TensorFacts("BF16", (1,) * 7 + (3, 5)),
-        TensorFacts("BF16", (3, 5), {"a": "x" * 4096}),
-        TensorFacts("BF16", (3, 5), {"a": float("nan")}),
+        TensorSpec("BF16", (3, 4)),
+        TensorSpec("BF17", (3, 5)),
+        TensorSpec("BF16", (-3, -5)),
+        TensorSpec("BF16", (1,) * 7 + (3, 5)),
+        TensorSpec("BF16", (3, 5), {"a": "x" * 4096}),
+        TensorSpec("BF16", (3, 5), {"a": float("nan")}),
     ],
 )
-def test_facts_that_do_not_fit_are_refused(facts: TensorFacts) -> None:
+def test_facts_that_do_not_fit_are_refused(facts: TensorSpec) -> None:
     slab = bytearray(PROLOGUE_BYTES + 30)
     with pytest.raises(ValueError, match="seal|JSON"):
         seal(memoryview(slab), facts, KEY)

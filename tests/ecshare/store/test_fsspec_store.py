@@ -18,7 +18,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.fsspec_store import RemoteObjects, _modified_s, mapped_errors, open_remote
+from ecshare.store.fsspec_store import FsspecStore, _modified_s, mapped_errors, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
@@ -109,7 +109,7 @@ class Unwell(MemoryFileSystem):  # type: ignore[misc]
 
 
 async def test_a_store_that_is_down_is_no_miss() -> None:
-    store = RemoteObjects(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True, io_timeout_s=30)
+    store = FsspecStore(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True, io_timeout_s=30)
     with pytest.raises(StoreUnavailable, match="ConnectionError: down"):
         await store.exists([KEY])
     await store.close()
@@ -117,7 +117,7 @@ async def test_a_store_that_is_down_is_no_miss() -> None:
 
 async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
     filesystem, root = MemoryFileSystem(), f"/{uuid.uuid4().hex}"
-    store = RemoteObjects(filesystem, root, atomic_writes=True, io_timeout_s=30)
+    store = FsspecStore(filesystem, root, atomic_writes=True, io_timeout_s=30)
     filesystem.makedirs(f"{root}/{KEY}")
     assert await store.exists([KEY]) == [False]
     with pytest.raises(ObjectUnreadable, match="not a file"):
@@ -128,7 +128,7 @@ async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
 async def test_a_write_that_fails_half_way_leaves_nothing() -> None:
     filesystem = Unwell()
     root = f"/{uuid.uuid4().hex}"
-    store = RemoteObjects(filesystem, root, atomic_writes=False, io_timeout_s=30)
+    store = FsspecStore(filesystem, root, atomic_writes=False, io_timeout_s=30)
     with pytest.raises(StoreUnavailable, match="down"):
         await store.put(KEY, b"body")
     assert filesystem.find(root) == []
@@ -153,9 +153,9 @@ async def test_two_stores_in_one_process_see_the_same_memory() -> None:
 
 @pytest.mark.s3
 async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
-    def store(url: str = "", **options: Any) -> RemoteObjects:
+    def store(url: str = "", **options: Any) -> FsspecStore:
         found = open_store(seaweedfs.config(url, s3_additional_kwargs={}, **options), "options")
-        assert isinstance(found, RemoteObjects)
+        assert isinstance(found, FsspecStore)
         return found
 
     good, wrong = store(), store(secret="wrong")
@@ -205,7 +205,7 @@ async def test_what_others_store_is_seen_at_once(seaweedfs: Bucket) -> None:
 async def test_an_object_costs_s3fs_one_request() -> None:
     with serving(lambda asked: asked.say(200, b"body", etag='"e"', **DATED)) as server:
         options = {"key": "k", "secret": "s", "endpoint_url": server.endpoint}
-        store = open_remote(StoreConfig(url="s3://bucket/x", storage_options=options), "options")
+        store = open_fsspec(StoreConfig(url="s3://bucket/x", storage_options=options), "options")
         assert await read(store, KEY, LIMIT) == memoryview(b"body")
         await store.close()
         assert [method for method, _ in server.asked] == ["GET"]

@@ -6,7 +6,7 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Kind, object_key
 
@@ -14,7 +14,7 @@ SECRET = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 OURS = Integrity(SECRET.encode())
 OTHERS = Integrity(b"fedcba9876543210")
 KEY = object_key(Kind.EC, "0" * 32, "an object")
-FACTS = TensorFacts("U8", (3, 4), {"num_embeds": 3})
+FACTS = TensorSpec("U8", (3, 4), {"num_embeds": 3})
 
 
 def sealed(integrity: Integrity | None) -> bytearray:

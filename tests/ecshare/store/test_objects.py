@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import Directory
+from ecshare.store.directory import DirectoryStore
 from ecshare.store.errors import ConfigError
 from ecshare.store.open import open_store
 
@@ -25,7 +25,7 @@ def refusal(url: str, **options: Any) -> str:
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}", "file://localhost{}", "{}/"])
 def test_a_folder_has_many_spellings(tmp_path: Path, form: str) -> None:
     store = open_store(StoreConfig(url=form.format(tmp_path / "store")), PATH)
-    assert isinstance(store, Directory)
+    assert isinstance(store, DirectoryStore)
     assert (tmp_path / "store").is_dir()
 
 

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal, unseal, unseal_rows
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal, unseal_rows
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import Span
 from ecshare.store.rows import MAX_ROWS, Rows
 
 KEY = object_key(Kind.KV, "0" * 32, b"a chunk", "t0of2")
-FACTS = TensorFacts("U8", (4, 5), {"num_tokens": 5}, by_row=True)
+FACTS = TensorSpec("U8", (4, 5), {"num_tokens": 5}, by_row=True)
 PAYLOAD = bytes(range(20))
 OURS = Integrity(b"0123456789abcdef")
 THEIRS = Integrity(b"fedcba9876543210")
 
 
-def sealed(facts: TensorFacts = FACTS, integrity: Integrity | None = None) -> bytes:
+def sealed(facts: TensorSpec = FACTS, integrity: Integrity | None = None) -> bytes:
     payload = PAYLOAD if facts.num_bytes == 20 else bytes(facts.num_bytes)
     slab = bytearray(PROLOGUE_BYTES) + payload
     seal(memoryview(slab), facts, KEY, integrity)
@@ -56,7 +56,7 @@ def test_any_range_of_rows_comes_out(first: int, end: int, integrity: Integrity 
     found = unseal_rows(part, KEY, rows(first, end), integrity=integrity)
     assert found.payload == PAYLOAD[5 * first : 5 * end]
     assert found.payload.readonly
-    assert found.facts == TensorFacts("U8", (end - first, 5), {"num_tokens": 5}, by_row=True)
+    assert found.facts == TensorSpec("U8", (end - first, 5), {"num_tokens": 5}, by_row=True)
 
 
 def test_rows_that_follow_the_prologue_are_one_span_with_it() -> None:
@@ -122,7 +122,7 @@ def test_rows_that_did_not_all_come_are_refused() -> None:
 
 
 def test_an_object_without_checksums_of_rows_has_none_to_read() -> None:
-    body = sealed(TensorFacts("U8", (4, 5)))
+    body = sealed(TensorSpec("U8", (4, 5)))
     with pytest.raises(ObjectCorrupt, match="no rows"):
         unseal_rows(read(body, rows(1, 2)), KEY, rows(1, 2), verify=False)
 
@@ -146,7 +146,7 @@ def test_the_whole_object_is_authenticated_by_its_rows(writer: Integrity | None)
 
 def test_who_has_no_key_cannot_make_rows() -> None:
     """Not of the parts of sound objects either."""
-    mine = sealed(TensorFacts("U8", (4, 5), {"num_tokens": 4}, by_row=True), OURS)
+    mine = sealed(TensorSpec("U8", (4, 5), {"num_tokens": 4}, by_row=True), OURS)
     forged = with_list(mine, list_of(sealed(integrity=OURS)))
     with pytest.raises(ObjectCorrupt, match="checksum"):
         unseal_rows(read(forged, rows(1, 2)), KEY, rows(1, 2), integrity=OURS)
@@ -168,7 +168,7 @@ def test_any_list_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("shape", [(MAX_ROWS + 1, 2), (0, 2), ()])
 def test_an_object_has_few_rows_or_none_to_read(shape: tuple[int, ...]) -> None:
-    facts = TensorFacts("U8", shape, by_row=True)
+    facts = TensorSpec("U8", shape, by_row=True)
     with pytest.raises(ValueError, match="rows"):
         sealed(facts)
 
@@ -181,7 +181,7 @@ def test_the_checksums_of_as_many_rows_as_there_may_be_fit_into_the_prologue() -
         "block_tokens": 1 << 20,
         "num_layers": 999,
     }
-    facts = TensorFacts("F8_E4M3", (MAX_ROWS, 3, 2, 2), attributes, by_row=True)
+    facts = TensorSpec("F8_E4M3", (MAX_ROWS, 3, 2, 2), attributes, by_row=True)
     wanted = Rows(MAX_ROWS - 1, MAX_ROWS, MAX_ROWS, 12)
     slab = bytearray(PROLOGUE_BYTES + facts.num_bytes)
     key = KEY.removesuffix("t0of2") + "t127of128-" + "x" * 22

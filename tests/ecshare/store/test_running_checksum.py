@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, RunningChecksum, TensorFacts, seal, unseal
+from ecshare.store.format import PROLOGUE_BYTES, StreamingChecksum, TensorSpec, seal, unseal
 from ecshare.store.keys import Kind, object_key
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
-FACTS = TensorFacts("U8", (3000,), {"num_embeds": 3})
+FACTS = TensorSpec("U8", (3000,), {"num_embeds": 3})
 SIZE = PROLOGUE_BYTES + FACTS.num_bytes
 
 
@@ -28,7 +28,7 @@ def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> str | None:
     ends = {
         start: end for start, end in zip(sorted(starts), [*sorted(cuts), len(body)], strict=True)
     }
-    running = RunningChecksum()
+    running = StreamingChecksum()
     for start in starts:
         running.take(start, memoryview(body)[start : ends[start]])
     return running.result(len(body))
@@ -70,7 +70,7 @@ def test_it_is_not_known_of_pieces_in_disorder_or_without_a_prologue(cuts: list[
 
 def test_it_is_not_known_before_all_has_come_nor_of_what_came_twice() -> None:
     slab = memoryview(sealed())
-    running = RunningChecksum()
+    running = StreamingChecksum()
     assert running.result(0) is None
     running.take(0, slab[:5000])
     assert running.result(SIZE) is None
@@ -80,6 +80,6 @@ def test_it_is_not_known_before_all_has_come_nor_of_what_came_twice() -> None:
 
 
 def test_what_is_no_object_is_left_to_the_reader() -> None:
-    running = RunningChecksum()
+    running = StreamingChecksum()
     running.take(0, memoryview(b"x" * SIZE))
     assert running.result(SIZE) is None

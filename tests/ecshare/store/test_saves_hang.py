@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import Directory
-from ecshare.store.fsspec_store import RemoteObjects, open_remote
+from ecshare.store.directory import DirectoryStore
+from ecshare.store.fsspec_store import FsspecStore, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, read
 from ecshare.store.open import open_store
@@ -71,7 +71,7 @@ async def check_reads(store: ObjectStore) -> None:
 async def test_a_disk_that_hangs(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Directory.open(f"{tmp_path}/store", GIVE_UP_S, "options.url")
+    store = DirectoryStore.open(f"{tmp_path}/store", GIVE_UP_S, "options.url")
     await store.put(KEY, b"body")
     monkeypatch.setattr(os, "fsync", lambda _: held.wait())
     async with hung_saves(store, held):
@@ -87,7 +87,7 @@ async def test_a_filesystem_that_blocks(held: Held) -> None:
                 held.wait()
             super().pipe_file(path, value, **options)
 
-    store = RemoteObjects(Hanging(), "/hung", atomic_writes=True, io_timeout_s=GIVE_UP_S)
+    store = FsspecStore(Hanging(), "/hung", atomic_writes=True, io_timeout_s=GIVE_UP_S)
     await store.put(KEY, b"body")
     async with hung_saves(store, held):
         await check_reads(store)
@@ -95,7 +95,7 @@ async def test_a_filesystem_that_blocks(held: Held) -> None:
 
 @pytest.mark.s3
 @pytest.mark.parametrize(
-    "opened", [lambda config: open_store(config, "options"), lambda config: open_remote(config, "")]
+    "opened", [lambda config: open_store(config, "options"), lambda config: open_fsspec(config, "")]
 )
 async def test_a_server_that_does_not_answer_a_put(
     held: Held, opened: Callable[[StoreConfig], ObjectStore], monkeypatch: pytest.MonkeyPatch

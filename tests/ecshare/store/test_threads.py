@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ecshare.store.errors import StoreUnavailable
-from ecshare.store.threads import Threads, together
+from ecshare.store.threads import Threads, gather_all
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ async def test_each_keeps_the_order(threads: Threads, num_items: int) -> None:
 
 async def test_each_uses_all_threads(threads: Threads) -> None:
     """They wait for one another: with fewer threads than three this would not end."""
-    together = threading.Barrier(3)
-    assert await threads.each(lambda _: together.wait(30) >= 0, range(6)) == [True] * 6
+    gather_all = threading.Barrier(3)
+    assert await threads.each(lambda _: gather_all.wait(30) >= 0, range(6)) == [True] * 6
 
 
 async def test_a_call_that_hangs_fails_in_time_and_leaves_the_others_their_thread() -> None:
@@ -67,8 +67,8 @@ async def test_a_caller_that_is_cancelled_is_not_told_of_a_time_limit(threads: T
 
 
 async def test_together_keeps_the_order_and_takes_none() -> None:
-    assert await together(asyncio.sleep(0.01 / n, n) for n in (1, 2, 3)) == [1, 2, 3]
-    assert await together([]) == []
+    assert await gather_all(asyncio.sleep(0.01 / n, n) for n in (1, 2, 3)) == [1, 2, 3]
+    assert await gather_all([]) == []
 
 
 @pytest.mark.parametrize("by", ["failure", "cancellation"])
@@ -89,7 +89,7 @@ async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
         else:
             raise StoreUnavailable("gone")
 
-    caller = asyncio.ensure_future(together([goes_on(), fails(), goes_on()]))
+    caller = asyncio.ensure_future(gather_all([goes_on(), fails(), goes_on()]))
     with pytest.raises(StoreUnavailable if by == "failure" else asyncio.CancelledError):
         await caller
     assert ended == [True, True]

@@ -11,16 +11,16 @@ import torch
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated
+from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink, Span
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 
 NAMESPACE = "0" * 32
-FACTS = TensorFacts("F32", (4, 8), {"num_embeds": 4})
+FACTS = TensorSpec("F32", (4, 8), {"num_embeds": 4})
 TENSOR = torch.arange(32, dtype=torch.float32).view(4, 8)
 
 
@@ -271,7 +271,7 @@ class Failing:
         await self._act()
         return [False for _ in keys]
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         await self._act()
         raise ObjectMissing(key)
 

@@ -15,9 +15,9 @@ import torch
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, Sink, Span, Stated, Window
+from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink, Span, Window
 from ecshare.store.rows import Rows
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
@@ -34,8 +34,8 @@ from ecshare.transfer.jobs import (
 from ecshare.transfer.staging import Staging
 
 KEY = object_key(Kind.EC, "0" * 32, "a")
-FACTS = TensorFacts("U8", (10_000,), {})
-BY_ROW = TensorFacts("U8", (4, 2500), {}, by_row=True)
+FACTS = TensorSpec("U8", (10_000,), {})
+BY_ROW = TensorSpec("U8", (4, 2500), {}, by_row=True)
 ROWS = Rows(1, 3, 4, 2500)
 
 
@@ -100,11 +100,11 @@ class Scripted:
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         return [key in self.objects for key in keys]
 
-    async def stated(self, key: str) -> Stated:
+    async def stated(self, key: str) -> ObjectStat:
         if key not in self.objects:
             raise ObjectMissing(key)
         body = self.objects[key]
-        return Stated(len(body), hashlib.md5(body).hexdigest() if self.states_md5 else "")
+        return ObjectStat(len(body), hashlib.md5(body).hexdigest() if self.states_md5 else "")
 
     async def delete(self, keys: Sequence[str]) -> None:
         if self.is_read_only:
@@ -177,7 +177,7 @@ def test_rows_are_read_without_the_others(store: Scripted, start: Start) -> None
     store.objects[KEY] = in_rows()
     done = finish(start(), Fetch(KEY, 10, ROWS.num_bytes + PROLOGUE_BYTES, rows=ROWS))
     assert done.outcome is Outcome.OK
-    assert done.value.facts == TensorFacts("U8", (2, 2500), {}, by_row=True)
+    assert done.value.facts == TensorSpec("U8", (2, 2500), {}, by_row=True)
     assert store.num_bytes_read == PROLOGUE_BYTES + 5000
     assert [moved.num_bytes for moved in done.moved] == [5000]
 
@@ -221,7 +221,7 @@ def test_rows_are_taken_from_the_object_if_this_host_has_it(store: Scripted, sta
     (done,) = engine.drain(20)
     assert len(store.gets) == 1
     assert done.value.payload == in_rows()[PROLOGUE_BYTES + 2500 : PROLOGUE_BYTES + 7500]
-    assert done.value.facts == TensorFacts("U8", (2, 2500), {}, by_row=True)
+    assert done.value.facts == TensorSpec("U8", (2, 2500), {}, by_row=True)
     done.value.release()
 
 
@@ -496,7 +496,7 @@ def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start:
 def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
     store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.transfer.fetch._FIRST_SHUNNED_S", 60.0)
+    monkeypatch.setattr("ecshare.transfer.fetch._FIRST_BAD_S", 60.0)
     store.objects[KEY] = flipped(sealed())
     store.is_read_only = True
     engine = start()
@@ -545,7 +545,7 @@ def test_with_a_key_only_what_was_written_with_it_counts(store: Scripted, start:
 
 
 HTML = b"<html><title>Maintenance</title></html>"
-ROADS = [
+PROXIES = [
     lambda _: HTML,
     lambda body: b"",
     lambda body: body[: len(body) // 2],
@@ -556,19 +556,19 @@ ROADS = [
 ]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("proxy", PROXIES)
 @pytest.mark.parametrize("states_md5", [True, False])
 def test_what_every_answer_damages_stays_in_the_store(
     store: Scripted,
     start: Start,
-    road: Callable[[bytes], bytes],
+    proxy: Callable[[bytes], bytes],
     states_md5: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A proxy, a network card or this host's memory is at fault, not the object."""
     store.objects[KEY] = sealed()
     store.states_md5 = states_md5
-    store.damage = [road] * 10
+    store.damage = [proxy] * 10
     engine = start()
     assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
     assert store.objects[KEY] == sealed()
@@ -659,7 +659,7 @@ def test_an_object_that_others_replace_meanwhile_stays(
     store.objects[KEY] = flipped(sealed())
     stated = store.stated
 
-    async def replaced_then_stated(key: str) -> Stated:
+    async def replaced_then_stated(key: str) -> ObjectStat:
         store.objects[key] = sealed()
         return await stated(key)
 

@@ -19,7 +19,7 @@ from ecshare.transfer import namespaces
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Job, Lookup, StoredObject
 from ecshare.transfer.namespaces import NamespaceWatch
-from ecshare.transfer.store_client import StoreAccess
+from ecshare.transfer.store_client import StoreClient
 
 FACTS = {"model": "qwen", "weights": "aa", "epoch": "", "dtype": "bfloat16"}
 OLDER = FACTS | {"epoch": "1", "dtype": "float16"}
@@ -153,7 +153,7 @@ def digest_of(text: str) -> str:
 
 
 def watch_of(store: ObjectStore) -> NamespaceWatch:
-    return NamespaceWatch(StoreAccess(store, 10), Kind.EC, namespace_digest(FACTS), FACTS)
+    return NamespaceWatch(StoreClient(store, 10), Kind.EC, namespace_digest(FACTS), FACTS)
 
 
 async def test_no_word_is_said_twice(store: ObjectStore, said: Said) -> None:

@@ -3,7 +3,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ecshare.transfer.poll_rate import Crowd, Member
+from ecshare.transfer.poll_rate import Member, PollRate
 
 
 class Clock:
@@ -18,55 +18,55 @@ def clock() -> Clock:
     return Clock()
 
 
-def joined(stack: ExitStack, crowd: Crowd, number: int) -> list[Member]:
-    return [stack.enter_context(crowd.joined()) for _ in range(number)]
+def joined(stack: ExitStack, poll_rate: PollRate, number: int) -> list[Member]:
+    return [stack.enter_context(poll_rate.joined()) for _ in range(number)]
 
 
 def test_few_are_not_held_back(clock: Clock) -> None:
-    crowd = Crowd(clock)
+    poll_rate = PollRate(clock)
     with ExitStack() as stack:
-        (one, *_) = joined(stack, crowd, 5)
-        assert crowd.pause_s(one) <= 0.01
-        joined(stack, crowd, 20)
+        (one, *_) = joined(stack, poll_rate, 5)
+        assert poll_rate.pause_s(one) <= 0.01
+        joined(stack, poll_rate, 20)
         clock.now_s += 3
-        assert crowd.pause_s(one) == pytest.approx(0.05)
+        assert poll_rate.pause_s(one) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("number", [1, 30, 1000, 20_000])
 def test_however_many_they_are_they_ask_500_times_a_second(clock: Clock, number: int) -> None:
-    crowd = Crowd(clock)
+    poll_rate = PollRate(clock)
     with ExitStack() as stack:
         members = []
         for _ in range(4):
-            members += joined(stack, crowd, -(-number // 4))
+            members += joined(stack, poll_rate, -(-number // 4))
             clock.now_s += 0.5
-        assert sum(1 / crowd.pause_s(each) for each in members) == pytest.approx(500)
+        assert sum(1 / poll_rate.pause_s(each) for each in members) == pytest.approx(500)
 
 
 def test_those_that_come_at_one_moment_count_at_once(clock: Clock) -> None:
-    crowd = Crowd(clock)
+    poll_rate = PollRate(clock)
     with ExitStack() as stack:
-        (first,) = joined(stack, crowd, 1)
-        crowd.pause_s(first)
-        joined(stack, crowd, 999)
-        assert crowd.pause_s(first) == pytest.approx(2)
+        (first,) = joined(stack, poll_rate, 1)
+        poll_rate.pause_s(first)
+        joined(stack, poll_rate, 999)
+        assert poll_rate.pause_s(first) == pytest.approx(2)
 
 
 def test_who_has_just_begun_asks_often_beside_many_that_have_waited_long(clock: Clock) -> None:
-    crowd = Crowd(clock)
+    poll_rate = PollRate(clock)
     with ExitStack() as stack:
-        (old, *_) = joined(stack, crowd, 1000)
+        (old, *_) = joined(stack, poll_rate, 1000)
         clock.now_s += 2
-        (young,) = joined(stack, crowd, 1)
-        assert crowd.pause_s(young) < 0.02
-        assert crowd.pause_s(old) > 2
+        (young,) = joined(stack, poll_rate, 1)
+        assert poll_rate.pause_s(young) < 0.02
+        assert poll_rate.pause_s(old) > 2
 
 
 def test_those_that_have_gone_do_not_count(clock: Clock) -> None:
-    crowd = Crowd(clock)
-    with crowd.joined() as one:
+    poll_rate = PollRate(clock)
+    with poll_rate.joined() as one:
         with ExitStack() as stack:
-            joined(stack, crowd, 1000)
-            assert crowd.pause_s(one) > 1
+            joined(stack, poll_rate, 1000)
+            assert poll_rate.pause_s(one) > 1
         clock.now_s += 0.06
-        assert crowd.pause_s(one) < 0.01
+        assert poll_rate.pause_s(one) < 0.01

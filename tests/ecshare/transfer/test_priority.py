@@ -4,7 +4,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from ecshare.transfer.priority import Lanes, Urgency
+from ecshare.transfer.priority import Admission, Priority
 
 MIB = 1 << 20
 
@@ -13,14 +13,14 @@ class Turns:
     """Operations that hold their turn until they are told to end."""
 
     def __init__(self) -> None:
-        self.lanes = Lanes()
+        self.admission = Admission()
         self.begun: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def ask(self, name: str, urgency: Urgency, cost_bytes: int = 0) -> None:
+    async def ask(self, name: str, priority: Priority, cost_bytes: int = 0) -> None:
         self._ends[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._hold(name, urgency, cost_bytes))
+        self._tasks[name] = asyncio.create_task(self._hold(name, priority, cost_bytes))
         await settle()
 
     async def end(self, name: str) -> None:
@@ -31,8 +31,8 @@ class Turns:
         self._tasks[name].cancel()
         await settle()
 
-    async def _hold(self, name: str, urgency: Urgency, cost_bytes: int) -> None:
-        async with self.lanes.admitted(urgency, cost_bytes):
+    async def _hold(self, name: str, priority: Priority, cost_bytes: int) -> None:
+        async with self.admission.admitted(priority, cost_bytes):
             self.begun.append(name)
             await self._ends[name].wait()
 
@@ -48,22 +48,22 @@ def turns() -> Turns:
 
 
 async def test_loads_come_before_look_ups_before_saves(turns: Turns) -> None:
-    await turns.ask("large", Urgency.LOAD, 97 * MIB)
-    await turns.ask("save", Urgency.SAVE)
-    await turns.ask("load", Urgency.LOAD, 1)
-    await turns.ask("later save", Urgency.SAVE)
-    await turns.ask("look-up", Urgency.LOOK_UP)
+    await turns.ask("large", Priority.LOAD, 97 * MIB)
+    await turns.ask("save", Priority.SAVE)
+    await turns.ask("load", Priority.LOAD, 1)
+    await turns.ask("later save", Priority.SAVE)
+    await turns.ask("look-up", Priority.LOOK_UP)
     assert turns.begun == ["large", "save"], "a load waits for room, and nothing overtakes it"
     await turns.end("large")
     assert turns.begun == ["large", "save", "load", "look-up", "later save"]
 
 
 async def test_bytes_in_flight_are_bounded_but_one_may_be_larger(turns: Turns) -> None:
-    await turns.ask("huge", Urgency.LOAD, 500 * MIB)
-    await turns.ask("tiny", Urgency.LOAD, 1)
+    await turns.ask("huge", Priority.LOAD, 500 * MIB)
+    await turns.ask("tiny", Priority.LOAD, 1)
     assert turns.begun == ["huge"]
     await turns.end("huge")
-    await turns.ask("huge again", Urgency.LOAD, 500 * MIB)
+    await turns.ask("huge again", Priority.LOAD, 500 * MIB)
     assert turns.begun == ["huge", "tiny"]
     await turns.end("tiny")
     assert turns.begun == ["huge", "tiny", "huge again"]
@@ -71,45 +71,48 @@ async def test_bytes_in_flight_are_bounded_but_one_may_be_larger(turns: Turns) -
 
 async def test_the_number_in_flight_is_bounded(turns: Turns) -> None:
     for number in range(40):
-        await turns.ask(str(number), Urgency.LOAD)
+        await turns.ask(str(number), Priority.LOAD)
     assert len(turns.begun) == 32
     await turns.end("0")
     assert turns.begun[-1] == "32"
 
 
 async def test_who_gives_up_waiting_is_not_in_the_way(turns: Turns) -> None:
-    await turns.ask("first", Urgency.LOAD, 97 * MIB)
-    await turns.ask("given up", Urgency.LOAD, 1)
-    await turns.ask("save", Urgency.SAVE)
+    await turns.ask("first", Priority.LOAD, 97 * MIB)
+    await turns.ask("given up", Priority.LOAD, 1)
+    await turns.ask("save", Priority.SAVE)
     assert turns.begun == ["first"]
     await turns.cancel("given up")
     assert turns.begun == ["first", "save"]
 
 
 async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
-    await turns.ask("first", Urgency.LOAD, 97 * MIB)
-    await turns.ask("second", Urgency.LOAD, 97 * MIB)
+    await turns.ask("first", Priority.LOAD, 97 * MIB)
+    await turns.ask("second", Priority.LOAD, 97 * MIB)
     await turns.cancel("first")
     assert turns.begun == ["first", "second"]
     await turns.cancel("second")
-    await turns.ask("third", Urgency.LOAD, 97 * MIB)
+    await turns.ask("third", Priority.LOAD, 97 * MIB)
     assert turns.begun == ["first", "second", "third"]
 
 
 async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back() -> None:
-    lanes = Lanes()
+    admission = Admission()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(lanes.admitted(Urgency.LOAD, 97 * MIB))
+        await stack.enter_async_context(admission.admitted(Priority.LOAD, 97 * MIB))
 
         async def enter() -> None:
-            async with lanes.admitted(Urgency.LOAD, 97 * MIB):
+            async with admission.admitted(Priority.LOAD, 97 * MIB):
                 raise AssertionError("it was cancelled before")
 
         waiting = asyncio.create_task(enter())
         await settle()
-        lanes._leave(Urgency.LOAD, 97 * MIB)  # what the first one's end does
+        admission._leave(Priority.LOAD, 97 * MIB)  # what the first one's end does
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()
-        assert lanes._number[Urgency.LOAD] == 0
-        lanes._number[Urgency.LOAD], lanes._bytes[Urgency.LOAD] = 1, 97 * MIB  # for the exit
+        assert admission._number[Priority.LOAD] == 0
+        admission._number[Priority.LOAD], admission._bytes[Priority.LOAD] = (
+            1,
+            97 * MIB,
+        )  # for the exit

@@ -14,7 +14,7 @@ import torch
 
 from ecshare.store import directory
 from ecshare.store.config import StoreConfig
-from ecshare.store.format import TensorFacts
+from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
@@ -24,7 +24,7 @@ from lab.faults.kinds import Fault
 from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
 
-FACTS = TensorFacts("U8", (10_000,))
+FACTS = TensorSpec("U8", (10_000,))
 STORED = [object_key(Kind.EC, "0" * 32, f"stored {number}") for number in range(5)]
 NUM_ROUNDS = 20
 SAVES_A_ROUND = 8  # twice what opens a breaker
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written(
     hosts = on_hosts(url=f"{tmp_path}/store")
     hosts.store()
     # Another disk than the host caches', for else a file would be linked.
-    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, number)
     check_loads(hosts)
 
@@ -133,7 +133,7 @@ def test_what_is_to_be_stored_again_is_left_alone_too(
     engine = hosts.start("writer")
     for key in STORED:
         (tmp_path / "store" / key).unlink()
-    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, errno.ENOSPC)
     caplog.set_level(logging.INFO)
     for key in STORED[:4]:
@@ -151,7 +151,7 @@ def test_the_breakers_are_gauges(
     engine = hosts.start("writer")
     engine.note_breakers("worker")
     assert engine.stats.take() == {}
-    monkeypatch.setattr(directory.Directory, "_put_link", lambda *_: None)
+    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, errno.ENOSPC)
     outcomes(engine, *[hosts.new() for _ in range(4)])
     engine.stats.take()

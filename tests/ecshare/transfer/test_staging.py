@@ -4,15 +4,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.transfer import staging as module
 from ecshare.transfer.staging import Staging, as_tensor, dtype_name, torch_dtype
 
 MIB = 1 << 20
 
 
-def facts(*shape: int, dtype: str = "F32") -> TensorFacts:
-    return TensorFacts(dtype, shape, {})
+def facts(*shape: int, dtype: str = "F32") -> TensorSpec:
+    return TensorSpec(dtype, shape, {})
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.open import open_store
-from kvshare.pre_v1.blocking import Session
+from kvshare.pre_v1.blocking import BlockingSession
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
-    return Session(open_store(StoreConfig(url=str(tmp_path)), "options"), 600.0)
+def session(tmp_path: Path) -> BlockingSession:
+    return BlockingSession(open_store(StoreConfig(url=str(tmp_path)), "options"), 600.0)
 
 
 def told(call: Callable[[], object], words: list[str]) -> threading.Thread:
@@ -32,7 +32,7 @@ def told(call: Callable[[], object], words: list[str]) -> threading.Thread:
     return thread
 
 
-def test_closing_ends_the_calls_that_are_running(session: Session) -> None:
+def test_closing_ends_the_calls_that_are_running(session: BlockingSession) -> None:
     begun, words = threading.Event(), list[str]()
 
     async def endless() -> None:
@@ -47,7 +47,7 @@ def test_closing_ends_the_calls_that_are_running(session: Session) -> None:
     assert words == ["the buffer is closed"]
 
 
-def test_calls_that_come_while_it_closes_return(session: Session) -> None:
+def test_calls_that_come_while_it_closes_return(session: BlockingSession) -> None:
     words = list[str]()
 
     def call_on() -> None:

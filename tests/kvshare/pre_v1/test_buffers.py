@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ecshare.store.errors import ConfigError, StoreUnavailable
-from ecshare.store.format import PROLOGUE_BYTES, TensorFacts, seal
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
 from kvshare.pre_v1.index import NAMES, Entry
 from lab.servers.s3 import Rclone, SeaweedFS
@@ -456,7 +456,7 @@ def test_what_is_too_large_is_never_copied(opened: Open, folder: dict[str, Any])
 # --- what an enemy may have stored ---
 
 
-def sealed(key: str, facts: TensorFacts, payload: bytes) -> bytes:
+def sealed(key: str, facts: TensorSpec, payload: bytes) -> bytes:
     body = bytearray(PROLOGUE_BYTES) + payload
     seal(memoryview(body), facts, key)
     return bytes(body)
@@ -465,13 +465,13 @@ def sealed(key: str, facts: TensorFacts, payload: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("facts", "payload"),
     [
-        (TensorFacts("U16", (1,)), b"ab"),
-        (TensorFacts("U64", (0,)), b""),
-        (TensorFacts("F32", (1 << 47, 1 << 47, 0)), b""),
+        (TensorSpec("U16", (1,)), b"ab"),
+        (TensorSpec("U64", (0,)), b""),
+        (TensorSpec("F32", (1 << 47, 1 << 47, 0)), b""),
     ],
 )
 def test_a_tensor_that_torch_has_not_is_none(
-    opened: Open, folder: dict[str, Any], tmp_path: Path, facts: TensorFacts, payload: bytes
+    opened: Open, folder: dict[str, Any], tmp_path: Path, facts: TensorSpec, payload: bytes
 ) -> None:
     buffer = opened(KVStoreBuffer, folder)
     buffer.put("key", torch.ones(1))
@@ -530,7 +530,7 @@ def test_an_entry_of_anything_is_no_match(
     key = Entry.new(buffer._namespace, [7]).key
     path = tmp_path / "store" / key
     path.parent.mkdir(parents=True)
-    path.write_bytes(sealed(key, TensorFacts("U8", (len(payload),)), payload))
+    path.write_bytes(sealed(key, TensorSpec("U8", (len(payload),)), payload))
     found = None if tokens is None else torch.tensor(tokens)
     roi = None if found is None else torch.ones_like(found)
     assert len(buffer.drop_select(found, roi)) == 5
@@ -550,7 +550,7 @@ def test_an_entry_that_is_not_bytes_is_damaged(
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     key = Entry.new(buffer._namespace, [7]).key
-    facts = TensorFacts(dtype, (20,))
+    facts = TensorSpec(dtype, (20,))
     path = tmp_path / "store" / key
     path.parent.mkdir(parents=True)
     path.write_bytes(sealed(key, facts, bytes(facts.num_bytes)))
@@ -739,7 +739,7 @@ def test_a_sweep_that_fails_is_only_logged(
         raise reason("for a moment")
 
     monkeypatch.setattr("kvshare.pre_v1.take_once._SWEEP_S", 0.01)
-    monkeypatch.setattr("kvshare.pre_v1.take_once.Taker.sweep", fail)
+    monkeypatch.setattr("kvshare.pre_v1.take_once.TakeOnce.sweep", fail)
     buffer = opened(KVLookupBuffer, folder)
     wait_until(lambda: caplog.text.count("for a moment") > 1, "it was not logged")
     insert(buffer, TOKENS, 1.0)

@@ -55,7 +55,7 @@ def prefill_elsewhere(text_model: Path, tmp_path: Path, *batches: Prompts) -> di
     job.write_text(json.dumps(said))
     command = [sys.executable, "-m", "tests.kvshare.decoder", str(job)]
     ran = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False
     )
     assert ran.returncode == 0, ran.stderr
     counters: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.format import TensorFacts, seal
+from ecshare.store.format import TensorSpec, seal
 from ecshare.transfer.staging import Staging
 from lab.faults.http_proxy import FaultProxy
 from lab.faults.kinds import Fault
@@ -302,7 +302,7 @@ def path_of(host: OffloadingHost, number: int, tmp_path: Path) -> Path:
     return tmp_path / "store" / host.tier._namespace.key(key(number))
 
 
-def sealed(path: Path, facts: TensorFacts) -> memoryview:
+def sealed(path: Path, facts: TensorSpec) -> memoryview:
     """A sound object of other facts, for the key that belongs to `path`."""
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
     assert slab is not None
@@ -317,15 +317,15 @@ def swap_in_another_chunk(path: Path) -> None:
 
 
 def make_it_smaller(path: Path) -> None:
-    replace(path, sealed(path, TensorFacts("U8", (BLOCK_BYTES - 1,))))
+    replace(path, sealed(path, TensorSpec("U8", (BLOCK_BYTES - 1,))))
 
 
 def make_it_larger(path: Path) -> None:
-    replace(path, sealed(path, TensorFacts("U8", (BLOCK_BYTES + 1,))))
+    replace(path, sealed(path, TensorSpec("U8", (BLOCK_BYTES + 1,))))
 
 
 def give_it_another_dtype(path: Path) -> None:
-    replace(path, sealed(path, TensorFacts("BF16", (BLOCK_BYTES // 2,))))
+    replace(path, sealed(path, TensorSpec("BF16", (BLOCK_BYTES // 2,))))
 
 
 FAULTS = [
@@ -374,7 +374,7 @@ def test_objects_made_without_the_key_are_misses(start: Start, tmp_path: Path) -
     path.write_bytes(body)
     assert host.find([1]) == [MISS]
     make_it_smaller(path) if path.exists() else path.write_bytes(
-        sealed(path, TensorFacts("U8", (BLOCK_BYTES,)))
+        sealed(path, TensorSpec("U8", (BLOCK_BYTES,)))
     )
     assert host.find([1], "later") == [MISS]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from vllm.v1.kv_offload.base import LookupResult
 
-from kvshare.tier.lookup_results import Verdicts
+from kvshare.tier.lookup_results import LookupResults
 from tests.kvshare.tier.offloading import key
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -9,7 +9,7 @@ ONE, TWO = key(1), key(2)
 
 
 def test_a_question_is_asked_once_whoever_waits_for_it() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     told = [verdicts.verdict(ONE, "a"), verdicts.verdict(TWO, "a"), verdicts.verdict(ONE, "b")]
     assert told == [RETRY] * 3
     assert verdicts.take_questions() == [(ONE, TWO)]
@@ -23,14 +23,14 @@ def test_a_question_is_asked_once_whoever_waits_for_it() -> None:
 
 
 def test_questions_go_out_by_request() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     verdicts.verdict(ONE, "a")
     verdicts.verdict(TWO, "b")
     assert verdicts.take_questions() == [(ONE,), (TWO,)]
 
 
 def test_an_answer_holds_for_those_who_asked_before_it() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     verdicts.verdict(ONE, "early")
     verdicts.take_questions()
     verdicts.answer(ONE, is_there=False)
@@ -41,7 +41,7 @@ def test_an_answer_holds_for_those_who_asked_before_it() -> None:
 
 
 def test_what_is_lost_is_lost_for_all_who_were_told_of_it() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     for request in "ab":
         verdicts.verdict(ONE, request)
     verdicts.answer(ONE, is_there=True)
@@ -51,7 +51,7 @@ def test_what_is_lost_is_lost_for_all_who_were_told_of_it() -> None:
 
 
 def test_a_loss_stands_whatever_an_older_question_is_answered() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     verdicts.verdict(ONE, "a")
     verdicts.lost([ONE])
     verdicts.answer(ONE, is_there=True)
@@ -59,7 +59,7 @@ def test_a_loss_stands_whatever_an_older_question_is_answered() -> None:
 
 
 def test_an_answer_for_requests_that_are_gone_is_for_nobody() -> None:
-    verdicts = Verdicts()
+    verdicts = LookupResults()
     verdicts.verdict(ONE, "a")
     verdicts.take_questions()
     verdicts.forget("a")

@@ -353,11 +353,11 @@ def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
 def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many entries were removed under each hold of the tally. No folder is read under one."""
     holds: list[int] = []
-    tally, unlink, scandir = eviction.Room.tally, os.unlink, os.scandir
+    tally, unlink, scandir = eviction.Evictor.tally, os.unlink, os.scandir
     is_held = False
 
     @contextlib.contextmanager
-    def counted(room: eviction.Room) -> Iterator[Any]:
+    def counted(room: eviction.Evictor) -> Iterator[Any]:
         nonlocal is_held
         with tally(room) as held:
             is_held = True
@@ -374,7 +374,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert not is_held
         return scandir(path)
 
-    monkeypatch.setattr(eviction.Room, "tally", counted)
+    monkeypatch.setattr(eviction.Evictor, "tally", counted)
     monkeypatch.setattr(os, "unlink", counting)
     monkeypatch.setattr(os, "scandir", beside)
     return holds
@@ -399,15 +399,15 @@ def test_entries_leave_a_few_at_a_time(
 def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Four entries are many: what comes behind is seen once this is set."""
     monkeypatch.setattr(eviction, "_RUN_ENTRIES", 4)
-    files, goes_on = eviction.Room.files, threading.Event()
+    files, goes_on = eviction.Evictor.files, threading.Event()
 
-    def patched(room: eviction.Room) -> Iterator[Any]:
+    def patched(room: eviction.Evictor) -> Iterator[Any]:
         found = sorted(files(room), key=lambda each: -each.used_ns)  # as tmpfs lists them
         yield from found[:4]
         goes_on.wait()
         yield from found[4:]
 
-    monkeypatch.setattr(eviction.Room, "files", patched)
+    monkeypatch.setattr(eviction.Evictor, "files", patched)
     yield goes_on
     goes_on.set()
     evicted()
@@ -462,17 +462,17 @@ def test_whoever_waits_too_long_for_another_helps_himself(
 
 def during_scan(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Let something happen when the next scan of ours has seen half of what is there."""
-    scan = eviction.Room.files
+    scan = eviction.Evictor.files
     waiting = [happens]
 
-    def patched(room: eviction.Room) -> Iterator[Any]:
+    def patched(room: eviction.Evictor) -> Iterator[Any]:
         found = list(scan(room))
         yield from found[: len(found) // 2]
         if waiting:
             waiting.pop()()
         yield from found[len(found) // 2 :]
 
-    monkeypatch.setattr(eviction.Room, "files", patched)
+    monkeypatch.setattr(eviction.Evictor, "files", patched)
 
 
 def test_others_go_on_while_one_makes_room(
