@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's cache tensors -> chunks of blocks as stored objects hold them, and back; pure.
 
-A stored chunk is [head, layer, token, content], its blocks one after the other along the tokens:
-one range of heads is one range of bytes, whatever the strides on the device. `content` is what the
-attention kernel keeps for one token and head, K and V together. Only the head and the block are
+A stored chunk holds, layer after layer, its blocks as they lie in vLLM's cache: to save one is to
+copy runs of blocks. Its shape is [layer, kernel block, head, token, content] or, where the cache
+has tokens outside heads, [layer, kernel block, token, head, content]; an attribute says which. A
+kernel may work on blocks of fewer tokens than vLLM's; then several lie in one. `content` is what
+the attention kernel keeps for one token and head, K and V together. Only the head and the block are
 axes that every kernel means alike: CPU kernels repack the inside of a block for their instruction
 set. So blocks are moved whole, never by token.
 """
@@ -16,8 +18,10 @@ import torch
 from torch import Tensor
 
 from ecshare.store.format import TensorSpec
+from ecshare.store.keys import JSON
 from ecshare.transfer.staging import dtype_name
 from kvshare.layers import LayerSet
+from kvshare.messages import Piece
 
 # Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
 _HOST = "cpu"
@@ -26,10 +30,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Places = list[tuple[int, int, int]] | Tensor
 """Blocks as runs (see `_runs`), or as their numbers on the device."""
-
-BlockIds = Sequence[Sequence[int]]
-"""The blocks of some consecutive tokens, in each of the cache groups of a layer set."""
-
 
 Erase = Callable[[Tensor, int], None]
 
@@ -60,75 +60,160 @@ class BlockCaches:
         num_heads = layer_set.num_heads
         distinct = _distinct(layer_set.layers, caches)
         pages = [_paged(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
-        shapes = {(tuple(each.shape), each.dtype, each.device) for each in pages}
-        if len(shapes) > 1:
-            raise ValueError(f"the layers' caches differ: {sorted(map(str, shapes))}")
-        self._layers = [(each, group) for each, (_, group) in zip(pages, distinct, strict=True)]
+        layouts = {
+            (tuple(each.shape), each.dtype, each.device, _is_head_first(each)) for each in pages
+        }
+        if len(layouts) > 1:
+            raise ValueError(f"the layers' caches differ: {sorted(map(str, layouts))}")
         first = pages[0]
+        self._is_head_first = _is_head_first(first)
+        self._layers = [
+            (self._as_it_lies(each), group)
+            for each, (_, group) in zip(pages, distinct, strict=True)
+        ]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
-        self._num_heads = num_heads
-        self._by_row = layer_set.is_checked_by_head
         self._block_tokens = block_tokens
-        self._content = int(first.shape[-1])
+        _, self._kernel_blocks, self._num_heads, self._kernel_tokens, self._content = first.shape
         self._erase = erase
         self.erases = erase is None or _can_erase(erase, first)
         """Whether what follows the last token of a block can be zeroed."""
 
-    def facts(self, num_blocks: int, num_tokens: int, name: str) -> TensorSpec:
-        """Return what the object of a chunk of `num_blocks` says of itself; `num_tokens` count.
-
-        `name`: the chunk's; an object that was moved to another key is told by it.
-        """
-        attributes = {
-            "chunk": name,
-            "num_tokens": num_tokens,
+    def spec(self, piece: Piece) -> TensorSpec:
+        """Return what the object of `piece` says of itself, saved by this rank."""
+        attributes: dict[str, JSON] = {
+            "chunk": piece.key.hex(),  # an object that was moved to another key is told by it
+            "num_tokens": piece.num_tokens,
             "block_tokens": self._block_tokens,
-            "num_layers": len(self._layers),
+            "order": _order(is_head_first=self._is_head_first),
         }
-        num_stored = num_blocks * self._block_tokens
-        shape = (self._num_heads, len(self._layers), num_stored, self._content)
-        return TensorSpec(self.dtype, shape, attributes, by_row=self._by_row)
+        inside = (self._num_heads, self._kernel_tokens)
+        shape = (
+            len(self._layers),
+            piece.num_blocks * self._kernel_blocks,
+            *(inside if self._is_head_first else inside[::-1]),
+            self._content,
+        )
+        return TensorSpec(self.dtype, shape, attributes)
 
-    def read(self, block_ids: BlockIds, num_tokens: int, out: Tensor) -> None:
-        """Copy blocks to `out` [head, layer, token, content], on the cache's device.
+    def num_in_part(self, piece: Piece) -> int:
+        """Return how many tokens count in the last block of `piece`; 0: all."""
+        return piece.num_tokens % self._block_tokens
 
-        What follows the first `num_tokens`, in the last block, are bytes of nobody or of an earlier
-        request: they are zeroed, if it is one that `erases`.
+    def num_bytes(self, piece: Piece) -> int:
+        """Return the size of the payload of the object in which `piece` is stored."""
+        return self.spec(piece).num_bytes // self._num_heads * self._num_stored_heads(piece)
+
+    def can_use(self, stored: TensorSpec, piece: Piece) -> bool:
+        """Whether `stored` is an object of `piece`, as any engine may have saved it.
+
+        That is with heads outside tokens or inside them, and on a GPU with kernel blocks of any
+        size.
         """
-        places = [_places(ids, self.device) for ids in block_ids]
+        own = self.spec(piece)
+        order = stored.attributes.get("order")
+        if stored.attributes != {**own.attributes, "order": order} or len(stored.shape) != 5:
+            return False
+        if order not in _ORDERS or stored.dtype != own.dtype:
+            return False
+        layers, blocks, heads, tokens, content = stored.shape
+        if order == _order(is_head_first=False):
+            heads, tokens = tokens, heads
+        return (
+            (layers, content) == (len(self._layers), self._content)
+            and heads == self._num_stored_heads(piece)
+            and blocks * tokens == piece.num_blocks * self._block_tokens
+            and blocks % piece.num_blocks == 0
+            and (self._erase is None or tokens == self._kernel_tokens)
+        )
+
+    def read(self, piece: Piece, out: Tensor) -> None:
+        """Copy the blocks of `piece` to `out`, on the cache's device, in the shape of `spec`.
+
+        What follows its last token, in the last block, are bytes of nobody or of an earlier
+        request: they are zeroed, if this `erases`.
+        """
+        places = [_places(ids, self.device) for ids in piece.block_ids]
+        blocks = self._blocks_of(out, self._kernel_blocks)
         for number, (pages, group) in enumerate(self._layers):
-            rows = _rows(out, number, pages)
-            _gather(pages, places[group], rows)
-            if self._erase is not None and self.erases and num_tokens < out.shape[2]:
-                # Of the last block, as kernels have it: [kernel block, head, token, content].
-                block = rows[-1].transpose(0, 1).contiguous()
-                self._erase(block, num_tokens % self._block_tokens)
-                rows[-1].copy_(block.transpose(0, 1))
+            _gather(pages, places[group], blocks[number])
+        num_tokens = self.num_in_part(piece)
+        if self.erases and num_tokens:
+            self._zero(blocks[:, -1], num_tokens)
+
+    def write(self, piece: Piece, stored: Tensor, order: JSON) -> None:
+        """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`.
+
+        `order`: its attribute of that name. The bytes have been read on return: `stored` may be
+        released.
+        """
+        is_head_first = order == _order(is_head_first=True)
+        tokens = stored.shape[3 if is_head_first else 2]
+        blocks = self._blocks_of(stored, self._block_tokens // tokens)
+        own = self._in_own_layout(blocks, is_head_first=is_head_first)
+        own = own[:, piece.first_block : piece.first_block + piece.num_held]
+        heads = None if piece.source is None else piece.source.heads
+        axis = 2 if self._is_head_first else 3  # of one layer
+        if heads is not None:
+            own = own.narrow(axis + 1, heads.first, heads.count)
+        here = own.to(self.device)
+        places = [_places(ids, self.device) for ids in piece.block_ids]
+        for number, (pages, group) in enumerate(self._layers):
+            if heads is not None:
+                pages = pages.narrow(axis, heads.first_own, heads.count)
+            _scatter(here[number], pages, places[group])
+
+    def _num_stored_heads(self, piece: Piece) -> int:
+        return self._num_heads if piece.source is None else piece.source.num_heads
+
+    def _blocks_of(self, chunk: Tensor, kernel_blocks: int) -> Tensor:
+        """View a stored chunk as [layer, block, kernel block, ...]; so many kernel blocks each."""
+        layers, blocks, *inside = chunk.shape
+        return chunk.view(layers, blocks // kernel_blocks, kernel_blocks, *inside)
+
+    def _in_own_layout(self, blocks: Tensor, *, is_head_first: bool) -> Tensor:
+        """Reorder [layer, block, kernel block, ...] as the cache has it; a view, if it can be."""
+        pages = blocks if is_head_first else blocks.transpose(3, 4)
+        layers, number, kernel_blocks, heads, _, content = pages.shape
+        if kernel_blocks != self._kernel_blocks:
+            whole = pages.transpose(2, 3).reshape(layers, number, heads, -1, content)
+            pages = whole.view(layers, number, heads, -1, self._kernel_tokens, content)
+            pages = pages.transpose(2, 3)
+        return self._as_it_lies(pages)
+
+    def _as_it_lies(self, pages: Tensor) -> Tensor:
+        """View [..., head, token, content] with its axes in the order of the cache's memory."""
+        return pages if self._is_head_first else pages.transpose(-3, -2)
+
+    def _zero(self, last: Tensor, num_tokens: int) -> None:
+        """Zero what follows `num_tokens` in the `last` block of each layer."""
+        pages = self._as_it_lies(last)  # its own inverse: [layer, kernel block, head, token, ...]
         if self._erase is None:
-            out[:, :, num_tokens:] = 0
+            whole, rest = divmod(num_tokens, self._kernel_tokens)
+            pages[:, whole, :, rest:] = 0
+            pages[:, whole + 1 :] = 0
+            return
+        for layer in pages:
+            block = layer.contiguous()
+            self._erase(block, num_tokens)
+            layer.copy_(block)
 
-    def write(
-        self, stored: Tensor, first_block: int, block_ids: BlockIds, first_head: int = 0
-    ) -> None:
-        """Overwrite blocks with those of the host's `stored` [head, layer, token, content].
 
-        The blocks of `stored` from `first_block` on, as many as `block_ids` has in each group; the
-        heads from `first_head` on, as many as `stored` has. The bytes have been read on return:
-        `stored` may be released.
-        """
-        end_head = first_head + stored.shape[0]
-        first, end = first_block, first_block + len(block_ids[0])
-        here = stored[:, :, first * self._block_tokens : end * self._block_tokens].to(self.device)
-        places = [_places(ids, self.device) for ids in block_ids]
-        for number, (pages, group) in enumerate(self._layers):
-            target = pages[:, first_head:end_head]
-            _scatter(_rows(here, number, target), target, places[group])
+_ORDERS = ("head token", "token head")
+
+
+def _order(*, is_head_first: bool) -> str:
+    return _ORDERS[0 if is_head_first else 1]
+
+
+def _is_head_first(pages: Tensor) -> bool:
+    """Whether a head's tokens lie together in [block, kernel block, head, token, content]."""
+    return pages.stride(2) >= pages.stride(3)
 
 
 def _can_erase(erase: Erase, pages: Tensor) -> bool:
     """Try it, on a block of ones."""
-    block = torch.ones_like(pages[0].transpose(0, 1), memory_format=torch.contiguous_format)
+    block = torch.ones_like(pages[0], memory_format=torch.contiguous_format)
     num_blocks, _, kernel_tokens, _ = block.shape
     block_tokens = num_blocks * kernel_tokens
     first_token = block_tokens // 2
@@ -138,14 +223,6 @@ def _can_erase(erase: Erase, pages: Tensor) -> bool:
         return False
     num_kept = block.numel() // block_tokens * first_token
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
-
-
-def _rows(chunk: Tensor, number: int, pages: Tensor) -> Tensor:
-    """View layer `number` of `chunk` as pages: [block, head, kernel block, token, content]."""
-    heads, *page = pages.shape[1:]
-    rows = chunk[:, number]
-    num_blocks = rows.shape[1] // (page[0] * page[1])
-    return rows.view(heads, num_blocks, *page).transpose(0, 1)
 
 
 def _places(block_ids: Sequence[int], device: torch.device) -> Places:
@@ -158,7 +235,7 @@ def _places(block_ids: Sequence[int], device: torch.device) -> Places:
 def _gather(pages: Tensor, places: Places, rows: Tensor) -> None:
     """Copy the `pages` at `places` to `rows`, which have the same axes."""
     if isinstance(places, Tensor):
-        rows.copy_(pages.index_select(0, places))
+        torch.index_select(pages, 0, places, out=rows)
         return
     for row, block_id, count in places:
         rows[row : row + count].copy_(pages[block_id : block_id + count])
@@ -213,7 +290,7 @@ def _distinct(
 
 
 def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_heads: int) -> Tensor:
-    """View `cache` as [block, head, kernel block, token, content].
+    """View `cache` as [block, kernel block, head, token, content].
 
     A kernel may work on blocks of fewer tokens; then several lie in one block of the cache. One
     without heads (MLA) may leave out their axis.
@@ -236,7 +313,7 @@ def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_hea
             f"of {num_heads} heads x {block_tokens} tokens"
         )
     pages = cache.permute(fits[0])
-    return pages.view(num_blocks, -1, *pages.shape[1:]).permute(0, 2, 1, 3, 4)
+    return pages.view(num_blocks, -1, *pages.shape[1:])
 
 
 def _is_page_order(

@@ -27,7 +27,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.ranks import Rank
-from ecshare.store.rows import MAX_ROWS
 from kvshare.prefix import Chunk
 from kvshare.shards import (
     Source,
@@ -127,11 +126,6 @@ class LayerSet:
         """Return where the heads of `rank` lie in what engines of `size` store."""
         count = num_shares(self.total_heads, size)
         return sources(rank.tp_rank, rank.tp_size, self.total_heads, count)
-
-    @property
-    def is_checked_by_head(self) -> bool:
-        """Whether its objects have a checksum a head, so that some can be read without others."""
-        return self.total_heads <= MAX_ROWS
 
     def first_block(self, chunk: Chunk, block_tokens: int) -> int:
         """Return the first block of `chunk` that is stored: those before it nobody can need.
@@ -318,8 +312,6 @@ def own_size(sets: Sequence[LayerSet], tp_size: int) -> int:
     return stored_size(tp_size, [each.total_heads for each in sets])
 
 
-def readable_sizes(sets: Sequence[LayerSet], tp_size: int) -> tuple[int, ...]:
-    """Return the sizes of chunks that an engine of `tp_size` can read, if there are such."""
-    if all(each.is_checked_by_head for each in sets):
-        return stored_sizes([each.total_heads for each in sets])
-    return (own_size(sets, tp_size),)
+def readable_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
+    """Return the sizes of chunks that engines can have stored; each of them can be read."""
+    return stored_sizes([each.total_heads for each in sets])

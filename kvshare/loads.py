@@ -12,7 +12,7 @@ from time import monotonic
 
 import torch
 
-from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, facts_of_rows
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
 from ecshare.transfer.staging import Inflow, as_tensor
@@ -98,7 +98,8 @@ class _Load:
 class _Wanted:
     """One object, and the pieces of loads that wait for it: it is fetched once."""
 
-    facts: TensorSpec
+    piece: Piece
+    """What the object is; its blocks are one waiter's."""
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
     num_served: int = 0
     """How many of them it was copied to, if they still wanted it. Later ones came too late."""
@@ -238,20 +239,15 @@ class Loads:
         piece, timeout_s = load.pieces[number], self._config.io_timeout_s
         if is_awaited and load.deadline_s is not None:
             timeout_s = max(0.0, load.deadline_s - monotonic())
-        blocks, rows = self._blocks[piece.layer_set], None
-        facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
-        if piece.source is not None:
-            rows = piece.source.rows(facts.num_bytes // facts.shape[0])
-            facts = facts_of_rows(facts, rows)
-        wanted = _Wanted(facts)
+        wanted = _Wanted(piece)
+        blocks = self._blocks[piece.layer_set]
         wanted.job = Fetch(
             load.keys[number],
             timeout_s,
-            PROLOGUE_BYTES + facts.num_bytes,
+            PROLOGUE_BYTES + blocks.num_bytes(piece),
             is_awaited,
             use=partial(self._copy_in, wanted),
             longest_pause_s=_LONGEST_PAUSE_S,
-            rows=None if piece.source is None or piece.source.is_whole else rows,
             is_guess=load.deadline_s is not None and not is_awaited,
         )
         return wanted
@@ -272,9 +268,9 @@ class Loads:
                 queue.popleft()
                 self._engine.submit(wanted.job)
 
-    def _fits(self, stored: StoredObject, facts: TensorSpec) -> bool:
+    def _fits(self, stored: StoredObject, piece: Piece) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""
-        if stored.facts == facts:
+        if self._blocks[piece.layer_set].can_use(stored.facts, piece):
             return True
         # Out of the host cache with it: what is computed and saved instead is to be found there.
         logger.warning("%s does not hold what its key promises: %s", stored.key, stored.facts)
@@ -283,7 +279,7 @@ class Loads:
 
     def _copy_in(self, wanted: _Wanted, stored: StoredObject) -> None:
         """Copy an object to the blocks of all who wait for it now. Load thread."""
-        if not self._fits(stored, wanted.facts):
+        if not self._fits(stored, wanted.piece):
             return
         with self._lock:
             waiters = tuple(wanted.waiters)
@@ -291,21 +287,18 @@ class Loads:
             wanting = [each for each in waiters if each[0].wants(each[1])]
             for load, number in wanting:
                 load.copying.add(number)
-        tensor = as_tensor(stored.payload, stored.facts)
+        tensor, order = as_tensor(stored.payload, stored.facts), stored.facts.attributes["order"]
         for load, number in wanting:
             piece = load.pieces[number]
-            first_head = piece.source.first_head if piece.source else 0
             with self._inflow.after(load.begun):
-                self._blocks[piece.layer_set].write(
-                    tensor, piece.first_block, piece.block_ids, first_head
-                )
+                self._blocks[piece.layer_set].write(piece, tensor, order)
 
     def _filled(self, load: _Load, number: int) -> None:
         """Take note that a piece is in its blocks."""
         if not load.wants(number):
             return
         piece = load.pieces[number]
-        if piece.source is None or not piece.source.first_head:
+        if piece.source is None or not piece.source.heads.first_own:
             # Counted once, of how many objects it may come.
             self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)

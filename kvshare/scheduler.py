@@ -132,7 +132,7 @@ class KVScheduler:
             grid=Grid(block_tokens, chunk_blocks, tails=config.tails),
             layer_sets=sets,
             size=own_size(sets, tp_size),
-            parts={size: parts_of(sets, size) for size in readable_sizes(sets, tp_size)},
+            parts={size: parts_of(sets, size) for size in readable_sizes(sets)},
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=role.is_kv_producer and why_not is None,
             loads=role.is_kv_consumer and why_not is None,

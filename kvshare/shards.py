@@ -4,36 +4,33 @@
 An engine of tensor-parallel size N stores KV in shares: share i of `t<i>of<n>` holds the i-th n-th
 of the heads. n is N; or the number of heads where there are more ranks than these: then vLLM gives
 ranks that follow each other the same head, and the first of them stores it. So a reader needs to
-know only n, and works out which shares hold its heads, and which of their rows.
+know only n, and works out which shares hold its heads. It reads shares whole: the ranks of a host
+share what one of them has fetched.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ecshare.store.rows import Rows
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a stored share that one rank holds."""
+
+    first: int
+    """Which of the share's heads the first one is."""
+    count: int
+    first_own: int
+    """Which of the rank's own heads it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Heads of one rank in one stored share."""
+    """A stored share that holds heads of one rank."""
 
     share: int
-    first_row: int
-    """Which of the share's heads the first one is."""
-    end_row: int
-    num_rows: int
-    """How many heads the share has."""
-    first_head: int
-    """Which of the rank's own heads the first one is."""
-
-    def rows(self, row_bytes: int) -> Rows:
-        """Return them as rows of an object, each head in `row_bytes`."""
-        return Rows(self.first_row, self.end_row, self.num_rows, row_bytes)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the share."""
-        return self.end_row - self.first_row == self.num_rows
+    num_heads: int
+    """Of the share."""
+    heads: Heads
 
 
 def num_shares(num_heads: int, tp_size: int) -> int:
@@ -54,15 +51,16 @@ def is_first_holder(tp_rank: int, tp_size: int, num_heads: int) -> bool:
 
 def sources(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tuple[Source, ...]:
     """Return where the heads of a rank lie in `count` shares, in their order."""
-    own_rows = num_heads // num_shares(num_heads, tp_size)
-    own_first = share_of(tp_rank, tp_size, num_heads) * own_rows
-    own_end = own_first + own_rows
-    rows = num_heads // count
+    num_own = num_heads // num_shares(num_heads, tp_size)
+    own_first = share_of(tp_rank, tp_size, num_heads) * num_own
+    own_end = own_first + num_own
+    num_stored = num_heads // count
     found = []
-    for share in range(own_first // rows, -(-own_end // rows)):
-        start = share * rows
-        first, end = max(own_first, start), min(own_end, start + rows)
-        found.append(Source(share, first - start, end - start, rows, first - own_first))
+    for share in range(own_first // num_stored, -(-own_end // num_stored)):
+        start = share * num_stored
+        first, end = max(own_first, start), min(own_end, start + num_stored)
+        heads = Heads(first - start, end - first, first - own_first)
+        found.append(Source(share, num_stored, heads))
     return tuple(found)
 
 

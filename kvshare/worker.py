@@ -219,7 +219,7 @@ class KVWorker:
         before, and the scheduler half saves nothing that a look-up has found."""
         job = done.job
         assert isinstance(job, Fetch)
-        if not self._duties.makes_up or job.rows is not None or job.key in self._in_store:
+        if not self._duties.makes_up or job.key in self._in_store:
             return
         if [moved.tier for moved in done.moved] == [Tier.HOST]:
             self._in_store.add(job.key)
@@ -286,14 +286,14 @@ class KVWorker:
         slab = None
         if staging is not None:
             blocks = self._blocks[piece.layer_set]
-            facts = blocks.facts(piece.num_blocks, piece.num_tokens, piece.key.hex())
+            spec = blocks.spec(piece)
             # What an earlier request has left in the last block is not to leave this engine.
-            is_clean = blocks.erases or piece.num_tokens == facts.shape[2]
-            slab = staging.reserve(facts) if is_clean else None
+            is_clean = blocks.erases or not blocks.num_in_part(piece)
+            slab = staging.reserve(spec) if is_clean else None
         if staging is None or slab is None:
             self._dropped(piece)
             return None
-        staging.fill(slab, partial(blocks.read, piece.block_ids, piece.num_tokens))
+        staging.fill(slab, partial(blocks.read, piece))
         self._saving[key] = piece
         # What the store lacks this host's cache must not claim, or nobody here would save it again.
         return Put(key, slab, keeps_unstored=False)

@@ -6,12 +6,13 @@
         proxy.stall()                                              # a black hole from here on
 
 Each direction is delayed by half the round trip; any number of bytes may be on their way at once,
-so bandwidth is not limited. A new connection's first bytes wait for a round trip more, as the
-handshake would make them. While it is stalled, connections are accepted and bytes taken in, and
-nothing comes out; `resume` delivers them.
+so bandwidth is not limited, unless `bytes_per_s` says how fast each direction of each connection
+is: as object stores limit single connections. A new connection's first bytes wait for a round trip
+more, as the handshake would make them. While it is stalled, connections are accepted and bytes
+taken in, and nothing comes out; `resume` delivers them.
 
 `ProxyProcess` is the same in a process of its own, for measurements that must not share the
-interpreter with it, and `python -m lab.faults.tcp_proxy HOST PORT` is what it runs.
+interpreter with it; `python -m lab.faults.tcp_proxy HOST PORT ROUND_TRIP_S BYTES_PER_S` runs it.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class _End(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_full = False
         self._has_ended = False
+        self._busy_until_s = 0.0  # its link carries what came before
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -59,7 +61,8 @@ class _End(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         round_trip_s = self._proxy.round_trip_s
         sent_s = max(self._loop.time(), self._opened_s + round_trip_s)
-        self._queue.append((sent_s + round_trip_s / 2, data))
+        self._busy_until_s = max(sent_s, self._busy_until_s) + self._proxy.seconds_of(len(data))
+        self._queue.append((self._busy_until_s + round_trip_s / 2, data))
         self._queued_bytes += len(data)
         if self._queued_bytes > _QUEUE_BYTES:
             self.transport.pause_reading()
@@ -116,8 +119,12 @@ class Proxy:
     Ownership: `ends` and `is_stalled` belong to that thread; `round_trip_s` may be set by any.
     """
 
-    def __init__(self, host: str, port: int, round_trip_s: float = 0.0) -> None:
+    def __init__(
+        self, host: str, port: int, round_trip_s: float = 0.0, bytes_per_s: float = 0.0
+    ) -> None:
+        """`bytes_per_s`: of each connection, in each direction; 0: unlimited."""
         self.round_trip_s = round_trip_s
+        self.bytes_per_s = bytes_per_s
         self.is_stalled = False
         self.ends: set[_End] = set()
         self._target = (host, port)
@@ -129,6 +136,10 @@ class Proxy:
     def url(self) -> str:
         """`http://host:port` of the proxy itself."""
         return f"http://{LOOPBACK}:{self.port}"
+
+    def seconds_of(self, num_bytes: int) -> float:
+        """Return how long one connection takes to carry `num_bytes`."""
+        return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def stall(self) -> None:
         """Let nothing through from now on."""
@@ -193,8 +204,11 @@ class Proxy:
 class ProxyProcess:
     """A Proxy in a process of its own, which ends with this one."""
 
-    def __init__(self, host: str, port: int, round_trip_s: float = 0.0) -> None:
-        self._command = [sys.executable, "-m", __name__, host, str(port), str(round_trip_s)]
+    def __init__(
+        self, host: str, port: int, round_trip_s: float = 0.0, bytes_per_s: float = 0.0
+    ) -> None:
+        words = (host, port, round_trip_s, bytes_per_s)
+        self._command = [sys.executable, "-m", __name__, *map(str, words)]
 
     @property
     def url(self) -> str:
@@ -235,8 +249,8 @@ class ProxyProcess:
 
 def main() -> None:
     """Print the port, then obey `stall` and `resume`, one a line, until end of file."""
-    host, port, round_trip_s = sys.argv[1:]
-    with Proxy(host, int(port), float(round_trip_s)) as proxy:
+    host, port, round_trip_s, bytes_per_s = sys.argv[1:]
+    with Proxy(host, int(port), float(round_trip_s), float(bytes_per_s)) as proxy:
         print(proxy.port, flush=True)
         for line in sys.stdin:
             {"stall": proxy.stall, "resume": proxy.resume}[line.strip()]()

@@ -2,8 +2,9 @@
 """Cache tensors of several layouts -> stored blocks -> cache tensors, to the byte."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 from vllm import _custom_ops
 from vllm.platforms import current_platform
@@ -19,12 +21,17 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 import kvshare.blocks as module
 from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorSpec
+from ecshare.store.keys import JSON
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
 from kvshare.layers import LayerSet, Span
+from kvshare.messages import Piece
+from kvshare.prefix import ChunkKey
+from kvshare.shards import Heads, Source
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
-SHAPE = (HEADS, LAYERS, TOKENS, CONTENT)
+SHAPE = (LAYERS, 1, HEADS, TOKENS, CONTENT)
+NAME = ChunkKey(b"name")
 
 
 def numbered(*shape: int) -> Tensor:
@@ -72,14 +79,39 @@ def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
     return BlockCaches(caches, layer_set(caches, heads), BLOCKS, TOKENS)
 
 
-def stored(blocks: BlockCaches, *block_ids: int, num_tokens: int | None = None) -> Tensor:
+def piece_of(
+    *groups: Sequence[int], num_blocks: int = 0, num_tokens: int = 0, first: int = 0
+) -> Piece:
+    """Blocks of each cache group; by default all that are stored, with all their tokens."""
+    count = num_blocks or len(groups[0])
+    ids = tuple(tuple(each) for each in groups)
+    return Piece(NAME, count, num_tokens or count * TOKENS, ids, first)
+
+
+def saved(blocks: BlockCaches, piece: Piece) -> Tensor:
+    """The payload of what is stored of `piece`."""
     staging = Staging(torch.device("cpu"), 1 << 20)
-    count = num_tokens or TOKENS * len(block_ids)
-    slab = staging.reserve(blocks.facts(len(block_ids), count, "name"))
+    slab = staging.reserve(blocks.spec(piece))
     assert slab is not None
     slab.payload.fill_(-1.0)  # as a slab that held something else
-    staging.fill(slab, partial(blocks.read, (block_ids,), count))
+    staging.fill(slab, partial(blocks.read, piece))
     return slab.payload.clone()
+
+
+def by_token(blocks: BlockCaches, piece: Piece) -> Tensor:
+    """The same as [head, layer, token, content], by its attributes alone."""
+    payload, order = saved(blocks, piece), blocks.spec(piece).attributes["order"]
+    pages = payload if order == "head token" else payload.transpose(2, 3)
+    heads, layers = pages.shape[2], pages.shape[0]
+    return pages.permute(2, 0, 1, 3, 4).reshape(heads, layers, -1, CONTENT)
+
+
+def write(blocks: BlockCaches, piece: Piece, payload: Tensor, order: JSON = "head token") -> None:
+    """Load what an engine has stored whose heads lie in `order`."""
+    like = blocks.spec(piece)
+    spec = TensorSpec(like.dtype, tuple(payload.shape), {**like.attributes, "order": order})
+    assert blocks.can_use(spec, piece)
+    blocks.write(piece, payload, order)
 
 
 def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
@@ -94,10 +126,9 @@ LAYOUTS = [head_major, token_major, packed, axes_moved, kernel_blocks]
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_payload_is_head_layer_token_content(make: Callable[[], list[Tensor]]) -> None:
+def test_a_payload_is_its_blocks_in_their_order(make: Callable[[], list[Tensor]]) -> None:
     caches = make()
-    payload = stored(blocks_of(named(caches)), 4, 0, 1)
-    assert tuple(payload.shape) == (HEADS, LAYERS, 3 * TOKENS, CONTENT)
+    payload = by_token(blocks_of(named(caches)), piece_of([4, 0, 1]))
     for layer in range(LAYERS):
         expected = torch.cat([page(caches, layer, block_id) for block_id in (4, 0, 1)], dim=1)
         assert torch.equal(payload[:, layer], expected)
@@ -120,8 +151,12 @@ def test_blocks_survive_the_round_trip(
     """Any blocks to any blocks; the chunk as a whole, or some of its blocks."""
     end = data.draw(st.integers(first + 1, BLOCKS))
     source, target = make(), [torch.zeros_like(cache) for cache in make()]
-    payload = stored(blocks_of(named(source)), *sources)
-    blocks_of(named(target)).write(payload, first, [targets[first:end]])
+    writer = blocks_of(named(source))
+    whole = piece_of(sources)
+    some = piece_of(targets[first:end], num_blocks=BLOCKS, first=first)
+    write(
+        blocks_of(named(target)), some, saved(writer, whole), writer.spec(whole).attributes["order"]
+    )
     for layer in range(LAYERS):
         for number, (before, after) in enumerate(zip(sources, targets, strict=True)):
             written = page(target, layer, after)
@@ -131,20 +166,82 @@ def test_blocks_survive_the_round_trip(
                 assert written.count_nonzero() == 0, "other blocks were touched"
 
 
-def test_one_head_range_is_one_byte_range() -> None:
-    caches = token_major()
-    payload = stored(blocks_of(named(caches)), 2, 3)
-    flat = payload.flatten()
-    half = flat.numel() // 2
-    expected = torch.stack([torch.cat([cache[2, 1], cache[3, 1]]) for cache in caches])
-    assert torch.equal(flat[half:].view(expected.shape), expected)
+@pytest.mark.parametrize("make", [head_major, token_major, kernel_blocks])
+def test_a_payload_holds_blocks_as_they_lie(make: Callable[[], list[Tensor]]) -> None:
+    """To save some that follow each other is one copy a layer."""
+    caches = make()
+    payload = saved(blocks_of(named(caches)), piece_of([2, 3])).flatten()
+    layers = [
+        cache.view(BLOCKS, -1) if cache.is_contiguous() else cache.transpose(1, 2).view(BLOCKS, -1)
+        for cache in caches
+    ]
+    assert torch.equal(payload, torch.stack([each[2:4] for each in layers]).flatten())
+
+
+@pytest.mark.parametrize("writer", [head_major, token_major, kernel_blocks])
+@pytest.mark.parametrize("reader", [head_major, token_major, kernel_blocks])
+def test_engines_of_other_layouts_read_each_other(
+    writer: Callable[[], list[Tensor]], reader: Callable[[], list[Tensor]]
+) -> None:
+    """Some heads of what one of a smaller tensor-parallel size has stored."""
+    theirs = writer()
+    whole = piece_of([4, 0, 1])
+    blocks = blocks_of(named(theirs))
+    ours = [torch.zeros_like(cache)[:, :1] for cache in reader()]
+    one_head = replace(
+        piece_of([2, 3], num_blocks=3, first=1), source=Source(0, HEADS, Heads(1, 1, first_own=0))
+    )
+    order = blocks.spec(whole).attributes["order"]
+    write(blocks_of(named(ours), heads=1), one_head, saved(blocks, whole), order)
+    for layer in range(LAYERS):
+        for before, after in ((0, 2), (1, 3)):
+            assert torch.equal(page(ours, layer, after), page(theirs, layer, before)[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "I32"},
+        {"shape": SHAPE[:-1]},
+        {"shape": (LAYERS - 1, *SHAPE[1:])},
+        {"shape": (LAYERS, 2, *SHAPE[2:])},
+        {"shape": (LAYERS, 1, HEADS + 1, TOKENS, CONTENT)},
+        {"shape": (LAYERS, 1, TOKENS, HEADS, CONTENT)},
+        {"shape": (LAYERS, TOKENS * 2, HEADS, 0, CONTENT)},
+        {"shape": (*SHAPE[:-1], CONTENT + 2)},
+        {"attributes": {}},
+        {"attributes": {"order": "token head"}},
+        {"attributes": {"order": "sideways"}},
+        {"attributes": {"order": ["head token"]}},
+        {"attributes": {"chunk": "00"}},
+        {"attributes": {"num_tokens": 1}},
+        {"attributes": {"block_tokens": 1}},
+        {"attributes": {"more": 1}},
+    ],
+)
+def test_what_is_no_such_chunk_is_not_used(change: dict[str, Any]) -> None:
+    blocks, piece = blocks_of(named(head_major())), piece_of([1])
+    spec = blocks.spec(piece)
+    assert blocks.can_use(spec, piece)
+    if change.get("attributes"):
+        change = {"attributes": {**spec.attributes, **change["attributes"]}}
+    assert not blocks.can_use(structs.replace(spec, **change), piece)
+
+
+def test_what_a_cpu_kernel_has_mixed_is_read_by_blocks_of_its_size_alone() -> None:
+    piece = piece_of([1])
+    of_halves = blocks_of(named(kernel_blocks())).spec(piece)
+    caches = named(head_major())
+    assert blocks_of(caches).can_use(of_halves, piece)
+    mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=backwards)
+    assert not mixed.can_use(of_halves, piece)
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
 def test_what_does_not_count_is_zero(make: Callable[[], list[Tensor]]) -> None:
     """It may be what an earlier request left in the block."""
     caches = [cache + 1 for cache in make()]
-    payload = stored(blocks_of(named(caches)), 1, 2, num_tokens=TOKENS + 3)
+    payload = by_token(blocks_of(named(caches)), piece_of([1, 2], num_tokens=TOKENS + 3))
     assert payload[:, :, : TOKENS + 3].count_nonzero() == HEADS * LAYERS * (TOKENS + 3) * CONTENT
     assert payload[:, :, TOKENS + 3 :].count_nonzero() == 0
 
@@ -158,7 +255,8 @@ def test_what_the_kernel_has_mixed_is_zeroed_by_the_kernel() -> None:
     caches = named([cache + 1 for cache in head_major()])
     mixed = BlockCaches(caches, layer_set(caches), BLOCKS, TOKENS, erase=backwards)
     assert mixed.erases
-    whole, part = stored(mixed, 1, 2), stored(mixed, 1, 2, num_tokens=TOKENS + 3)
+    whole = by_token(mixed, piece_of([1, 2]))
+    part = by_token(mixed, piece_of([1, 2], num_tokens=TOKENS + 3))
     rest = TOKENS - 3
     assert torch.equal(part[:, :, :TOKENS], whole[:, :, :TOKENS])
     assert part[:, :, TOKENS : TOKENS + rest].count_nonzero() == 0
@@ -202,8 +300,9 @@ def test_vllms_cpu_kernel_zeroes_what_follows_a_token(
         caches = {"layers.0.attn": tensor}
         blocks = BlockCaches(caches, layer_set(caches), 2, size, erase=erase)
         assert blocks.erases
-        out = torch.empty(HEADS, 1, size, content, dtype=dtype)
-        blocks.read([[0]], num_tokens, out)
+        piece = piece_of([0], num_tokens=num_tokens)
+        out = torch.empty(blocks.spec(piece).shape, dtype=dtype)
+        blocks.read(piece, out)
         read.append(out)
     assert torch.equal(*read)
     assert read[0].count_nonzero() == HEADS * num_tokens * content
@@ -223,12 +322,13 @@ def fill(cache: Tensor, num_tokens: int, content: int) -> None:
 def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a copy for each run of blocks would cost a launch each."""
     source, target = token_major(), [torch.zeros_like(cache) for cache in token_major()]
-    expected = stored(blocks_of(named(source)), 3, 0, 1)
+    expected = saved(blocks_of(named(source)), piece_of([3, 0, 1]))
     monkeypatch.setattr(module, "_HOST", "none")
-    assert torch.equal(stored(blocks_of(named(source)), 3, 0, 1), expected)
-    blocks_of(named(target)).write(expected, 1, [[4, 2]])
+    assert torch.equal(saved(blocks_of(named(source)), piece_of([3, 0, 1])), expected)
+    some = piece_of([4, 2], num_blocks=3, first=1)
+    write(blocks_of(named(target)), some, expected, "token head")
     monkeypatch.undo()
-    assert torch.equal(stored(blocks_of(named(target)), 4, 2), expected[:, :, TOKENS:])
+    assert torch.equal(saved(blocks_of(named(target)), piece_of([4, 2])), expected[:, 1:])
 
 
 def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
@@ -236,14 +336,15 @@ def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
         pytest.skip("one core")
     caches = named([torch.zeros(BLOCKS, HEADS, TOKENS, 4096) for _ in range(2)])
     blocks = blocks_of(caches)
-    facts = blocks.facts(4, 4 * TOKENS, "name")
+    piece = piece_of(range(4))
+    payload = torch.ones(blocks.spec(piece).shape)
 
     def num_threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
     with ThreadPoolExecutor(1) as other:
         before = other.submit(num_threads).result()
-        other.submit(blocks.write, torch.ones(facts.shape), 0, ((0, 1, 2, 3),)).result()
+        other.submit(blocks.write, piece, payload, "head token").result()
         assert other.submit(num_threads).result() <= before
     assert all(cache[:4].min() == 1 for cache in caches.values())
 
@@ -251,21 +352,21 @@ def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
 def test_layers_that_share_a_cache_are_stored_once() -> None:
     caches = named(head_major())
     caches["model.layers.99.attn"] = caches["model.layers.3.attn"]
-    assert blocks_of(caches).facts(1, TOKENS, "name").shape == SHAPE
+    assert blocks_of(caches).spec(piece_of([0])).shape == SHAPE
 
 
 def test_facts_name_the_chunk_and_what_counts() -> None:
-    facts = blocks_of(named(head_major())).facts(2, TOKENS + 5, "abc")
-    assert facts == TensorSpec(
+    piece = piece_of([0, 1], num_tokens=TOKENS + 5)
+    spec = blocks_of(named(token_major())).spec(piece)
+    assert spec == TensorSpec(
         dtype="F32",
-        shape=(HEADS, LAYERS, 2 * TOKENS, CONTENT),
+        shape=(LAYERS, 2, TOKENS, HEADS, CONTENT),
         attributes={
-            "chunk": "abc",
+            "chunk": NAME.hex(),
             "num_tokens": TOKENS + 5,
             "block_tokens": TOKENS,
-            "num_layers": LAYERS,
+            "order": "token head",
         },
-        by_row=True,
     )
 
 
@@ -295,7 +396,7 @@ def test_unknown_layouts_are_refused(caches: dict[str, Any], says: str) -> None:
 
 def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
     cache = numbered(BLOCKS, TOKENS, TOKENS, CONTENT)
-    payload = stored(blocks_of({"l.0": cache}, heads=TOKENS), 2)
+    payload = by_token(blocks_of({"l.0": cache}, heads=TOKENS), piece_of([2]))
     assert torch.equal(payload[:, 0], cache[2])
 
 
@@ -308,22 +409,21 @@ def test_groups_are_read_and_written_through_their_own_blocks() -> None:
     )
     caches = dict(zip(names, (memory[0], memory[0], memory[1], memory[1]), strict=True))
     blocks = BlockCaches(caches, both, BLOCKS, TOKENS)
-    out = torch.empty(blocks.facts(2, 2 * TOKENS, "name").shape)
-    blocks.read(((1, 3), (4, 0)), 2 * TOKENS, out)
-    assert torch.equal(out[:, 0], torch.cat([memory[0][1], memory[0][3]], dim=1))
-    assert torch.equal(out[:, 1], torch.cat([memory[0][4], memory[0][0]], dim=1))
-    assert torch.equal(out[:, 3], torch.cat([memory[1][4], memory[1][0]], dim=1))
+    out = saved(blocks, piece_of([1, 3], [4, 0]))
+    assert torch.equal(out[0], memory[0][[1, 3]])
+    assert torch.equal(out[1], memory[0][[4, 0]])
+    assert torch.equal(out[3], memory[1][[4, 0]])
     for layer in memory:
         layer.zero_()
-    blocks.write(out, 1, ((2,), (4,)))
-    assert torch.equal(memory[1][2], out[:, 2, TOKENS:])
-    assert torch.equal(memory[1][4], out[:, 3, TOKENS:])
+    write(blocks, piece_of([2], [4], num_blocks=2, first=1), out)
+    assert torch.equal(memory[1][2], out[2, 1])
+    assert torch.equal(memory[1][4], out[3, 1])
     assert memory[1][[0, 1, 3]].count_nonzero() == 0
 
 
 def test_a_cache_without_heads_is_one_head() -> None:
     cache = numbered(BLOCKS, TOKENS, CONTENT)
-    payload = stored(blocks_of({"l.0": cache}, heads=1), 2, 4)
+    payload = by_token(blocks_of({"l.0": cache}, heads=1), piece_of([2, 4]))
     assert torch.equal(payload[0, 0], torch.cat([cache[2], cache[4]]))
 
 
@@ -332,11 +432,12 @@ def test_8_bit_numbers_are_moved_as_bytes(dtype: torch.dtype) -> None:
     source = [(cache % 200).to(torch.uint8).view(dtype) for cache in head_major()]
     target = [torch.zeros_like(cache.view(torch.uint8)).view(dtype) for cache in source]
     blocks = blocks_of(named(source))
-    facts = blocks.facts(1, TOKENS, "name")
-    out = torch.empty(facts.shape, dtype=torch.uint8)
-    blocks.read(((3,),), TOKENS - 1, out)
-    assert facts.dtype == "U8"
-    blocks_of(named(target)).write(out, 0, ((1,),))
+    piece = piece_of([3], num_tokens=TOKENS - 1)
+    spec = blocks.spec(piece)
+    out = torch.empty(spec.shape, dtype=torch.uint8)
+    blocks.read(piece, out)
+    assert spec.dtype == "U8"
+    write(blocks_of(named(target)), piece_of([1], num_tokens=TOKENS - 1), out)
     expected = source[5].view(torch.uint8)[3].clone()
     expected[:, -1] = 0
     assert torch.equal(target[5].view(torch.uint8)[1], expected)

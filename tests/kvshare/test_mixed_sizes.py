@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
+from ecshare.transfer.staging import as_tensor
 from kvshare.prefix import Chunk
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
@@ -33,17 +34,13 @@ def in_two(path: Path, root: Path) -> None:
     """Replace an object by what two ranks would have stored."""
     key = str(path.relative_to(root / "store"))
     whole = unseal(memoryview(path.read_bytes()), key)
-    facts, row_bytes = whole.facts, len(whole.payload) // HEADS
-    for rank in range(HEADS):
+    spec = whole.facts
+    assert spec.attributes["order"] == "head token"
+    heads = as_tensor(whole.payload, spec).chunk(HEADS, 2)
+    for rank, head in enumerate(heads):
         name = key.replace(".t0of1", f".t{rank}of2")
-        row = whole.payload[rank * row_bytes : (rank + 1) * row_bytes]
-        slab = bytearray(PROLOGUE_BYTES) + row
-        shape = (1, *facts.shape[1:])
-        seal(
-            memoryview(slab),
-            TensorSpec(facts.dtype, shape, facts.attributes, by_row=facts.by_row),
-            name,
-        )
+        slab = bytearray(PROLOGUE_BYTES) + head.contiguous().numpy().tobytes()
+        seal(memoryview(slab), TensorSpec(spec.dtype, tuple(head.shape), spec.attributes), name)
         (root / "store" / name).write_bytes(slab)
     path.unlink()
 

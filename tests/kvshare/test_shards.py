@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvshare.shards import (
+    Heads,
+    Source,
     is_first_holder,
     is_possible,
     num_shares,
@@ -49,33 +51,31 @@ def test_every_head_of_every_share_is_stored_once(num_heads: int) -> None:
 def test_every_reader_finds_its_heads_in_what_every_writer_stores(num_heads: int) -> None:
     for writer in engines(num_heads):
         count = num_shares(num_heads, writer)
-        rows = [
+        shares = [
             [*range(n * num_heads // count, (n + 1) * num_heads // count)] for n in range(count)
         ]
         for reader in engines(num_heads):
             for rank, heads in enumerate(held(reader, num_heads)):
                 found: list[int] = []
                 for each in sources(rank, reader, num_heads, count):
-                    assert each.num_rows == len(rows[each.share])
-                    assert 0 <= each.first_row < each.end_row <= each.num_rows
-                    assert each.first_head == len(found)
-                    assert each.is_whole == (
-                        rows[each.share][each.first_row :] == rows[each.share][: each.end_row]
-                    )
-                    found += rows[each.share][each.first_row : each.end_row]
+                    first, end = each.heads.first, each.heads.first + each.heads.count
+                    assert each.num_heads == len(shares[each.share])
+                    assert 0 <= first < end <= each.num_heads
+                    assert each.heads.first_own == len(found)
+                    found += shares[each.share][first:end]
                 assert found == heads
 
 
 def test_examples() -> None:
-    (one,) = sources(1, 2, 8, 1)
-    assert (one.share, one.first_row, one.end_row, one.num_rows) == (0, 4, 8, 8)
-    two = sources(0, 1, 8, 2)
-    assert [(each.share, each.first_head, each.is_whole) for each in two] == [
-        (0, 0, True),
-        (1, 4, True),
-    ]
-    mixed = sources(0, 2, 6, 3)
-    assert [(each.share, each.first_row, each.end_row) for each in mixed] == [(0, 0, 2), (1, 0, 1)]
+    assert sources(1, 2, 8, 1) == (Source(0, 8, Heads(4, 4, first_own=0)),)
+    assert sources(0, 1, 8, 2) == (
+        Source(0, 4, Heads(0, 4, first_own=0)),
+        Source(1, 4, Heads(0, 4, first_own=4)),
+    )
+    assert sources(0, 2, 6, 3) == (
+        Source(0, 2, Heads(0, 2, first_own=0)),
+        Source(1, 2, Heads(0, 1, first_own=2)),
+    )
 
 
 def test_engines_of_more_ranks_than_heads_store_what_smaller_ones_do() -> None:

@@ -87,6 +87,22 @@ def test_each_round_trip_takes_its_time(echo_port: int) -> None:
             assert time.monotonic() - started_s > least_s - 0.001
 
 
+def test_a_connection_is_as_fast_as_its_link(echo_port: int) -> None:
+    sent = bytes(400_000)
+    with (
+        Proxy(HOST, echo_port, bytes_per_s=2e6) as proxy,
+        connect(proxy) as one,
+        connect(proxy) as other,
+    ):
+        started_s = time.monotonic()
+        for client in (one, other):
+            threading.Thread(target=client.sendall, args=(sent,)).start()
+        for client in (one, other):
+            with client.makefile("rb") as received:
+                assert received.read(len(sent)) == sent
+        assert time.monotonic() - started_s > len(sent) / 2e6 - 0.001
+
+
 @pytest.mark.parametrize("kind", [Proxy, ProxyProcess])
 def test_a_stalled_proxy_takes_bytes_and_keeps_them_until_it_is_resumed(
     echo_port: int, kind: type[Proxy] | type[ProxyProcess]
