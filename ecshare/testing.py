@@ -16,13 +16,12 @@ import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 
 import pytest
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
 from ecshare.store.keys import PROBE_KEY, Kind, manifest_key, object_key
-from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, Span, probe, read
+from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, probe, read
 
 MIB = 1 << 20
 NAMESPACE = "00112233445566778899aabbccddeeff"
@@ -56,7 +55,7 @@ OUTSIDE = (
 
 
 class Listener(Memory):
-    """Remembers what it was told. Links nothing."""
+    """Remembers what it was told."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
@@ -164,73 +163,11 @@ class StoreContract:
         assert not sink.spans
         assert await store.exists([KEY]) == [True]
 
-    @pytest.mark.parametrize(
-        "spans",
-        [
-            (Span(0, 1),),
-            (Span(5, 4096),),
-            (Span(0, 4096), Span(3 * MIB, 3 * MIB + 7)),
-            (Span(12 * MIB, 20 * MIB + 3), Span(0, 9 * MIB)),
-        ],
-    )
-    async def test_spans_come_one_after_the_other(
-        self, store: ObjectStore, spans: tuple[Span, ...]
-    ) -> None:
-        """As if they were the object: its size is theirs together."""
-        body = os.urandom(20 * MIB + 3)
-        await store.put(KEY, body)
-        sink = Listener(LIMIT)
-        await store.get(KEY, sink, spans)
-        wanted = b"".join(body[span.start : span.stop] for span in spans)
-        assert sink.sizes == [len(wanted)]
-        assert sum(stop - start for start, stop in sink.spans) == len(wanted)
-        assert sink.body == wanted
-
-    async def test_spans_beyond_the_sinks_limit_are_refused(self, store: ObjectStore) -> None:
-        """The limit is on what is read, not on the object."""
-        await store.put(KEY, os.urandom(12 * MIB))
-        sink = Listener(4096)
-        with pytest.raises(ObjectCorrupt, match="4097"):
-            await store.get(KEY, sink, [Span(0, 4096), Span(5000, 5001)])
-        assert not sink.spans
-
-    @pytest.mark.parametrize("span", [Span(99, 101), Span(100, 101), Span(5000, 9000)])
-    async def test_an_object_that_ends_before_its_span_is_damaged(
-        self, store: ObjectStore, span: Span
-    ) -> None:
-        """Nothing of it is taken, and the store is well."""
-        await store.put(KEY, os.urandom(100))
-        sink = Listener(LIMIT)
-        with pytest.raises(ObjectCorrupt):
-            await store.get(KEY, sink, [Span(0, 10), span])
-        assert not sink.spans
-
-    async def test_spans_of_a_missing_object_are_missing(self, store: ObjectStore) -> None:
-        """The sink hears nothing."""
-        sink = Listener(LIMIT)
-        with pytest.raises(ObjectMissing):
-            await store.get(ABSENT, sink, [Span(0, 4096), Span(5000, 9000)])
-        assert not sink.sizes
-
     async def test_what_a_sink_raises_comes_out(self, store: ObjectStore) -> None:
         """It is no failure of the store."""
         await store.put(KEY, b"0123456789")
-        for spans in ((), (Span(2, 4),)):
-            with pytest.raises(_Trouble):
-                await store.get(KEY, Troubled(LIMIT), spans)
-
-    async def test_a_file_that_is_offered_with_a_body_changes_nothing(
-        self, store: ObjectStore, tmp_path: Path
-    ) -> None:
-        """Whether the store links it, ignores it, or finds that it cannot be used."""
-        good, short, gone = (tmp_path / name for name in ("good", "short", "gone"))
-        good.write_bytes(b"0123456789")
-        short.write_bytes(b"0123")
-        for n, file in enumerate((good, short, gone, tmp_path)):
-            key = object_key(Kind.EC, NAMESPACE, str(n))
-            assert await store.put(key, b"0123456789", str(file)) is True
-            assert bytes(await read(store, key, LIMIT)) == b"0123456789"
-        assert good.read_bytes() == b"0123456789"
+        with pytest.raises(_Trouble):
+            await store.get(KEY, Troubled(LIMIT))
 
     async def test_a_slice_of_a_larger_buffer_can_be_put(self, store: ObjectStore) -> None:
         """As transfers do: a slab is often larger than the object in it."""
@@ -346,15 +283,15 @@ class StoreContract:
         assert bytes(await read(store, KEY, LIMIT)) == b"mended"
 
     async def test_a_listing_names_what_is_below_its_prefix(self, store: ObjectStore) -> None:
-        """Levels are whole: "ec/1" is no part of "ec/10"."""
+        """Levels are whole: "ec/2" is no part of "ec/20"."""
         manifest = manifest_key(Kind.KV, NAMESPACE)
-        sizes = {KEY: 10, OTHER: 20, manifest: 30, "ec/10/x": 40}
+        sizes = {KEY: 10, OTHER: 20, manifest: 30, "ec/20/x": 40}
         for key, size in sizes.items():
             await store.put(key, bytes(size))
         assert await self._listed(store, "") == sizes
-        assert await self._listed(store, "ec/1/") == {KEY: 10, OTHER: 20}
-        assert await self._listed(store, "kv/1/manifests/") == {manifest: 30}
-        assert await self._listed(store, "kv/2/") == {}
+        assert await self._listed(store, "ec/2/") == {KEY: 10, OTHER: 20}
+        assert await self._listed(store, "kv/2/manifests/") == {manifest: 30}
+        assert await self._listed(store, "kv/3/") == {}
 
     async def test_a_listing_knows_when_objects_were_stored(self, store: ObjectStore) -> None:
         """To the accuracy of the store's clock."""

@@ -63,7 +63,6 @@ def kv_namespace(
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
-        "layout": 3,
         "page": _page_format(vllm_config),
         "other_dtype_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "context": _context_facts(model),

@@ -116,7 +116,7 @@ waits must hold up no other."""
 
 
 def _name(job: Fetch) -> _Name:
-    return job.local_key, job.is_announced, job.is_guess
+    return job.key, job.is_announced, job.is_guess
 
 
 class Loads:

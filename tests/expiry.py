@@ -19,7 +19,7 @@ def renew_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def expire(store: Path) -> list[Path]:
     """Remove all manifests and size marks, of which there are some; return their paths."""
-    paths = [path for name in ("manifests", "sizes") for path in store.glob(f"*/1/{name}/**/*")]
+    paths = [path for name in ("manifests", "sizes") for path in store.glob(f"*/2/{name}/**/*")]
     # Names that begin with a dot are of files that are being written.
     found = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     assert found

@@ -37,8 +37,6 @@ from ecshare.store.objects import (
     ObjectStat,
     Sink,
     Span,
-    Window,
-    check_stop,
     cut,
     md5_of_etag,
 )
@@ -207,46 +205,16 @@ class CloudStore:
         _, mode = self._puts[0]
         return mode == "create"
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+    async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
         check_key(key)
-        target = Window(sink, spans) if spans else sink
-        if spans and self._ranges:
-            try:
-                await self._get_spans(key, target, spans)
-            except _RangesIgnored:
-                pass  # all of it, then
-            else:
-                return
-        first = await self._threads.run(self._first, key, target)
+        first = await self._threads.run(self._first, key, sink)
         if first.at < first.size:
             rest = cut(Span(first.at, first.size), PIECE_BYTES)
             try:
-                await self._pieces(key, rest, first, target)
+                await self._pieces(key, rest, first, sink)
             except _RangesIgnored:
-                await self._threads.run(self._rest, key, first, target)
-
-    async def _get_spans(self, key: str, sink: Sink, spans: Sequence[Span]) -> None:
-        """Ask for all spans at once; take the bytes once it is known that they are there."""
-        pieces = [piece for span in spans for piece in cut(span, PIECE_BYTES)]
-        asked = (self._threads.run(self._open, key, piece) for piece in pieces[:_PIECES])
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        try:
-            failed = [each for each in answers if isinstance(each, BaseException)]
-            if failed:
-                raise failed[0]
-            opened = [each for each in answers if isinstance(each, _Answer)]
-            first = opened[0]
-            await self._threads.run(sink.begin, first.size)
-            await gather_all(
-                self._threads.run(answer.pour_piece, sink, piece, first)
-                for answer, piece in zip(opened, pieces, strict=False)
-            )
-        finally:
-            for each in answers:
-                if isinstance(each, _Answer):
-                    each.close()
-        await self._pieces(key, pieces[_PIECES:], first, sink)
+                await self._threads.run(self._rest, key, first, sink)
 
     async def _pieces(self, key: str, pieces: Sequence[Span], first: "_Answer", sink: Sink) -> None:
         lanes = asyncio.Semaphore(_PIECES)
@@ -257,11 +225,8 @@ class CloudStore:
 
         await gather_all(map(fetch, pieces))
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
-        del file
         return await self._saving.run(self._put, check_key(key), body, replace)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
@@ -452,7 +417,6 @@ class _Answer:
 
     def pour_piece(self, sink: Sink, piece: Span, first: "_Answer") -> None:
         """Give the body to `sink`: it must be that `piece` of the object that `first` began."""
-        check_stop(self.size, piece.stop)
         self.check_same(first)
         if (self.at, self.stop) != (piece.start, piece.stop):
             raise StoreUnavailable(f"{self._key} changed while it was read")

@@ -26,7 +26,6 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.hard_links import is_private, link_open_file
 from ecshare.store.keys import check_key, is_safe_key
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
@@ -35,7 +34,6 @@ from ecshare.store.objects import (
     ObjectStat,
     Sink,
     Span,
-    Window,
     cut,
 )
 from ecshare.store.temp_files import temporary_name
@@ -93,24 +91,20 @@ class DirectoryStore:
         """See ObjectStore. A rename replaces what is there."""
         return self._links
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
-        """See ObjectStore. A file is linked where the sink can, else copied."""
-        target = Window(sink, spans) if spans else sink
-        file = await self._threads.run(self._open, key, target)
-        if file is None or file.size == 0:
+    async def get(self, key: str, sink: Sink) -> None:
+        """See ObjectStore."""
+        file = await self._threads.run(self._open, key, sink)
+        if file.size == 0:
             return
-        parts = [
-            part for span in spans or [Span(0, file.size)] for part in cut(span, _part_bytes(span))
-        ]
-        await self._threads.each(lambda part: file.copy(target, part, key), parts)
+        whole = Span(0, file.size)
+        parts = cut(whole, _part_bytes(whole))
+        await self._threads.each(lambda part: file.copy(sink, part, key), parts)
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
         if replace:
             return await self._saving.run(self._replace, key, body)
-        return await self._saving.run(self._put, key, body, file)
+        return await self._saving.run(self._put, key, body)
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """See ObjectStore."""
@@ -144,8 +138,8 @@ class DirectoryStore:
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    def _open(self, key: str, sink: Sink) -> "_File | None":
-        """Tell the sink what comes. None: it has linked the file."""
+    def _open(self, key: str, sink: Sink) -> "_File":
+        """Open the file, and tell the sink what comes."""
         path = self._path(key)
         with self._own_errors(key):
             try:
@@ -155,8 +149,6 @@ class DirectoryStore:
                     raise ObjectUnreadable(f"{key} cannot be read: {exc.strerror}") from exc
                 raise
             _check_kind(file.status, key)
-        if file.size and sink.link(path):
-            return None
         sink.begin(file.size)
         return file
 
@@ -213,39 +205,15 @@ class DirectoryStore:
         ):
             os.unlink(os.path.basename(key), dir_fd=folder)
 
-    def _put(self, key: str, body: Buffer, file: str | None) -> bool:
+    def _put(self, key: str, body: Buffer) -> bool:
         if self._is_stored(key):  # saves writing the body; `link` decides races
             return False
         with self._own_errors(key), self._folder_of(key, make=True) as folder:
-            name = os.path.basename(key)
-            linked = self._put_link(file, name, folder, memoryview(body).nbytes) if file else None
-            return self._put_copy(body, name, folder, self._publish) if linked is None else linked
+            return self._put_copy(body, os.path.basename(key), folder, self._publish)
 
     def _replace(self, key: str, body: Buffer) -> bool:
         with self._own_errors(key), self._folder_of(key, make=True) as folder:
             return self._put_copy(body, os.path.basename(key), folder, _rename)
-
-    def _put_link(self, file: str, name: str, folder: int, num_bytes: int) -> bool | None:
-        """Publish `file` itself under `name`. None: it cannot be, or should not."""
-        if not self._links or self._is_shared:
-            return None
-        try:
-            source = _File(file)
-            status = source.status
-            if (
-                not is_private(status)
-                or status.st_size != num_bytes
-                or status.st_dev != os.fstat(folder).st_dev
-            ):
-                return None
-            source.sync()
-            source.link(name, folder)
-        except FileExistsError:
-            return False
-        except OSError:
-            return None  # gone, or on another disk: writing the bytes tells what is really wrong
-        _sync_folder(folder)
-        return True
 
     def _put_copy(
         self, body: Buffer, name: str, folder: int, publish: Callable[[str, str, int], bool]
@@ -327,7 +295,7 @@ class DirectoryStore:
         return True
 
     def _scan(self, level: str) -> _Level:
-        """Return the folders and the objects of one level ("" or "ec/1/")."""
+        """Return the folders and the objects of one level ("" or "ec/2/")."""
         folders, found = [], []
         try:
             with mapped_errors(level), os.scandir(f"{self._root}/{level}") as entries:
@@ -418,14 +386,6 @@ class _File:
             digest.update(piece)
             at += len(piece)
         return digest.hexdigest()
-
-    def sync(self) -> None:
-        """Have the bytes on the disk."""
-        os.fsync(self._fd)
-
-    def link(self, name: str, folder: int) -> None:
-        """Give this very file, whatever became of its name, a `name` in the open `folder` too."""
-        link_open_file(self._fd, name, folder)
 
 
 def _part_bytes(span: Span) -> int:

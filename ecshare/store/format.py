@@ -22,7 +22,6 @@ from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import FORMAT_VERSION, JSON, canonical_json
-from ecshare.store.rows import MAX_ROWS, Rows, check_rows, row_checksums, rows_of
 
 PROLOGUE_BYTES: Final = 4096
 TENSOR_NAME: Final = "tensor"
@@ -60,9 +59,6 @@ class TensorSpec(Struct, frozen=True):
     shape: tuple[int, ...]
     attributes: dict[str, JSON] = {}
     """What else a reader must know, e.g. `{"num_embeds": 256}`. Small: it shares the prologue."""
-    by_row: bool = False
-    """Each row of the first axis has a checksum of its own, so that it can be read without the
-    others. At most MAX_ROWS of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +81,6 @@ class _Metadata(Struct, forbid_unknown_fields=False, omit_defaults=True):
     attributes: str = msgspec.field(name="ecshare.attributes")
     producer: str = msgspec.field(name="ecshare.producer")
     mac: str = msgspec.field(name="ecshare.mac", default="")
-    rows: str = msgspec.field(name="ecshare.rows", default="")
 
 
 class _Tensor(Struct, forbid_unknown_fields=True):
@@ -163,12 +158,9 @@ def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | N
         producer=__version__,
     )
     payload = raw[PROLOGUE_BYTES:]
-    if facts.by_row:
-        every = rows_of(payload, facts.shape[0])
-        metadata.rows = row_checksums(_head(facts, metadata), every, integrity)
     believed = _believed(facts, metadata)
     metadata.checksum = _checksum(believed, payload)
-    if integrity is not None and not facts.by_row:
+    if integrity is not None:
         metadata.mac = integrity.mac(believed, payload)
     tensor = _Tensor(dtype=facts.dtype, shape=facts.shape, data_offsets=(0, facts.num_bytes))
     header = msgspec.json.encode(_Header(metadata=metadata, tensor=tensor))
@@ -215,49 +207,10 @@ def unseal(
     return Sealed(facts=facts, payload=payload)
 
 
-def unseal_rows(
-    body: memoryview,
-    key: str,
-    rows: Rows,
-    *,
-    verify: bool = True,
-    integrity: Integrity | None = None,
-) -> Sealed:
-    """Take apart what lies in `rows.spans` of the object under `key`, as `unseal` does.
-
-    The facts of what is returned are those of these rows alone. Raises ObjectCorrupt for what
-    `unseal` does, and for an object of which no rows can be read, or not these.
-    """
-    raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
-    header = _header(raw)
-    _check_key(header, key)
-    facts, payload = _facts(header), raw[PROLOGUE_BYTES:].toreadonly()
-    if not facts.by_row or facts.shape[0] != rows.count:
-        shape = list(facts.shape)
-        raise ObjectCorrupt(f"corrupt object: of {shape} no rows of {rows.count} can be read")
-    if not facts.num_bytes == header.tensor.data_offsets[1] == rows.count * rows.row_bytes:
-        raise ObjectCorrupt(f"corrupt object: its rows do not have {rows.row_bytes} bytes")
-    if header.tensor.data_offsets[0] != 0 or len(payload) != rows.num_bytes:
-        raise ObjectCorrupt(f"corrupt object: {len(payload)} bytes are not the rows asked for")
-    if verify:
-        head = _head(facts, header.metadata)
-        check_rows(header.metadata.rows, head, rows, payload, integrity)
-    return Sealed(facts=facts_of_rows(facts, rows), payload=payload)
-
-
-def facts_of_rows(facts: TensorSpec, rows: Rows) -> TensorSpec:
-    """Return what `rows` of an object are, which as a whole is `facts`."""
-    return msgspec.structs.replace(facts, shape=(rows.end - rows.first, *facts.shape[1:]))
-
-
 def _authenticate(
     facts: TensorSpec, metadata: _Metadata, payload: memoryview, integrity: Integrity
 ) -> None:
-    if facts.by_row:
-        count = facts.shape[0]
-        every = Rows(0, count, count, facts.num_bytes // count)
-        check_rows(metadata.rows, _head(facts, metadata), every, payload, integrity)
-    elif not integrity.accepts(metadata.mac, _believed(facts, metadata), payload):
+    if not integrity.accepts(metadata.mac, _believed(facts, metadata), payload):
         wrong = "the MAC is not made with our integrity_key" if metadata.mac else "it has no MAC"
         raise ObjectCorrupt(f"corrupt object: {wrong}")
 
@@ -291,7 +244,6 @@ def _facts(header: _Header) -> TensorSpec:
         dtype=header.tensor.dtype,
         shape=header.tensor.shape,
         attributes=_attributes(header.metadata.attributes),
-        by_row=bool(header.metadata.rows),
     )
     problem = _invalid_reason(facts)
     if problem:
@@ -312,30 +264,21 @@ def _invalid_reason(facts: TensorSpec) -> str | None:
         return f"unknown dtype {facts.dtype[:32]!r}"
     if len(facts.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in facts.shape):
         return "a shape has at most 8 dimensions, none negative or absurd"
-    if facts.by_row and not 0 < next(iter(facts.shape), 0) <= MAX_ROWS:
-        return f"of 1 to {MAX_ROWS} rows each may have a checksum, not of {list(facts.shape)}"
     return None
 
 
 def _believed(facts: TensorSpec, metadata: _Metadata) -> bytes:
     """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
-    return canonical_json(_told(facts, metadata) + ([metadata.rows] if facts.by_row else []))
-
-
-def _head(facts: TensorSpec, metadata: _Metadata) -> bytes:
-    """What the checksums of rows bind them to."""
-    return canonical_json(_told(facts, metadata))
-
-
-def _told(facts: TensorSpec, metadata: _Metadata) -> list[JSON]:
-    return [
-        FORMAT_VERSION,
-        metadata.key,
-        facts.dtype,
-        list(facts.shape),
-        metadata.attributes,
-        metadata.producer,
-    ]
+    return canonical_json(
+        [
+            FORMAT_VERSION,
+            metadata.key,
+            facts.dtype,
+            list(facts.shape),
+            metadata.attributes,
+            metadata.producer,
+        ]
+    )
 
 
 def _checksum(believed: bytes, payload: memoryview) -> str:

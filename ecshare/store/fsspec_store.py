@@ -9,10 +9,8 @@ import asyncio
 import base64
 import contextlib
 import inspect
-import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -37,7 +35,6 @@ from ecshare.store.objects import (
     ObjectStat,
     Sink,
     Span,
-    Window,
     cut,
     md5_of_etag,
 )
@@ -67,7 +64,6 @@ _Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
 # A server may send pages for ever, or a filesystem folders in folders.
 _MOST_PAGES = 10_000
 _MOST_LEVELS = 8  # see keys.py
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-\d{1,15}/(\d{1,15})")
 _CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Of one object: S3 has moved it to an archive; it is shorter than expected.
 _UNUSABLE = {"InvalidObjectState", "InvalidRange"}
@@ -182,12 +178,11 @@ class FsspecStore:
         """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
         return self._atomic_writes and bool(self._create_only)
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+    async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
         path = self._path(key)
-        target = Window(sink, spans) if spans else sink
         if self._s3:
-            await self._stream(key, path, target, spans)
+            await self._stream(key, path, sink)
             return
         with mapped_errors(key):
             info = await self._call("info", path)
@@ -196,58 +191,35 @@ class FsspecStore:
         size = info.get("size")
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
-        target.begin(size)
-        for span in spans or [Span(0, size)]:
-            for part in cut(span, _PIECE_BYTES):
-                with mapped_errors(key):
-                    piece = await self._call("cat_file", path, start=part.start, end=part.stop)
-                await self._write_piece(key, target, part.start, piece, part.stop)
+        sink.begin(size)
+        for part in cut(Span(0, size), _PIECE_BYTES):
+            with mapped_errors(key):
+                piece = await self._call("cat_file", path, start=part.start, end=part.stop)
+            await self._write_piece(key, sink, part.start, piece, part.stop)
 
-    async def _stream(self, key: str, path: str, sink: Sink, spans: Sequence[Span]) -> None:
-        """One request, or one a span at once: the headers of the answers tell the size."""
-        wanted: Sequence[Span | None] = spans or [None]
-        asked = (self._ask_s3(key, path, span) for span in wanted)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        try:
-            opened = [each for each in answers if isinstance(each, _Answer)]
-            for each in answers:
-                if isinstance(each, BaseException):
-                    raise each
-            sink.begin(opened[0].size)
-            if opened[0].is_whole:
-                del opened[1:]  # a server that ignores ranges has sent it as often as it was asked
-            await gather_all(self._pour(key, each, sink) for each in opened)
-        finally:
-            for each in answers:
-                if isinstance(each, _Answer):
-                    each.body.close()  # refused or broken off: it must not keep the connection
-
-    async def _ask_s3(self, key: str, path: str, span: Span | None) -> "_Answer":
+    async def _stream(self, key: str, path: str, sink: Sink) -> None:
+        """One request: the headers of the answer tell the size."""
         bucket, name, _ = self._fs.split_path(path)
-        wanted = {"Range": f"bytes={span.start}-{span.stop - 1}"} if span else {}
         with mapped_errors(key):
             async with bounded(self._io_timeout_s):
-                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name, **wanted)
+                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
         body, size = answer["Body"], answer.get("ContentLength")
-        if not isinstance(size, int):
-            body.close()
-            raise StoreUnavailable(f"{key}: the server does not say how large it is")
-        part = _CONTENT_RANGE.fullmatch(answer.get("ContentRange") or "")
-        if part is None:
-            return _Answer(body, 0, size, size)
-        opened = _Answer(body, int(part[1]), int(part[1]) + size, int(part[2]))
-        start, stop = (span.start, min(span.stop, opened.size)) if span else (0, opened.size)
-        if (opened.start, opened.stop) != (start, stop):
-            body.close()
-            raise StoreUnavailable(f"{key}: the server sends another range than it was asked for")
-        return opened
+        try:
+            if not isinstance(size, int):
+                raise StoreUnavailable(f"{key}: the server does not say how large it is")
+            if answer.get("ContentRange"):
+                raise StoreUnavailable(f"{key}: the server sends a part of it, unasked")
+            sink.begin(size)
+            await self._pour(key, body, size, sink)
+        finally:
+            body.close()  # refused or broken off: it must not keep the connection
 
-    async def _pour(self, key: str, answer: "_Answer", sink: Sink) -> None:
-        start = answer.start
-        while start < answer.stop:
+    async def _pour(self, key: str, body: Any, size: int, sink: Sink) -> None:
+        start = 0
+        while start < size:
             with mapped_errors(key):
                 async with bounded(self._io_timeout_s):
-                    piece = await answer.body.read(min(_PIECE_BYTES, answer.stop - start))
+                    piece = await body.read(min(_PIECE_BYTES, size - start))
             if not piece:
                 raise StoreUnavailable(f"{key}: the server sent less than it announced")
             await self._write_piece(key, sink, start, piece, start + len(piece))
@@ -258,11 +230,8 @@ class FsspecStore:
             raise StoreUnavailable(f"{key} has another size than the filesystem said")
         await self._threads.run(sink.write, start, piece)
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
-        del file
         path = self._path(key)
         # Most filesystems take nothing but bytes: this is the one copy of the general road.
         value = body if isinstance(body, bytes) else bytes(body)
@@ -404,22 +373,6 @@ class FsspecStore:
             return await threads.run(partial(getattr(self._fs, verb), *args, **options))
         async with bounded(self._io_timeout_s):
             return await method(*args, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer of an S3 server to one GET: its headers are here, its body is on the way."""
-
-    body: Any
-    start: int
-    stop: int
-    size: int
-    """Of the whole object."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the object."""
-        return self.stop - self.start == self.size
 
 
 @contextlib.contextmanager

@@ -20,8 +20,6 @@ _FEWEST_STEPS = 12
 """Different distances from one character to the next; 32 random bytes in hex have 20 or more."""
 _HEX = re.compile(rb"[0-9a-fA-F]+")
 _MAC_CONTEXT = "ecshare 2026-11 object mac"
-_ROW_CONTEXT = "ecshare 2026-11 row mac"
-_ROWS_CONTEXT = "ecshare 2026-11 rows mac"
 _FINGERPRINT_CONTEXT = "ecshare 2026-11 integrity key fingerprint"
 _ROUTER_CONTEXT = "ecshare 2026-11 router token"
 _PREFIX = "blake3:"
@@ -35,8 +33,6 @@ class Integrity:
 
     def __init__(self, secret: bytes) -> None:
         self._key = blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
-        self._row_key = blake3(secret, derive_key_context=_ROW_CONTEXT).digest()
-        self._rows_key = blake3(secret, derive_key_context=_ROWS_CONTEXT).digest()
         self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
         """16 hex digits that tell keys apart. Everybody may see them: they are of no help against
         a key of 32 random bytes, though they tell whether a guess is right."""
@@ -46,14 +42,6 @@ class Integrity:
         digest = blake3(believed, key=self._key)
         digest.update(payload)
         return _PREFIX + digest.hexdigest()
-
-    def of_row(self, row: memoryview) -> bytes:
-        """The MAC of one row of an object, 32 bytes; see rows.py."""
-        return blake3(row, key=self._row_key).digest()
-
-    def of_rows(self, text: bytes) -> bytes:
-        """The MAC of what binds an object's rows together, 32 bytes; see rows.py."""
-        return blake3(text, key=self._rows_key).digest()
 
     def accepts(self, mac: str, believed: bytes, payload: memoryview) -> bool:
         """Whether `mac` is the one that `mac()` gives."""

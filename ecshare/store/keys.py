@@ -18,7 +18,7 @@ from typing import Any
 
 JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of them
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Changes with the meaning of bytes or keys: versions never see each other's objects."""
 
 PROBE_KEY = "probe/object"

@@ -69,12 +69,6 @@ class Sink(Protocol):
     def write(self, offset: int, piece: Buffer) -> None:
         """Take a part of it: disjoint ones, in any order, several at once."""
 
-    def link(self, path: str) -> bool:
-        """Take the file at `path` itself instead of a copy. False: cannot; begin and write follow.
-
-        Raises ObjectCorrupt as `begin` does.
-        """
-
 
 class Memory:
     """A Sink in private memory, for objects of at most `limit_bytes`."""
@@ -101,49 +95,11 @@ class Memory:
             part = view[start : start + _COPY_BYTES]
             self._buffer[offset + start : offset + start + len(part)] = part
 
-    def link(self, path: str) -> bool:
-        """See Sink. Memory cannot."""
-        del path
-        return False
-
-
-class Window:
-    """A Sink for a whole object that hands only its `spans` on to `sink`."""
-
-    def __init__(self, sink: Sink, spans: Sequence[Span]) -> None:
-        self._sink = sink
-        self._spans = spans
-
-    def begin(self, num_bytes: int) -> None:
-        """See Sink."""
-        check_stop(num_bytes, max(span.stop for span in self._spans))
-        self._sink.begin(sum(span.num_bytes for span in self._spans))
-
-    def write(self, offset: int, piece: Buffer) -> None:
-        """See Sink."""
-        view, at = memoryview(piece).cast("B"), 0
-        for span in self._spans:
-            start, stop = max(span.start, offset), min(span.stop, offset + len(view))
-            if start < stop:
-                self._sink.write(at + start - span.start, view[start - offset : stop - offset])
-            at += span.num_bytes
-
-    def link(self, path: str) -> bool:
-        """See Sink. A file is more than its spans."""
-        del path
-        return False
-
 
 def cut(span: Span, most_bytes: int) -> list[Span]:
     """Return `span` in pieces of at most that size."""
     starts = range(span.start, span.stop, most_bytes)
     return [Span(start, min(start + most_bytes, span.stop)) for start in starts]
-
-
-def check_stop(num_bytes: int, stop: int) -> None:
-    """ObjectCorrupt: an object of `num_bytes` has no bytes up to `stop`."""
-    if num_bytes < stop:
-        raise ObjectCorrupt(f"corrupt object: it ends at byte {num_bytes}, before byte {stop}")
 
 
 def check_size(num_bytes: int, limit_bytes: int) -> None:
@@ -170,25 +126,18 @@ class ObjectStore(Protocol):
         As far as is known: the first write may show that it does not.
         """
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+    async def get(self, key: str, sink: Sink) -> None:
         """Give all bytes under `key` to `sink`, after their number, which it may refuse.
 
-        `spans`: only these, one after the other, as if they were the object; none may overlap. It
-        takes one round trip where the store can do with that. Raises ObjectCorrupt: the object
-        ends before one of them does.
         Raises ObjectMissing, and what the sink raises. When this raises, a call that ran out of
         time may still write to the sink.
         """
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         """Write `body` under `key`. False: the store knows that it was there already.
 
         `replace`: write it in any case, so that the object is young again; readers see the former
         one or this one. For small objects that are always written with the same bytes.
-        `file`: a file of this host with the same bytes, which will never change; a store on the
-        same disk may link it instead of writing them again.
         `body` is read until this returns, and must not change before. When this raises, a call
         that ran out of time may be reading it still: do not fill that memory again.
         """
@@ -207,7 +156,7 @@ class ObjectStore(Protocol):
         """Remove these; one that is missing is no error."""
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yield all objects below `prefix` ("" or whole levels: "ec/1/"), in any order."""
+        """Yield all objects below `prefix` ("" or whole levels: "ec/2/"), in any order."""
 
     async def close(self) -> None:
         """Let go of connections and threads. Calls in flight may fail."""

@@ -403,7 +403,7 @@ class TransferEngine:
         )
         claim = self._claim_storing(job.key)
         try:
-            stored = await self._write(job.key, job.slab.body, entry)
+            stored = await self._write(job.key, job.slab.body)
         except Exception:
             # What was there before may well be in the store.
             if is_new and not job.keeps_unstored:
@@ -420,11 +420,11 @@ class TransferEngine:
         """Tell the processes of this host that the object is on its way to the store."""
         return self.host.claim(f"{key}.storing")
 
-    async def _write(self, key: str, body: Buffer, entry: Entry | None) -> Moved:
+    async def _write(self, key: str, body: Buffer) -> Moved:
         started_s = time.monotonic()
         replace = self._fetcher.must_replace(key)
         await self._client.ask(
-            lambda store: store.put(key, body, entry.path if entry else None, replace=replace),
+            lambda store: store.put(key, body, replace=replace),
             Priority.SAVE,
             len(body),
         )
@@ -450,7 +450,7 @@ class TransferEngine:
             (is_stored,) = await store.exists([key])
             if is_stored and not replace:
                 return False
-            await store.put(key, entry.body, entry.path, replace=replace)
+            await store.put(key, entry.body, replace=replace)
             return True
 
         # One operation: that the store answers the question does not mean that saves work.

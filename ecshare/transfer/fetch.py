@@ -17,18 +17,10 @@ from ecshare.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ecshare.store.format import (
-    PROLOGUE_BYTES,
-    Sealed,
-    StreamingChecksum,
-    facts_of_rows,
-    unseal,
-    unseal_rows,
-)
-from ecshare.store.hostcache.cache import Entry, HostCache, Incoming
+from ecshare.store.format import StreamingChecksum, unseal
+from ecshare.store.hostcache.cache import HostCache, Incoming
 from ecshare.store.integrity import Integrity
-from ecshare.store.objects import Buffer, Sink
-from ecshare.store.rows import Rows
+from ecshare.store.objects import Buffer
 from ecshare.transfer.breaker import CircuitBreaker
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
@@ -63,48 +55,11 @@ def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject
     is memory of our own (see Entry.copy_on_write), as long as a view of it exists. Any thread;
     reads memory only.
     """
-    return _opened(
-        host,
-        key,
-        lambda entry: unseal(entry.copy_on_write() if own else entry.body, key, verify=False),
-    )
-
-
-def open_rows(host: HostCache, job: Fetch, rows: Rows) -> StoredObject | None:
-    """As `open_object`, for some `rows` of what `job` asks for, wherever they lie on this host."""
-    return _opened(
-        host, job.key, lambda entry: _rows_of_whole(unseal(entry.body, job.key, verify=False), rows)
-    ) or _opened(host, job.local_key, lambda entry: _unsealed(job, entry.body, verify=False))
-
-
-def _unsealed(
-    job: Fetch,
-    body: memoryview,
-    *,
-    verify: bool = True,
-    integrity: Integrity | None = None,
-    checksum: str | None = None,
-) -> Sealed:
-    """Take apart what `job` asks for, where it lies alone."""
-    if job.rows is None:
-        return unseal(body, job.key, verify=verify, integrity=integrity, checksum=checksum)
-    return unseal_rows(body, job.key, job.rows, verify=verify, integrity=integrity)
-
-
-def _rows_of_whole(whole: Sealed, rows: Rows) -> Sealed:
-    if whole.facts.num_bytes != rows.count * rows.row_bytes or whole.facts.shape[0] != rows.count:
-        raise ObjectCorrupt(f"corrupt object: {list(whole.facts.shape)} has no such rows")
-    start = rows.first * rows.row_bytes
-    payload = whole.payload[start : start + rows.num_bytes]
-    return Sealed(facts=facts_of_rows(whole.facts, rows), payload=payload)
-
-
-def _opened(host: HostCache, key: str, take: Callable[[Entry], Sealed]) -> StoredObject | None:
     entry = host.open(key)
     if entry is None:
         return None
     try:
-        sealed = take(entry)
+        sealed = unseal(entry.copy_on_write() if own else entry.body, key, verify=False)
     except ObjectCorrupt as exc:
         logger.warning("host cache: dropping a damaged entry: %s", exc)
         entry.close()
@@ -132,10 +87,6 @@ class _ChecksummingSink:
         """See Sink."""
         self.incoming.write(offset, piece)
         self._checksum.take(offset, memoryview(piece).cast("B"))
-
-    def link(self, path: str) -> bool:
-        """See Sink."""
-        return self.incoming.link(path)
 
     def checksum(self) -> str | None:
         """Of all bytes; None: it is not known."""
@@ -264,7 +215,7 @@ class Fetcher:
             if here is not None:
                 seconds = time.monotonic() - started_s
                 return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
-            claim = self._host.claim(job.local_key)
+            claim = self._host.claim(job.key)
             if claim is not None or time.monotonic() >= patience_s:
                 break
             await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
@@ -282,17 +233,12 @@ class Fetcher:
 
     def _open(self, job: Fetch) -> StoredObject | None:
         """What this host has already, if the job has a use for it."""
-        here = self._find(job)
+        here = open_object(self._host, job.key)
         if here is None or job.accepts is None or job.accepts(here.facts):
             return here
         here.release()
         self._host.discard(here.key)
         return None
-
-    def _find(self, job: Fetch) -> StoredObject | None:
-        if job.rows is None:
-            return open_object(self._host, job.key)
-        return open_rows(self._host, job, job.rows)
 
     async def _appearance(
         self, job: Fetch, timeout_s: float, member: Member | None, *, is_claimed: bool = False
@@ -307,12 +253,11 @@ class Fetcher:
             least_s = self._poll_rate.pause_s(member) / _HOST_POLLS_A_STORE_POLL if member else 0.0
             await asyncio.sleep(min(max(poll_s, least_s), left_s))
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-            for key in {job.key, job.local_key}:
-                entry = self._host.open(key)
-                if entry is not None:
-                    entry.close()
-                    return
-            if is_claimed and (claim := self._host.claim(job.local_key)) is not None:
+            entry = self._host.open(job.key)
+            if entry is not None:
+                entry.close()
+                return
+            if is_claimed and (claim := self._host.claim(job.key)) is not None:
                 claim.release()
                 return
 
@@ -358,14 +303,11 @@ class Fetcher:
             return await self._download(job, deadline_s, is_answered)
 
     async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
-        incoming = self._host.receive(job.local_key, job.limit_bytes)
+        incoming = self._host.receive(job.key, job.limit_bytes)
         inspected = _ChecksummingSink(incoming)
-        # Rows have checksums of their own.
-        sink: Sink = inspected if job.rows is None else incoming
-        spans = job.rows.spans(PROLOGUE_BYTES) if job.rows else ()
         try:
             await self._client.ask(
-                lambda store: store.get(job.key, sink, spans),
+                lambda store: store.get(job.key, inspected),
                 Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
@@ -389,15 +331,15 @@ class Fetcher:
     def _admit(self, job: Fetch, inspected: _ChecksummingSink) -> StoredObject:
         """Verify what came, and publish it to this host. Load thread."""
         incoming, checksum = inspected.incoming, inspected.checksum()
-        sealed = _unsealed(job, incoming.body, integrity=self._integrity, checksum=checksum)
+        sealed = unseal(incoming.body, job.key, integrity=self._integrity, checksum=checksum)
         if job.accepts is not None and not job.accepts(sealed.facts):
             said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
         entry = incoming.publish()
         if entry is None:
-            return StoredObject(job.local_key, sealed.facts, sealed.payload, None)
-        body = _unsealed(job, entry.body, verify=False)
-        return StoredObject(job.local_key, body.facts, body.payload, entry)
+            return StoredObject(job.key, sealed.facts, sealed.payload, None)
+        body = unseal(entry.body, job.key, verify=False)
+        return StoredObject(job.key, body.facts, body.payload, entry)
 
 
 def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:

@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import Entry
-from ecshare.store.rows import Rows
 from ecshare.transfer.staging import Slab
 
 # Between two questions to the store for what was announced.
@@ -50,7 +49,6 @@ class Put(Struct, frozen=True):
 class Fetch(Struct, frozen=True):
     """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
 
-    `rows`: only these of it, with its prologue; the facts of the StoredObject are theirs alone.
     `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
     `accepts`: a tensor that it says no to counts as damaged too, so that a usable one can take the
     place. Any thread.
@@ -69,15 +67,7 @@ class Fetch(Struct, frozen=True):
     accepts: Callable[[TensorSpec], bool] | None = None
     use: "Callable[[StoredObject], None] | None" = None
     longest_pause_s: float = _LONGEST_PAUSE_S
-    rows: Rows | None = None
     is_guess: bool = False
-
-    @property
-    def local_key(self) -> str:
-        """What it is called on this host: some rows of an object are not the object."""
-        if self.rows is None:
-            return self.key
-        return f"{self.key}.rows-{self.rows.first}-{self.rows.end}"
 
 
 class Backfill(Struct, frozen=True):

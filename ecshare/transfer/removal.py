@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
-from ecshare.store.format import PROLOGUE_BYTES, Sealed, unseal, unseal_rows
+from ecshare.store.format import unseal
 from ecshare.store.integrity import Integrity
 from ecshare.store.objects import MOST_HASHED_BYTES, ObjectStat, read
 from ecshare.transfer.jobs import Fetch
@@ -136,7 +136,7 @@ class Removal:
         stated = await self._client.ask(
             lambda store: store.stated(job.key), Priority.LOAD, deadline_s=deadline_s
         )
-        if job.rows is None and stated.num_bytes > job.limit_bytes:
+        if stated.num_bytes > job.limit_bytes:
             return None  # by the store's own word
         if stated.num_bytes > MOST_HASHED_BYTES:
             return "it is too large to be examined"
@@ -152,20 +152,12 @@ class Removal:
     def _examine(self, job: Fetch, stated: ObjectStat, body: memoryview) -> str | None:
         """As `_doubt`, of what was read once more. Load thread."""
         try:
-            sealed = self._unsealed(job, body)
+            sealed = unseal(body, job.key, integrity=self._integrity)
         except ObjectCorrupt:
             return _difference(stated, body)
         # What was stored is what has come: its own checksum says so.
         is_usable = job.accepts is None or job.accepts(sealed.facts)
         return "read once more, it is sound" if is_usable else None
-
-    def _unsealed(self, job: Fetch, body: memoryview) -> Sealed:
-        whole = unseal(body, job.key, integrity=self._integrity)
-        if job.rows is None:
-            return whole
-        spans = job.rows.spans(PROLOGUE_BYTES)
-        rows = b"".join(body[span.start : span.stop] for span in spans)
-        return unseal_rows(memoryview(rows), job.key, job.rows, integrity=self._integrity)
 
 
 def _difference(stated: ObjectStat, body: memoryview) -> str | None:

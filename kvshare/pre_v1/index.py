@@ -20,6 +20,7 @@ import random
 import re
 import secrets
 import struct
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import compress, groupby
@@ -33,7 +34,7 @@ from torch import Tensor
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Kind, namespace_prefix, object_key
-from ecshare.store.objects import Memory, ObjectStore, Span
+from ecshare.store.objects import Buffer, ObjectStore
 
 NAMES = ("input_tokens", "roi", "key", "value", "hidden")
 # Entries with fewer tokens lie under one name.
@@ -109,16 +110,50 @@ async def _begins(store: ObjectStore, entry: Entry, wanted: Sequence[int]) -> bo
     """Whether a longer `entry` begins with `wanted`, as its front says, which may be damaged."""
     if entry.num_tokens <= len(wanted):
         return True  # its name has told
-    sought = _raw(wanted)
-    start = PROLOGUE_BYTES + _COUNT.size
-    sink = Memory(len(sought))
+    front = _Front(PROLOGUE_BYTES + _COUNT.size, _raw(wanted))
     try:
-        await store.get(entry.key, sink, [Span(start, start + len(sought))])
+        await store.get(entry.key, front)
     except ObjectMissing:
         return False
-    except ObjectCorrupt:
-        return True  # it is too short: reading it whole shows that
-    return sink.body == sought
+    except (ObjectCorrupt, _AllIsKnown):
+        pass
+    return front.is_alike
+
+
+class _AllIsKnown(Exception):  # noqa: N818 — no error: it ends a transfer
+    """The rest of an object is of no interest."""
+
+
+class _Front:
+    """A Sink that compares an object with `wanted`, from byte `start` on; it takes no more of it.
+
+    An object that is too short passes: reading it whole shows that.
+    """
+
+    def __init__(self, start: int, wanted: bytes) -> None:
+        self.is_alike = True
+        self._start = start
+        self._wanted = memoryview(wanted)
+        self._num_missing = len(wanted)
+        self._lock = threading.Lock()
+
+    def begin(self, num_bytes: int) -> None:
+        """See Sink."""
+        if num_bytes < self._start + len(self._wanted):
+            raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes are too few")
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        """See Sink. Raises _AllIsKnown."""
+        view, end = memoryview(piece).cast("B"), self._start + len(self._wanted)
+        first, last = max(offset, self._start), min(offset + len(view), end)
+        if first < last:
+            wanted = self._wanted[first - self._start : last - self._start]
+            is_alike = view[first - offset : last - offset] == wanted
+            with self._lock:
+                self.is_alike &= is_alike
+                self._num_missing -= last - first
+        if not self._num_missing or not self.is_alike:
+            raise _AllIsKnown
 
 
 async def _listed(

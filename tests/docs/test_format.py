@@ -2,7 +2,6 @@
 """docs/format.md is normative: a reader written from the page alone must agree with the code."""
 
 import ast
-import base64
 import hashlib
 import json
 import sys
@@ -59,10 +58,10 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     assert header["tensor"] == {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]}
     metadata = header["__metadata__"]
     on_page = {name for name in first_column(PAGE) if name.startswith("ecshare.")}
-    assert on_page == {*metadata, "ecshare.rows"}
-    assert metadata["ecshare.format"] == "1"
+    assert on_page == {*metadata}
+    assert metadata["ecshare.format"] == "2"
     attributes, producer = metadata["ecshare.attributes"], metadata["ecshare.producer"]
-    believed = [1, KEY, "BF16", [3, 4], attributes, producer]
+    believed = [2, KEY, "BF16", [3, 4], attributes, producer]
     checksum = xxhash.xxh3_128(canonical(believed) + body[4096:]).hexdigest()
     assert metadata["ecshare.checksum"] == f"xxh3_128:{checksum}"
     assert metadata["ecshare.key"] == KEY
@@ -71,39 +70,16 @@ def test_an_object_is_laid_out_as_the_page_says() -> None:
     assert metadata["ecshare.mac"] == f"blake3:{mac}"
 
 
-@pytest.mark.parametrize("secret", [None, SECRET])
-def test_rows_have_checksums_as_the_page_says(secret: bytes | None) -> None:
-    slab = bytearray(PROLOGUE_BYTES) + bytes(range(24))
-    facts = TensorSpec("BF16", (3, 4), {}, by_row=True)
-    seal(memoryview(slab), facts, KEY, Integrity(secret) if secret else None)
-    metadata = json.loads(slab[8:4096])["__metadata__"]
-
-    def digest(raw: bytes, context: str) -> bytes:
-        if secret is None:
-            return xxhash.xxh3_128_digest(raw)
-        own_key = blake3(secret, derive_key_context=f"ecshare 2026-11 {context} mac").digest()
-        return blake3(raw, key=own_key).digest()[:16]
-
-    told = [1, KEY, "BF16", [3, 4], "{}", metadata["ecshare.producer"]]
-    digests = b"".join(digest(bytes(slab[at : at + 8]), "row") for at in range(4096, 4120, 8))
-    digests += digest(canonical(told) + digests, "rows")
-    text = ("blake3:" if secret else "xxh3_128:") + base64.b64encode(digests).decode()
-    assert metadata["ecshare.rows"] == text
-    checksum = xxhash.xxh3_128_hexdigest(canonical([*told, text]) + slab[4096:])
-    assert metadata["ecshare.checksum"] == f"xxh3_128:{checksum}"
-    assert "ecshare.mac" not in metadata
-
-
 def test_keys_are_made_as_the_page_says() -> None:
     facts = {"model": "möwe", "epoch": "", "format": 1}
     assert namespace_digest(facts) == hashlib.sha256(canonical(facts)).hexdigest()[:32]
     text = hashlib.sha256(b"s" + b"64::cat").hexdigest()
-    example = f"ec/1/{NAMESPACE}/{text[:2]}/{text}"
+    example = f"ec/2/{NAMESPACE}/{text[:2]}/{text}"
     assert object_key(Kind.EC, NAMESPACE, "64::cat") == example
     assert f"\n{example}\n" in PAGE.read_text()
     raw = hashlib.sha256(b"b" + b"\0\xff").hexdigest()
     key = object_key(Kind.KV, NAMESPACE, b"\0\xff", "t1of2")
-    assert key == f"kv/1/{NAMESPACE}/{raw[:2]}/{raw}.t1of2"
+    assert key == f"kv/2/{NAMESPACE}/{raw[:2]}/{raw}.t1of2"
 
 
 def test_the_page_names_every_dtype() -> None:
@@ -122,7 +98,7 @@ async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
     await write_manifest(store, Kind.EC, namespace, facts)
     await probe(store, write=True)
     await store.close()
-    assert json.loads((tmp_path / "ec" / "1" / "manifests" / namespace).read_bytes()) == facts
+    assert json.loads((tmp_path / "ec" / "2" / "manifests" / namespace).read_bytes()) == facts
     assert (tmp_path / "probe" / "object").read_bytes() == b"ecshare"
 
 

@@ -22,7 +22,7 @@ from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import DirectoryStore
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
-from ecshare.store.objects import Sink, Span
+from ecshare.store.objects import Sink
 from ecshare.store.open import open_store
 from lab.faults.http_proxy import FaultProxy, Method
 from lab.faults.kinds import Fault
@@ -146,16 +146,14 @@ class Slow(DirectoryStore):
         self._clock, self._puts, self._gets = clock, puts, gets
         self.sizes: list[int] = []
 
-    async def put(
-        self, key: str, body: Any, file: str | None = None, *, replace: bool = False
-    ) -> bool:
-        is_new = await super().put(key, body, file, replace=replace)
+    async def put(self, key: str, body: Any, *, replace: bool = False) -> bool:
+        is_new = await super().put(key, body, replace=replace)
         self.sizes.append(len(body))
         self._clock.s += self._puts.pop(0) if is_new else 0.125
         return is_new
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
-        await super().get(key, sink, spans)
+    async def get(self, key: str, sink: Sink) -> None:
+        await super().get(key, sink)
         self._clock.s += self._gets.pop(0)
 
 
@@ -406,7 +404,7 @@ def test_objects_whose_manifest_is_gone_are_counted(
     assert "without a manifest" not in text
     (tmp_path / "store" / manifest_key(kind, NAMESPACE)).unlink()
     # What only looks like a namespace, or is no object of ours, is none.
-    junk = tmp_path / "store" / kind / "1"
+    junk = tmp_path / "store" / kind / "2"
     (junk / "not-a-namespace").mkdir()
     (junk / "not-a-namespace" / "x").write_text("x")
     (junk / ("a" * 32)).mkdir()

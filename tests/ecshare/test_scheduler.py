@@ -504,7 +504,7 @@ def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
     store(scheduler, tmp_path, shape)
     assert announced("stored", allocates=True)
     assert announced("still stored", allocates=False)
-    (stored,) = (path for path in (tmp_path / "store").rglob("ec/1/*/*/*") if path.is_file())
+    (stored,) = (path for path in (tmp_path / "store").rglob("ec/2/*/*/*") if path.is_file())
     stored.unlink()
     assert not announced("lost", allocates=False)
     # vLLM has forgotten the entry, so the item is encoded and stored.
@@ -531,7 +531,7 @@ def test_what_one_host_has_and_the_store_has_lost_is_stored_again_by_who_announc
 ) -> None:
     both = start("ec_both")
     store(both, tmp_path, shape)
-    (stored,) = (path for path in (tmp_path / "store").rglob("ec/1/*/*/*") if path.is_file())
+    (stored,) = (path for path in (tmp_path / "store").rglob("ec/2/*/*/*") if path.is_file())
     for name, role in (("cold", "ec_both"), ("warm", "ec_both"), ("consumer", "ec_consumer")):
         scheduler = both if role == "ec_both" else start(role)
         asked = request(feature(), name=name)
@@ -753,7 +753,7 @@ def test_a_hostile_identifier_stays_inside_the_store(
     assert until_ready(scheduler, asked)
     (save,) = scheduler.orders({"request": 20}).saves
     digest = scheduler._items._embeddings.namespace.digest
-    assert save.key.startswith(f"ec/1/{digest}/")
+    assert save.key.startswith(f"ec/2/{digest}/")
     assert ".." not in save.key
     assert len(save.key) < 200
 

@@ -42,7 +42,7 @@ def offloading(name: str, model: Path, root: Path) -> EngineProcess:
 
 
 def wait_stored(root: Path, num_objects: int) -> None:
-    objects = root / "store" / "kv" / "1"
+    objects = root / "store" / "kv" / "2"
     wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored", 60.0)
 
 

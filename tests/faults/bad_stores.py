@@ -22,7 +22,6 @@ from ecshare.config import EncoderConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.rows import Rows
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
@@ -39,12 +38,9 @@ FACTS = {"model": "a model"}
 NAMESPACE = namespace_digest(FACTS)
 PATH = "options"
 
-BY_ROW = "by row"
 SPARE = "spare"
 """Nobody asks for it while the server fails."""
-SHAPES = {"small": (16, 64), "medium": (300, 1024), "large": (2, 1 << 20), BY_ROW: (128, 2000),
-          SPARE: (16, 64)}  # fmt: skip
-ROWS = Rows(10, 20, *SHAPES[BY_ROW])
+SHAPES = {"small": (16, 64), "medium": (300, 1024), "large": (2, 1 << 20), SPARE: (16, 64)}
 ASKED = [name for name in SHAPES if name != SPARE]
 NO_MD5 = f'"{"0" * 32}-2"'
 """An ETag as of an object that was encrypted, or uploaded in parts."""
@@ -128,23 +124,20 @@ class World:
         jobs = []
         for name in names:
             tensor = tensor_of(name)
-            facts = TensorSpec("U8", tuple(tensor.shape), by_row=name == BY_ROW)
+            facts = TensorSpec("U8", tuple(tensor.shape))
             slab = self._staging.reserve(facts)
             assert slab is not None
             self._staging.copy_out(slab, tensor)
             jobs.append(Put(key_of(name), slab))
         return self._ended(engine, jobs)
 
-    def load(self, engine: TransferEngine, *names: str, rows: bool = False) -> Counter[Outcome]:
-        """Fetch objects, and some rows of one; return how it ended. What came must be right."""
+    def load(self, engine: TransferEngine, *names: str) -> Counter[Outcome]:
+        """Fetch objects; return how it ended. What came must be right."""
         jobs: list[Job] = [
             Fetch(key_of(name), FETCH_TIMEOUT_S, PROLOGUE_BYTES + tensor_of(name).nbytes)
             for name in names
         ]
         wanted = {id(job): tensor_of(name) for job, name in zip(jobs, names, strict=True)}
-        if rows:
-            jobs.append(Fetch(key_of(BY_ROW), FETCH_TIMEOUT_S, rows=ROWS))
-            wanted[id(jobs[-1])] = tensor_of(BY_ROW)[ROWS.first : ROWS.end]
         outcomes: Counter[Outcome] = Counter()
         for done in self._ended(engine, jobs):
             outcomes[done.outcome] += 1
@@ -212,11 +205,11 @@ def check_jobs(at: World, mode: str) -> None:
         at.server.faults = modes(mode)
         # More than open a breaker.
         at.save(engine, *(at.new_name() for _ in range(6)))
-        loaded = at.load(engine, *ASKED, rows=True)
+        loaded = at.load(engine, *ASKED)
         if mode.startswith("put:") and " " not in mode:
-            assert loaded == {Outcome.OK: len(ASKED) + 1}, "saves that fail cost loads"
+            assert loaded == {Outcome.OK: len(ASKED)}, "saves that fail cost loads"
         at.look_up(engine)
-        at.load(engine, *ASKED, rows=True)
+        at.load(engine, *ASKED)
         at.check_none_is_lost()
         at.check_heals(engine)
         at.server.faults = modes(mode)
@@ -256,13 +249,12 @@ def check_damaged(at: World, name: str, body: bytes, etag: str = "", mode: str =
         at.start_up(engine)
         at.server.faults = modes(mode)
         assert not at.load(engine, name)[Outcome.OK]
-        at.load(engine, rows=True)
         at.server.faults = {}
         at.server.deleted.discard(f"cache/{key_of(name)}")
         at.check_none_is_lost()
         assert at.save(engine, name)[0].outcome is Outcome.OK
     with at.engine() as other:
         at.start_up(other)
-        loaded = at.load(other, *ASKED, rows=True)
-        assert loaded == {Outcome.OK: len(ASKED) + 1}, "it was not made good"
+        loaded = at.load(other, *ASKED)
+        assert loaded == {Outcome.OK: len(ASKED)}, "it was not made good"
     at.check_none_is_lost()

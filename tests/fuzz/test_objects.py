@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects from a store that anybody may write to: what was sealed comes out, or ObjectCorrupt."""
 
-import base64
 import contextlib
 import json
 import struct
@@ -9,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.store import format as fmt
@@ -17,7 +16,6 @@ from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.format import PROLOGUE_BYTES, StreamingChecksum, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.rows import Rows
 from tests.fuzz.running import dice, fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, written
 
@@ -30,13 +28,13 @@ KEY = object_key(Kind.KV, NAMESPACE, b"name", "t0of1")
 OTHER_KEY = object_key(Kind.KV, NAMESPACE, b"other", "t0of1")
 OURS, THEIRS = Integrity(b"0123456789abcdef0123"), Integrity(b"another key of 16+ bytes")
 ATTRIBUTES = {"num_embeds": 4, "metadata": {"image_grid_thw": [1, 2, 3]}}
-FORMS: list[tuple[str, tuple[int, ...], bool]] = [
-    ("BF16", (4, 16), False),
-    ("F32", (4, 3, 5), True),
-    ("U8", (128, 2), True),
-    ("F32", (0, 8), False),
-    ("F64", (), False),
-    ("BF16", (1, 7), True),
+FORMS: list[tuple[str, tuple[int, ...]]] = [
+    ("BF16", (4, 16)),
+    ("F32", (4, 3, 5)),
+    ("U8", (128, 2)),
+    ("F32", (0, 8)),
+    ("F64", ()),
+    ("BF16", (1, 7)),
 ]
 HEADER_BYTES = PROLOGUE_BYTES - 8
 
@@ -52,10 +50,6 @@ class Sound(NamedTuple):
     def payload(self) -> bytes:
         return self.raw[PROLOGUE_BYTES:]
 
-    @property
-    def row_bytes(self) -> int:
-        return self.facts.num_bytes // self.facts.shape[0]
-
     def header(self) -> Any:
         return json.loads(self.raw[8:PROLOGUE_BYTES])
 
@@ -69,13 +63,13 @@ def sealed(
 
 
 SOUND = [
-    sealed(TensorSpec(dtype, shape, ATTRIBUTES, by_row), integrity)
+    sealed(TensorSpec(dtype, shape, ATTRIBUTES), integrity)
     for integrity in (None, OURS)
-    for dtype, shape, by_row in FORMS
+    for dtype, shape in FORMS
 ]
 STRANGE = [
-    sealed(TensorSpec(dtype, shape, ATTRIBUTES, by_row), integrity, key, "theirs").raw
-    for dtype, shape, by_row in FORMS[:2]
+    sealed(TensorSpec(dtype, shape, ATTRIBUTES), integrity, key, "theirs").raw
+    for dtype, shape in FORMS[:2]
     for integrity, key in ((None, KEY), (THEIRS, KEY), (OURS, OTHER_KEY))
 ]
 
@@ -202,31 +196,13 @@ def another_object(draw: Draw, sound: Sound) -> bytes:
 def resealed(draw: Draw, sound: Sound) -> bytes:
     """Other content, with some of the genuine one's checksums."""
     attributes = draw(st.sampled_from([ATTRIBUTES, {}, {"num_embeds": 5}]))
-    facts = TensorSpec(sound.facts.dtype, sound.facts.shape, attributes, sound.facts.by_row)
+    facts = TensorSpec(sound.facts.dtype, sound.facts.shape, attributes)
     forged = sealed(facts, draw(st.sampled_from([None, THEIRS])), content="forged")
     header, genuine = forged.header(), sound.header()
-    for name in ("ecshare.mac", "ecshare.rows"):
-        if draw(st.booleans()) and name in genuine["__metadata__"]:
-            header["__metadata__"][name] = genuine["__metadata__"][name]
     if draw(st.booleans()):
-        header["__metadata__"].pop("ecshare.rows", None)
+        header["__metadata__"]["ecshare.mac"] = genuine["__metadata__"]["ecshare.mac"]
     raw = with_header(forged.raw, header)
     return with_fitting_checksum(raw) if draw(st.booleans()) else raw
-
-
-def swapped_rows(draw: Draw, sound: Sound) -> bytes:
-    """Two rows changed places, and perhaps their checksums too."""
-    if not sound.facts.by_row or sound.facts.shape[0] < 2:
-        reject()
-    size, payload, header = sound.row_bytes, sound.payload, sound.header()
-    payload = payload[size : 2 * size] + payload[:size] + payload[2 * size :]
-    if draw(st.booleans()):
-        metadata = header["__metadata__"]
-        prefix, _, text = metadata["ecshare.rows"].partition(":")
-        digests = base64.b64decode(text)
-        digests = digests[16:32] + digests[:16] + digests[32:]
-        metadata["ecshare.rows"] = f"{prefix}:{base64.b64encode(digests).decode()}"
-    return with_fitting_checksum(with_header(sound.raw[:PROLOGUE_BYTES] + payload, header))
 
 
 def other_facts(draw: Draw, sound: Sound) -> bytes:
@@ -248,7 +224,7 @@ DAMAGE: list[Change] = [
     flip_bits, cut, extend, change_header, change_metadata, change_attributes, change_attributes,
     change_text, make_up,
 ]  # fmt: skip
-FORGERY: list[Change] = [another_object, resealed, swapped_rows, other_facts]
+FORGERY: list[Change] = [another_object, resealed, other_facts]
 
 
 # --- readers ---
@@ -275,24 +251,12 @@ def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
     check(found, sound.facts, sound.payload)
 
 
-def read_rows(draw: Draw, raw: bytes, sound: Sound) -> None:
-    if not sound.facts.by_row:
-        reject()
-    count = sound.facts.shape[0]
-    first = draw(st.integers(0, count - 1))
-    rows = Rows(first, draw(st.integers(first + 1, count)), count, sound.row_bytes)
-    body = b"".join(raw[span.start : span.stop] for span in rows.spans(PROLOGUE_BYTES))
-    found = fmt.unseal_rows(memoryview(body), KEY, rows, integrity=sound.integrity)
-    payload = sound.payload[first * sound.row_bytes : rows.end * sound.row_bytes]
-    check(found, fmt.facts_of_rows(sound.facts, rows), payload)
-
-
 def check(found: fmt.Sealed, facts: TensorSpec, payload: bytes) -> None:
     assert bytes(found.payload) == payload, "wrong bytes were taken"
     assert found.facts == facts, "wrong facts were believed"
 
 
-READERS = [read_whole, read_with_running_checksum, read_rows]
+READERS = [read_whole, read_with_running_checksum]
 
 
 @fuzzed(400)

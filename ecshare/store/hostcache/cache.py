@@ -9,8 +9,7 @@ the process, however that ends. Who evicts must get the exclusive lock first. A 
 shortened, and an unlinked one lives on while it is mapped: no reader loses bytes under its hands.
 
 Writing. A file gets its final size, its disk blocks and a lock under a temporary name, and a link
-under its key when it is whole. Files are read-only, and for this user alone: a store on the same
-disk may give them a second name, and they may be a store's.
+under its key when it is whole. Files are read-only, and for this user alone.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ from typing import Self
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
-from ecshare.store.hard_links import link_open_file, open_linkable
 from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
 from ecshare.store.hostcache.lock import unlock_and_close
@@ -138,11 +136,6 @@ class Incoming:
         with self._lock:
             self._missing_bytes -= memoryview(piece).nbytes
 
-    def link(self, path: str) -> bool:
-        """See Sink."""
-        self._target = self._cache.linked_draft(path, self._limit_bytes)
-        return self._target is not None
-
     @property
     def body(self) -> memoryview:
         """All bytes, read-only. ObjectCorrupt: they did not all come."""
@@ -236,7 +229,6 @@ class HostCache:
         self._prefix = f"{store_id}+" if store_id else ""
         self._said: set[str] = set()
         make_private(root)
-        self._device = os.stat(root).st_dev
         self.limit_bytes = fitting(root, limit_bytes)
         self._room = Evictor(root, self.limit_bytes)
 
@@ -335,34 +327,6 @@ class HostCache:
                     self._say_once("room", "host cache %s: everything in it is in use", self.root)
                 return draft
         self._say_once("write", "the host cache cannot be written: %s", failure)
-        return None
-
-    def linked_draft(self, path: str, limit_bytes: int) -> _Draft | None:
-        """Return a new name of the file at `path`. None: it must be copied.
-
-        Raises ObjectCorrupt: it has more than `limit_bytes`.
-        """
-        fd = open_linkable(path, self._device)
-        if fd is None:
-            return None
-        draft = _Draft(path, fd, os.fstat(fd).st_size)
-        draft.path = None
-        check_size(draft.num_bytes, limit_bytes)
-        if not 0 < draft.num_bytes <= self.limit_bytes:
-            return None
-
-        def make(temporary: str) -> _Draft:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                link_open_file(fd, os.path.basename(temporary), folder)
-            finally:
-                os.close(folder)
-            draft.path = temporary
-            return draft
-
-        with contextlib.suppress(OSError):
-            return self._room.admit(draft.num_bytes, 0, make)
         return None
 
     def admit(self, key: str, draft: _Draft) -> Entry | None:

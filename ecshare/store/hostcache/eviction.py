@@ -50,8 +50,8 @@ _STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
 _RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
 _MAX_TURNOVER = 1 << 62
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
-# Of any version of the keys: nobody else would ever remove what an older release left. A part of an
-# object may have a name below the object's (`Fetch.local_key`).
+# Of any version of the keys: nobody else would ever remove what an older release left. Some kept
+# parts of an object, under names below the object's.
 _ENTRY = re.compile(
     r"(?:[0-9a-f]*\+)?(?:ec|kv)\+\d+\+[0-9a-f]{32}\+[0-9a-f]{2}\+[0-9a-f]{64}(?:\.[a-z0-9_-]+)*"
 )

@@ -2,7 +2,6 @@
 """Who else may read and write what a store keeps in a folder."""
 
 import asyncio
-import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectUnreadable, StoreDenied, StoreError
-from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, read
 from ecshare.store.open import open_store
@@ -49,8 +47,8 @@ def opened(root: Path, access: str = "user") -> ObjectStore:
     return open_store(StoreConfig(url=str(root), folder_access=access), "options")  # type: ignore[arg-type]
 
 
-def put(root: Path, access: str = "user", key: str = KEY, file: str | None = None) -> bool:
-    return asyncio.run(opened(root, access).put(key, BODY, file))
+def put(root: Path, access: str = "user", key: str = KEY) -> bool:
+    return asyncio.run(opened(root, access).put(key, BODY))
 
 
 def get(root: Path, access: str = "user") -> bytes:
@@ -184,41 +182,3 @@ def test_users_of_a_group_share_a_folder_and_strangers_do_not(place: Path) -> No
     assert shared(OWNER, get) == BODY
     for work in (get, put, delete):
         assert isinstance(shared(STRANGER, work), StoreDenied)
-
-
-@needs_root
-def test_nobody_else_can_lock_what_the_host_cache_shares_with_a_store(place: Path) -> None:
-    """On one disk an object is one file under two names: a lock on one is a lock on both."""
-    root = place / "store"
-
-    def store_and_fetch() -> int:
-        cache = HostCache(place / "host", LIMIT)
-        asyncio.run(fetched(opened(root), cache))
-        return os.stat(root / KEY).st_nlink
-
-    async def fetched(store: ObjectStore, cache: HostCache) -> None:
-        await store.put(KEY, BODY)
-        incoming = cache.receive(KEY, LIMIT)
-        await store.get(KEY, incoming)
-        entry = incoming.publish()
-        assert entry is not None
-        entry.close()
-
-    def lock() -> None:
-        with (root / KEY).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def opens() -> bool:
-        return HostCache(place / "host", LIMIT).open(KEY) is not None
-
-    assert as_user(OWNER, store_and_fetch) == 2
-    assert isinstance(as_user(OTHER, lock), PermissionError)
-    # As an earlier release has left it: who may read may lock, so it is not shared.
-    for folder in folders(root):
-        folder.chmod(0o755)
-    (root / KEY).chmod(0o444)
-    assert as_user(OWNER, lambda: HostCache(place / "host", LIMIT).discard(KEY)) is None
-    assert as_user(OWNER, store_and_fetch) == 1
-    with (root / KEY).open("rb") as theirs:
-        fcntl.flock(theirs, fcntl.LOCK_EX)
-        assert as_user(OWNER, opens) is True

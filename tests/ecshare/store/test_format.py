@@ -75,12 +75,12 @@ def test_the_prologue_is_as_documented() -> None:
     header = header_of(slab)
     assert header["tensor"] == {"dtype": "BF16", "shape": [3, 5], "data_offsets": [0, 30]}
     metadata = header["__metadata__"]
-    assert metadata["ecshare.format"] == "1"
+    assert metadata["ecshare.format"] == "2"
     assert metadata["ecshare.producer"] == __version__
     assert json.loads(metadata["ecshare.attributes"]) == ATTRIBUTES
     assert metadata["ecshare.key"] == KEY
     assert "ecshare.mac" not in metadata
-    believed = [1, KEY, "BF16", [3, 5], metadata["ecshare.attributes"], __version__]
+    believed = [2, KEY, "BF16", [3, 5], metadata["ecshare.attributes"], __version__]
     digest = xxhash.xxh3_128(json.dumps(believed, separators=(",", ":")).encode())
     digest.update(slab[PROLOGUE_BYTES:])
     assert metadata["ecshare.checksum"] == f"xxh3_128:{digest.hexdigest()}"
@@ -266,8 +266,8 @@ def test_only_the_checksum_is_skipped_when_bytes_are_trusted() -> None:
 def test_another_format_is_refused_by_its_number() -> None:
     slab = sealed()
     header = header_of(slab)
-    header["__metadata__"]["ecshare.format"] = "2"
-    with pytest.raises(ObjectCorrupt, match="format '2'"):
+    header["__metadata__"]["ecshare.format"] = "1"
+    with pytest.raises(ObjectCorrupt, match="format '1'"):
         unseal(memoryview(with_header(slab, header)), KEY)
 
 

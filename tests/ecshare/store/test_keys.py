@@ -23,20 +23,20 @@ from ecshare.store.keys import (
 )
 
 NAMESPACE = "0123456789abcdef" * 2
-SHAPE = re.compile(r"(ec|kv)/1/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.[a-z0-9_-]{1,32})?")
+SHAPE = re.compile(r"(ec|kv)/2/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.[a-z0-9_-]{1,32})?")
 
 
 def test_a_key_is_written_down() -> None:
     """Changing what is stored where needs another format version."""
     digest = hashlib.sha256(b"scat.png").hexdigest()
-    assert object_key(Kind.EC, NAMESPACE, "cat.png") == f"ec/1/{NAMESPACE}/{digest[:2]}/{digest}"
+    assert object_key(Kind.EC, NAMESPACE, "cat.png") == f"ec/2/{NAMESPACE}/{digest[:2]}/{digest}"
     digest = hashlib.sha256(b"b\x00\x01").hexdigest()
     assert (
         object_key(Kind.KV, NAMESPACE, b"\x00\x01", "r0")
-        == f"kv/1/{NAMESPACE}/{digest[:2]}/{digest}.r0"
+        == f"kv/2/{NAMESPACE}/{digest[:2]}/{digest}.r0"
     )
-    assert manifest_key(Kind.EC, NAMESPACE) == f"ec/1/manifests/{NAMESPACE}"
-    assert size_key(Kind.KV, NAMESPACE, 8) == f"kv/1/sizes/{NAMESPACE}/8"
+    assert manifest_key(Kind.EC, NAMESPACE) == f"ec/2/manifests/{NAMESPACE}"
+    assert size_key(Kind.KV, NAMESPACE, 8) == f"kv/2/sizes/{NAMESPACE}/8"
     assert (
         namespace_digest({"b": [1], "a": None})
         == (hashlib.sha256(b'{"a":null,"b":[1]}').hexdigest()[:32])
@@ -92,8 +92,8 @@ def test_an_odd_namespace_is_refused(namespace: str) -> None:
         manifest_key(Kind.EC, NAMESPACE),
         PROBE_KEY,
         object_key(Kind.EC, NAMESPACE, "a") + "\n",
-        object_key(Kind.EC, NAMESPACE, "a").replace("ec/1", "ec/2"),
-        f"ec/1/{NAMESPACE}/00/{'f' * 64}",
+        object_key(Kind.EC, NAMESPACE, "a").replace("ec/2", "ec/1"),
+        f"ec/2/{NAMESPACE}/00/{'f' * 64}",
     ],
 )
 def test_what_is_no_object_is_not_taken_for_one(key: str) -> None:

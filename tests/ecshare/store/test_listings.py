@@ -103,7 +103,7 @@ async def names(store: ObjectStore, prefix: str) -> list[str]:
 @pytest.mark.parametrize("end", [*ODD_ENDS, *HARMLESS_ENDS])
 @pytest.mark.parametrize("write", [False, True])
 async def test_a_start_does_not_mind_odd_keys(end: str, *, write: bool) -> None:
-    with bucket(Bucket(f"probe{end}", f"ec/1/manifests{end}")) as (_, store):
+    with bucket(Bucket(f"probe{end}", f"ec/2/manifests{end}")) as (_, store):
         await probe(store, write=write)
         await store.close()
 
@@ -119,8 +119,8 @@ async def test_a_start_of_a_used_store_lists_nothing() -> None:
 @pytest.mark.parametrize("end", HARMLESS_ENDS)
 async def test_a_listing_leaves_out_keys_of_others(end: str) -> None:
     manifest = manifest_key(Kind.EC, SPACE)
-    with bucket(Bucket(manifest, f"ec/1/manifests{end}")) as (_, store):
-        assert [each for each in await names(store, "ec/1/manifests/") if each in manifest] == [
+    with bucket(Bucket(manifest, f"ec/2/manifests{end}")) as (_, store):
+        assert [each for each in await names(store, "ec/2/manifests/") if each in manifest] == [
             *([manifest.removesuffix(f"/{SPACE}")] if end == "/" else []),
             manifest,
         ]
@@ -133,23 +133,23 @@ async def test_a_listing_goes_on_behind_a_page_with_an_odd_key(
 ) -> None:
     """obstore refuses the page as a whole."""
     monkeypatch.setattr(cloud, "_LISTED", 1)
-    before, behind = f"ec/1/manifests/{'0' * 32}", f"ec/1/manifests/{SPACE}"
+    before, behind = f"ec/2/manifests/{'0' * 32}", f"ec/2/manifests/{SPACE}"
     last = object_key(Kind.EC, SPACE, "x")
     with (
-        bucket(Bucket(before, f"ec/1/manifests{end}", behind, last, page=1)) as (_, store),
+        bucket(Bucket(before, f"ec/2/manifests{end}", behind, last, page=1)) as (_, store),
         caplog.at_level(logging.WARNING),
     ):
-        assert set(await names(store, "ec/1/")) == {before, behind, last}
+        assert set(await names(store, "ec/2/")) == {before, behind, last}
         await store.close()
-    said = f"ec/1/manifests{end}"
+    said = f"ec/2/manifests{end}"
     assert f"{ascii(f'cache/{said}')}, as obstore cannot read it" in caplog.text
     assert caplog.text.count("leaves out") == 1
     assert not any(c in caplog.text for c in "\t\x1b\x7f")
 
 
 async def test_objects_before_an_odd_key_on_its_page_are_lost_to_a_listing_alone() -> None:
-    with bucket(Bucket(KEY, "ec/1//x", "ec/1/zz//x")) as (_, store):
-        assert await names(store, "ec/1/") == []
+    with bucket(Bucket(KEY, "ec/2//x", "ec/2/zz//x")) as (_, store):
+        assert await names(store, "ec/2/") == []
         assert await store.exists([KEY]) == [True]
         await store.close()
 
@@ -158,19 +158,19 @@ async def test_a_server_that_cannot_begin_behind_a_key_is_asked_twice() -> None:
     """As Azure's: obstore lists it anew from the start."""
 
     def stubborn(asked: Asked) -> None:
-        asked.say(200, page(["cache/ec/1//x", f"cache/{KEY}"], ""))
+        asked.say(200, page(["cache/ec/2//x", f"cache/{KEY}"], ""))
 
     with bucket(stubborn) as (server, store):
-        assert await names(store, "ec/1/") == []
+        assert await names(store, "ec/2/") == []
         assert len(server.asked) == 2
         await store.close()
 
 
 async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud, "_MOST_ODD_KEYS", 3)
-    odd = [f"ec/1/{n}\t" for n in range(9)]
+    odd = [f"ec/2/{n}\t" for n in range(9)]
     with bucket(Bucket(*odd, page=1)) as (server, store):
-        assert await names(store, "ec/1/") == []
+        assert await names(store, "ec/2/") == []
         assert len(server.asked) == 4
         await store.close()
 
@@ -178,13 +178,13 @@ async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("odd", "offset"),
     [
-        ("ec/1//x", "ec/1/0"),
-        ("ec/1/../x", "ec/1/..0"),
-        ("ec/1/./x", "ec/1/.0"),
-        ("ec/1/a\tb", "ec/1/a-"),
-        ("ec/1/a\x7fb", "ec/1/b"),
-        ("ec/1/z\x7fb", "ec/10"),
-        ("ec/1/..", "ec/1/..0"),
+        ("ec/2//x", "ec/2/0"),
+        ("ec/2/../x", "ec/2/..0"),
+        ("ec/2/./x", "ec/2/.0"),
+        ("ec/2/a\tb", "ec/2/a-"),
+        ("ec/2/a\x7fb", "ec/2/b"),
+        ("ec/2/z\x7fb", "ec/20"),
+        ("ec/2/..", "ec/2/..0"),
         ("\x7f", ""),
         ("z\x7f", ""),
     ],
@@ -194,9 +194,9 @@ def test_where_a_listing_goes_on(odd: str, offset: str) -> None:
 
 
 def test_a_listing_goes_on_before_the_next_key_of_ours() -> None:
-    ours = sorted([KEY, manifest_key(Kind.EC, SPACE), PROBE_KEY, "ec/1/sizes/a/2", "a.b", "a-b"])
+    ours = sorted([KEY, manifest_key(Kind.EC, SPACE), PROBE_KEY, "ec/2/sizes/a/2", "a.b", "a-b"])
     for end in ODD_ENDS:
-        for at in ("a", "ec", "ec/1", "ec/1/manifests", KEY, KEY[:-1], "zz"):
+        for at in ("a", "ec", "ec/2", "ec/2/manifests", KEY, KEY[:-1], "zz"):
             odd = at + end
             offset = offset_behind(odd)
             assert offset > odd or not offset
@@ -232,7 +232,7 @@ async def test_a_listing_that_does_not_end_stops_with_its_reader(
 
     general: dict[str, Any] = {"s3_additional_kwargs": {}} if road == "s3fs" else {}
     with bucket(endless, **general) as (_, store):
-        listing = asyncio.create_task(drained(store.list("ec/1/")))
+        listing = asyncio.create_task(drained(store.list("ec/2/")))
         await some.wait()
         listing.cancel()
         await asyncio.wait([listing])
@@ -256,7 +256,7 @@ async def test_a_listing_that_does_not_end_is_given_up(
     foreign = [f"cache/Other-{n}" for n in range(1000)]
     with bucket(lambda asked: asked.say(200, page(foreign, "same")), **general) as (server, store):
         with pytest.raises(StoreUnavailable, match="more than 5 pages, or does not end"):
-            await names(store, "ec/1/")
+            await names(store, "ec/2/")
         assert len(server.asked) <= 6
         await store.close()
 
@@ -265,10 +265,10 @@ async def test_s3fs_is_asked_for_no_more_pages_than_are_read() -> None:
     """Of a million objects only some are counted; all would take minutes."""
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
     with bucket(Bucket(*there, page=2), s3_additional_kwargs={}) as (server, store):
-        async with aclosing(store.list("ec/1/")) as listing:  # type: ignore[type-var]
+        async with aclosing(store.list("ec/2/")) as listing:  # type: ignore[type-var]
             assert (await anext(aiter(listing))).key in there
         assert len(server.asked) == 1
-        assert sorted(await names(store, "ec/1/")) == sorted(there)
+        assert sorted(await names(store, "ec/2/")) == sorted(there)
         await store.close()
 
 
@@ -289,21 +289,21 @@ async def test_other_filesystems_are_read_folder_by_folder(
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
     for key in there:
         await store.put(key, b"body")
-    (tmp_path / "ec" / "1" / "loop").symlink_to(tmp_path / "ec")
-    (tmp_path / "ec" / "1" / "Odd name").touch()
-    async with aclosing(store.list("ec/1/")) as listing:  # type: ignore[type-var]
+    (tmp_path / "ec" / "2" / "loop").symlink_to(tmp_path / "ec")
+    (tmp_path / "ec" / "2" / "Odd name").touch()
+    async with aclosing(store.list("ec/2/")) as listing:  # type: ignore[type-var]
         await anext(aiter(listing))
     assert len(asked) < 6
-    found = [info async for info in store.list("ec/1/") if "loop" not in info.key]
+    found = [info async for info in store.list("ec/2/") if "loop" not in info.key]
     assert sorted(info.key for info in found) == sorted(there)
     assert {info.num_bytes for info in found} == {4}
-    assert [info async for info in store.list("kv/1/")] == []
+    assert [info async for info in store.list("kv/2/")] == []
     await store.close()
 
 
 async def test_manifests_are_found_behind_odd_keys() -> None:
     facts = {"model": "m"}
-    with bucket(Bucket("ec/1/manifests//x", "ec/1/manifests/../x")) as (_, store):
+    with bucket(Bucket("ec/2/manifests//x", "ec/2/manifests/../x")) as (_, store):
         await write_manifest(store, Kind.EC, namespace_digest(facts), facts)
         (found,) = await list_manifests(store, Kind.EC)
         assert found.facts == facts

@@ -118,7 +118,7 @@ async def test_manifests_are_listed_and_nothing_else(store: ObjectStore) -> None
     await write_manifest(store, Kind.KV, NAMESPACE, FACTS)
     await store.put(manifest_key(Kind.EC, "0" * 32), json.dumps(FACTS).encode())
     await store.put(manifest_key(Kind.EC, "1" * 32), b" " * (MAX_BYTES + 1))
-    await store.put("ec/1/manifests/readme.txt", b"hello")
+    await store.put("ec/2/manifests/readme.txt", b"hello")
     await store.put(object_key(Kind.EC, NAMESPACE, "x"), b"an object")
     found = await list_manifests(store, Kind.EC)
     assert {manifest.namespace: manifest.facts for manifest in found} == {

@@ -13,7 +13,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink, Span
+from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
@@ -228,7 +228,7 @@ def test_start_up_leaves_the_manifest_and_a_bad_store_is_a_config_error(tmp_path
     facts = {"model": "m"}
     digest = namespace_digest(facts)
     engine.start_up(Kind.EC, digest, facts, write=True)
-    assert (tmp_path / "store" / "ec" / "1" / "manifests" / digest).is_file()
+    assert (tmp_path / "store" / "ec" / "2" / "manifests" / digest).is_file()
     engine.close()
     (tmp_path / "plain-file").touch()
     blocked = StoreConfig(
@@ -257,13 +257,11 @@ class Failing:
     def creates_once(self) -> bool:
         return True
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+    async def get(self, key: str, sink: Sink) -> None:
         await self._act()
         raise ObjectMissing(key)
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         await self._act()
         return True
 

@@ -17,8 +17,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink, Span, Window
-from ecshare.store.rows import Rows
+from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
     Backfill,
@@ -35,25 +34,12 @@ from ecshare.transfer.staging import Staging
 
 KEY = object_key(Kind.EC, "0" * 32, "a")
 FACTS = TensorSpec("U8", (10_000,), {})
-BY_ROW = TensorSpec("U8", (4, 2500), {}, by_row=True)
-ROWS = Rows(1, 3, 4, 2500)
 
 
 def sealed(key: str = KEY) -> bytes:
     body = memoryview(bytearray(PROLOGUE_BYTES + FACTS.num_bytes))
     seal(body, FACTS, key)
     return bytes(body)
-
-
-def in_rows() -> bytes:
-    body = memoryview(bytearray(PROLOGUE_BYTES) + bytes(n // 100 for n in range(10_000)))
-    seal(body, BY_ROW, KEY)
-    return bytes(body)
-
-
-def flipped_row(body: bytes) -> bytes:
-    at = PROLOGUE_BYTES + 2600
-    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
 
 
 class Scripted:
@@ -65,7 +51,6 @@ class Scripted:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.gets: list[float] = []
-        self.num_bytes_read = 0
         self.answer_s = 0.0
         self.stalled: set[str] = set()
         self.damage: list[Callable[[bytes], bytes]] = []
@@ -76,7 +61,7 @@ class Scripted:
     def creates_once(self) -> bool:
         return True
 
-    async def get(self, key: str, sink: Sink, spans: Sequence[Span] = ()) -> None:
+    async def get(self, key: str, sink: Sink) -> None:
         self.gets.append(time.monotonic())
         await asyncio.sleep(60 if key in self.stalled else self.answer_s)
         if key not in self.objects:
@@ -84,14 +69,10 @@ class Scripted:
         body = self.objects[key]
         if self.damage:
             body = self.damage.pop(0)(body)
-        target = Window(sink, spans) if spans else sink
-        target.begin(len(body))
-        target.write(0, body)
-        self.num_bytes_read = sum(span.num_bytes for span in spans) or len(body)
+        sink.begin(len(body))
+        sink.write(0, body)
 
-    async def put(
-        self, key: str, body: Buffer, file: str | None = None, *, replace: bool = False
-    ) -> bool:
+    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         is_new = key not in self.objects
         if is_new or replace:
             self.objects[key] = bytes(body)
@@ -171,103 +152,6 @@ def test_three_engines_of_a_host_make_one_download(store: Scripted, start: Start
     assert tiers.count(Tier.STORE) == 1
     for each in done:
         each.value.release()
-
-
-def test_rows_are_read_without_the_others(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    done = finish(start(), Fetch(KEY, 10, ROWS.num_bytes + PROLOGUE_BYTES, rows=ROWS))
-    assert done.outcome is Outcome.OK
-    assert done.value.facts == TensorSpec("U8", (2, 2500), {}, by_row=True)
-    assert store.num_bytes_read == PROLOGUE_BYTES + 5000
-    assert [moved.num_bytes for moved in done.moved] == [5000]
-
-
-def test_rows_of_a_host_are_downloaded_once(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    store.answer_s = 0.1
-    engines = [start(), start()]
-    for engine in engines:
-        engine.submit(Fetch(KEY, 10, rows=ROWS), Fetch(KEY, 10, rows=ROWS))
-    done = [each for engine in engines for each in engine.drain(20)]
-    assert [each.outcome for each in done] == [Outcome.OK] * 4
-    for each in done:
-        assert each.value.payload == in_rows()[PROLOGUE_BYTES + 2500 : PROLOGUE_BYTES + 7500]
-        each.value.release()
-    assert len(store.gets) == 1
-
-
-def test_some_rows_never_pass_for_the_object_or_for_others(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    engine = start()
-    finish(engine, Fetch(KEY, 10, rows=ROWS))
-    finish(engine, Fetch(KEY, 10, rows=Rows(2, 3, 4, 2500)))
-    whole = finish(engine, Fetch(KEY, 10))
-    assert whole.value.facts == BY_ROW
-    assert len(store.gets) == 3
-    engine.submit(Lookup((KEY,), 10))
-    engine.host.discard(KEY)
-    store.objects.clear()
-    engine.drain(10)
-    engine.submit(Lookup((KEY,), 10))
-    (done,) = engine.drain(10)
-    assert done.value == (False,)
-
-
-def test_rows_are_taken_from_the_object_if_this_host_has_it(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    finish(start(), Fetch(KEY, 10))
-    engine = start()
-    engine.submit(Fetch(KEY, 10, rows=ROWS))
-    (done,) = engine.drain(20)
-    assert len(store.gets) == 1
-    assert done.value.payload == in_rows()[PROLOGUE_BYTES + 2500 : PROLOGUE_BYTES + 7500]
-    assert done.value.facts == TensorSpec("U8", (2, 2500), {}, by_row=True)
-    done.value.release()
-
-
-def test_an_object_here_without_the_rows_asked_for_is_dropped(
-    store: Scripted, start: Start
-) -> None:
-    store.objects[KEY] = sealed()
-    engine = start()
-    finish(engine, Fetch(KEY, 10))
-    store.objects[KEY] = in_rows()
-    assert finish(engine, Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.OK
-    assert engine.host.open(KEY) is None
-
-
-def test_damaged_rows_are_read_twice_then_removed(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    store.damage = [flipped_row, bytes]
-    assert finish(start("a"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.OK
-    store.objects[KEY] = flipped_row(in_rows())
-    assert finish(start("b"), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
-    assert KEY not in store.objects
-
-
-def test_rows_with_checksums_of_others_are_removed(store: Scripted, start: Start) -> None:
-    """As a whole such an object is sound; whoever wants some of its rows has no use for it."""
-    body = memoryview(bytearray(in_rows()))
-    with pytest.MonkeyPatch.context() as odd:
-        odd.setattr("ecshare.store.format.row_checksums", lambda *_: "0" * 128)
-        seal(body, BY_ROW, KEY)
-    store.objects[KEY] = bytes(body)
-    engine = start()
-    assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
-    engine.host.discard(KEY)
-    assert finish(engine, Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
-    assert KEY not in store.objects
-
-
-def test_damage_in_other_rows_is_of_no_concern(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = flipped_row(in_rows())
-    assert finish(start(), Fetch(KEY, 10, rows=Rows(2, 4, 4, 2500))).outcome is Outcome.OK
-
-
-def test_rows_of_a_shorter_object_are_damaged(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()[:-1]
-    assert finish(start(), Fetch(KEY, 10, rows=Rows(3, 4, 4, 2500))).outcome is Outcome.CORRUPT
-    assert KEY not in store.objects
 
 
 def test_another_host_makes_its_own_download(store: Scripted, start: Start) -> None:
@@ -574,13 +458,6 @@ def test_what_every_answer_damages_stays_in_the_store(
     assert store.objects[KEY] == sealed()
     reason = "of what came" if states_md5 else "states no MD5"
     assert reason in caplog.text or "at most" in caplog.text
-
-
-def test_rows_that_every_answer_damages_stay_in_the_store(store: Scripted, start: Start) -> None:
-    store.objects[KEY] = in_rows()
-    store.damage = [flipped_row] * 10
-    assert finish(start(), Fetch(KEY, 10, rows=ROWS)).outcome is Outcome.CORRUPT
-    assert KEY in store.objects
 
 
 def test_an_object_is_had_soon_after_its_way_is_well_again(store: Scripted, start: Start) -> None:

@@ -181,7 +181,7 @@ async def test_of_very_many_differences_some_are_shown(store: ObjectStore, said:
 async def test_a_store_that_fails_costs_the_comparison_only(
     store: ObjectStore, said: Said, tmp_path: Path
 ) -> None:
-    manifests = tmp_path / "store" / "ec" / "1" / "manifests"
+    manifests = tmp_path / "store" / "ec" / "2" / "manifests"
     manifests.parent.mkdir(parents=True)
     manifests.touch()
     await watch_of(store).compare()

@@ -102,8 +102,6 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     hosts = on_hosts(url=f"{tmp_path}/store")
     hosts.store()
-    # Another disk than the host caches', for else a file would be linked.
-    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, number)
     check_loads(hosts)
 
@@ -133,7 +131,6 @@ def test_what_is_to_be_stored_again_is_left_alone_too(
     engine = hosts.start("writer")
     for key in STORED:
         (tmp_path / "store" / key).unlink()
-    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, errno.ENOSPC)
     caplog.set_level(logging.INFO)
     for key in STORED[:4]:
@@ -151,7 +148,6 @@ def test_the_breakers_are_gauges(
     engine = hosts.start("writer")
     engine.note_breakers("worker")
     assert engine.stats.take() == {}
-    monkeypatch.setattr(directory.DirectoryStore, "_put_link", lambda *_: None)
     fail_writes(monkeypatch, errno.ENOSPC)
     outcomes(engine, *[hosts.new() for _ in range(4)])
     engine.stats.take()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
+from ecshare.store.objects import Memory
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
 from kvshare.pre_v1.index import NAMES, Entry
 from lab.servers.s3 import Rclone, SeaweedFS
@@ -115,7 +116,7 @@ def test_a_damaged_tensor_is_none_and_can_be_replaced(
 ) -> None:
     buffer = opened(KVStoreBuffer, folder)
     buffer.put("key", torch.ones(100))
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    (path,) = (tmp_path / "store").rglob("kv/2/*/*/*")
     body = bytearray(path.read_bytes())
     body[-1] ^= 1
     path.unlink()
@@ -266,7 +267,7 @@ def test_damaged_entries_are_left_and_others_taken(
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    (path,) = (tmp_path / "store").rglob("kv/2/*/*/*-*")
     body = path.read_bytes()
     path.unlink()
     path.write_bytes(body[:-1])
@@ -308,10 +309,10 @@ def whole_reads(
     """The keys of the entries that `buffer` reads whole, and of those it reads a part of."""
     whole, parts, real = list[str](), list[str](), type(buffer._store).get
 
-    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
+    async def get(store: Any, key: str, sink: Any) -> None:
         if key.startswith(buffer._taker._objects):
-            (parts if spans else whole).append(key)
-        await real(store, key, sink, spans)
+            (whole if isinstance(sink, Memory) else parts).append(key)
+        await real(store, key, sink)
 
     monkeypatch.setattr(type(buffer._store), "get", get)
     return whole, parts
@@ -378,8 +379,8 @@ def test_damage_on_the_way_costs_no_entry(
     insert(buffer, TOKENS, 1.0)
     damage, real = [b"\xff"], type(buffer._store).get
 
-    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
-        await real(store, key, sink, spans)
+    async def get(store: Any, key: str, sink: Any) -> None:
+        await real(store, key, sink)
         if key.startswith(buffer._taker._objects) and damage:
             sink.write(5000, damage.pop())
 
@@ -396,8 +397,8 @@ def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
     insert(buffer, TOKENS, 1.0)
     real, reads = type(buffer._store).get, []
 
-    async def get(store: Any, key: str, sink: Any, spans: Any = ()) -> None:
-        await real(store, key, sink, spans)
+    async def get(store: Any, key: str, sink: Any) -> None:
+        await real(store, key, sink)
         if store is buffer._store and key.startswith(buffer._taker._objects):
             sink.write(5000, b"\xff")
             reads.append(key)
@@ -475,7 +476,7 @@ def test_a_tensor_that_torch_has_not_is_none(
 ) -> None:
     buffer = opened(KVStoreBuffer, folder)
     buffer.put("key", torch.ones(1))
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*")
+    (path,) = (tmp_path / "store").rglob("kv/2/*/*/*")
     path.unlink()
     path.write_bytes(sealed(str(path.relative_to(tmp_path / "store")), facts, payload))
     assert buffer.get("key") is None
@@ -655,12 +656,12 @@ def test_what_the_dead_left_is_swept_after_an_hour(
 
 def files(tmp_path: Path) -> list[Path]:
     """All entries and their markers."""
-    return [*(tmp_path / "store").rglob("kv/1/*/*/*-*")]
+    return [*(tmp_path / "store").rglob("kv/2/*/*/*-*")]
 
 
 def is_empty(tmp_path: Path) -> bool:
     """Whether nothing at all is left, of sweeps neither."""
-    return not [path for path in (tmp_path / "store").rglob("kv/1/*/*/*") if path.is_file()]
+    return not [path for path in (tmp_path / "store").rglob("kv/2/*/*/*") if path.is_file()]
 
 
 def age(tmp_path: Path) -> None:
@@ -675,7 +676,7 @@ def test_an_entry_that_comes_back_is_not_taken_again(
     """As when a client that lost the answer sends its put again, and that one is slow."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    (path,) = (tmp_path / "store").rglob("kv/1/*/*/*-*")
+    (path,) = (tmp_path / "store").rglob("kv/2/*/*/*-*")
     body = path.read_bytes()
     assert take(buffer, TOKENS) == 1.0
     path.write_bytes(body)

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.hostcache.cache import HostCache, Incoming
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore
-from ecshare.store.open import open_store
 
 KIB = 1 << 10
 LIMIT = 1 << 20
@@ -191,35 +188,3 @@ def test_what_is_written_to_a_copy_nobody_else_sees(cache: HostCache) -> None:
     one[7] ^= 1
     assert two == BODY
     assert one[8:] == BODY[8:]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> ObjectStore:
-    return open_store(StoreConfig(url=f"file://{tmp_path}/store"), "options")
-
-
-async def test_a_fetch_from_a_folder_on_this_disk_makes_a_second_name(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    await folder.put(KEY, BODY)
-    received = cache.receive(KEY, LIMIT)
-    await folder.get(KEY, received)
-    assert received.body == BODY
-    entry = received.publish()
-    assert entry is not None
-    assert entry.body == BODY
-    stored, cached = (tmp_path / "store" / KEY).stat(), file_of(cache).stat()
-    assert stored.st_ino == cached.st_ino
-    assert stored.st_nlink == 2
-    assert tally(cache) == len(BODY)
-
-
-async def test_a_save_to_a_folder_on_this_disk_makes_a_second_name(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    entry = cache.publish(KEY, BODY)
-    assert entry is not None
-    assert await folder.put(KEY, BODY, entry.path)
-    assert (tmp_path / "store" / KEY).stat().st_ino == file_of(cache).stat().st_ino
-    assert file_of(cache).stat().st_nlink == 2
-    assert await folder.put(KEY, BODY, entry.path) is False

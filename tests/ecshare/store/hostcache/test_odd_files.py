@@ -13,12 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.errors import ConfigError
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
-from ecshare.store.objects import ObjectStore
-from ecshare.store.open import open_store
 from tests.ecshare.store.hostcache.evictions import evicted
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -238,7 +235,7 @@ def crowded() -> Iterator[Path]:
         (root / "one").write_bytes(b"x")
         (root / "one").chmod(0o444)
         for n in range(100_000):
-            name = f"kv+1+{'0' * 32}+00+{n:064x}"
+            name = f"kv+2+{'0' * 32}+00+{n:064x}"
             os.link(f"{root}/one", f"{root}/{name}")
         yield root
         evicted()
@@ -331,143 +328,3 @@ def test_a_real_disk_that_is_full_is_made_room_on_and_never_kills(tmp_path: Path
     run = f"{mount} && exec {sys.executable} {tmp_path}/program.py {tmp_path}/disk"
     ran = subprocess.run([*inside, run], capture_output=True, text=True, check=False)
     assert ran.stdout == "sound\n", ran.stderr
-
-
-@pytest.fixture
-async def folder(tmp_path: Path) -> ObjectStore:
-    store = open_store(StoreConfig(url=f"file://{tmp_path}/store"), "options")
-    await store.put(KEY, BODY)
-    return store
-
-
-async def fetch(cache: HostCache, folder: ObjectStore) -> bool:
-    """Fetch and publish; whether the file has two names now."""
-    incoming = cache.receive(KEY, LIMIT)
-    await folder.get(KEY, incoming)
-    assert incoming.body == BODY
-    entry = incoming.publish()
-    assert entry is not None
-    with entry:
-        assert entry.body == BODY
-    return file_of(cache).stat().st_nlink == 2
-
-
-async def test_a_stores_own_file_is_linked(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    assert await fetch(cache, folder)
-    assert (tmp_path / "store" / KEY).stat().st_ino == file_of(cache).stat().st_ino
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o420, 0o402, 0o440, 0o404, 0o444, 0o666])
-async def test_a_file_that_others_may_open_or_anybody_write_is_copied(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path, mode: int
-) -> None:
-    (tmp_path / "store" / KEY).chmod(mode)
-    assert not await fetch(cache, folder)
-
-
-async def test_a_file_of_somebody_else_is_copied(
-    cache: HostCache, folder: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stored = tmp_path / "store" / KEY
-    fstat = os.fstat
-
-    def another(fd: int) -> os.stat_result:
-        status = fstat(fd)
-        if status.st_ino != stored.stat().st_ino:
-            return status
-        return os.stat_result([*status[:4], status.st_uid + 1, *status[5:]])
-
-    monkeypatch.setattr(os, "fstat", another)
-    assert not await fetch(cache, folder)
-
-
-async def test_a_link_to_a_file_is_copied(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    stored = tmp_path / "store" / KEY
-    stored.rename(tmp_path / "elsewhere")
-    stored.symlink_to(tmp_path / "elsewhere")
-    assert not await fetch(cache, folder)
-    assert not file_of(cache).is_symlink()
-
-
-async def test_a_file_on_another_disk_is_copied(folder: ObjectStore, tmp_path: Path) -> None:
-    shm = Path("/dev/shm")  # noqa: S108
-    if shm.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("temporary files lie in /dev/shm")
-    cache = HostCache(shm / f"ecshare-test-{os.getpid()}", 100 * KIB)
-    try:
-        assert not await fetch(cache, folder)
-        entry = cache.open(KEY)
-        assert entry is not None
-        with entry:
-            await folder.delete([KEY])
-            assert await folder.put(KEY, BODY, entry.path)
-        assert (tmp_path / "store" / KEY).read_bytes() == BODY
-    finally:
-        for path in cache.root.iterdir():
-            path.unlink()
-        cache.root.rmdir()
-
-
-async def test_a_file_beyond_the_limit_is_refused_before_it_is_linked(
-    cache: HostCache, folder: ObjectStore
-) -> None:
-    with pytest.raises(ObjectCorrupt, match=str(len(BODY))):
-        await folder.get(KEY, cache.receive(KEY, len(BODY) - 1))
-    assert not names(cache)
-    assert tally(cache) == 0
-
-
-async def test_use_and_eviction_leave_the_stores_file_as_it_was(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    stored = tmp_path / "store" / KEY
-    os.utime(stored, (1e9, 1e9))
-    assert await fetch(cache, folder)
-    opened = cache.open(KEY)
-    assert opened is not None
-    opened.close()
-    assert stored.stat().st_mtime == 1e9, "the store says by it when the object was stored"
-    assert stored.stat().st_atime > 1e9, "the cache says by it when it was used"
-    assert tally(cache) == len(BODY)
-    os.utime(stored, (1e9, 1e9))
-    for n in range(1, 6):
-        put(cache, n)
-    assert cache.open(KEY) is None, "evicted: the least recently used"
-    assert stored.read_bytes() == BODY
-    assert await fetch(cache, folder)
-    cache.discard(KEY)
-    assert stored.stat().st_nlink == 1
-
-
-async def test_what_the_store_deletes_stays_here(cache: HostCache, folder: ObjectStore) -> None:
-    assert await fetch(cache, folder)
-    await folder.delete([KEY])
-    entry = cache.open(KEY)
-    assert entry is not None
-    with entry:
-        assert entry.body == BODY
-
-
-async def test_a_linked_file_on_its_way_in_is_not_taken_for_a_dead_writers(
-    cache: HostCache, folder: ObjectStore
-) -> None:
-    incoming = cache.receive(KEY, LIMIT)
-    await folder.get(KEY, incoming)
-    assert tally(HostCache(cache.root, 100 * KIB)) == len(BODY)
-    assert incoming.publish() is not None
-
-
-async def test_what_came_by_a_link_and_is_discarded_stays_in_the_store(
-    cache: HostCache, folder: ObjectStore, tmp_path: Path
-) -> None:
-    incoming = cache.receive(KEY, LIMIT)
-    await folder.get(KEY, incoming)
-    assert (tmp_path / "store" / KEY).stat().st_nlink == 2
-    incoming.discard()
-    assert (tmp_path / "store" / KEY).stat().st_nlink == 1
-    assert not names(cache)
-    assert tally(cache) == 0
