@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from ecshare.store.errors import (
@@ -45,7 +46,7 @@ _Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
 
 # One big file is read faster by two threads than by one; below this it does not pay.
 _SPLIT_BYTES = 4 << 20
-_READ_BYTES = 1 << 20  # what stays in a core's cache between the read and the write
+_READ_BYTES = 1 << 18  # what stays in a core's cache between the read and the write
 # Filesystems without hard links (vfat, some SMB, some FUSE) say so in one of these ways.
 # Full, or a server of files that is slow or gone for a while.
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
@@ -93,12 +94,10 @@ class DirectoryStore:
 
     async def get(self, key: str, sink: Sink) -> None:
         """See ObjectStore."""
-        file = await self._threads.run(self._open, key, sink)
-        if file.size == 0:
-            return
-        whole = Span(0, file.size)
-        parts = cut(whole, _part_bytes(whole))
-        await self._threads.each(lambda part: file.copy(sink, part, key), parts)
+        file = await self._threads.run(self._read_small, key, sink)
+        if file is not None:
+            halves = cut(Span(0, file.size), -(-file.size // 2))
+            await self._threads.each(lambda half: file.copy(sink, half, key), halves)
 
     async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
@@ -138,8 +137,8 @@ class DirectoryStore:
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    def _open(self, key: str, sink: Sink) -> "_File":
-        """Open the file, and tell the sink what comes."""
+    def _read_small(self, key: str, sink: Sink) -> "_File | None":
+        """Give the file to the sink, or return it open: two threads read a large one faster."""
         path = self._path(key)
         with self._own_errors(key):
             try:
@@ -150,7 +149,10 @@ class DirectoryStore:
                 raise
             _check_kind(file.status, key)
         sink.begin(file.size)
-        return file
+        if file.size >= _SPLIT_BYTES:
+            return file
+        file.copy(sink, Span(0, file.size), key)
+        return None
 
     def _exists(self, key: str) -> bool:
         try:
@@ -368,7 +370,7 @@ class _File:
     def copy(self, sink: Sink, span: Span, key: str) -> None:
         """Give the bytes of `span` to `sink`."""
         start, stop = span.start, span.stop
-        buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+        buffer = _own_buffer()
         while start < stop:
             with mapped_errors(key):
                 n = os.preadv(self._fd, [buffer[: stop - start]], start)
@@ -388,9 +390,15 @@ class _File:
         return digest.hexdigest()
 
 
-def _part_bytes(span: Span) -> int:
-    """How much of `span` one thread reads: half of it where two are faster."""
-    return span.num_bytes if span.num_bytes < _SPLIT_BYTES else -(-span.num_bytes // 2)
+_buffers = threading.local()
+
+
+def _own_buffer() -> memoryview:
+    """Memory of this thread, to read into again and again: fresh pages cost more than the read."""
+    buffer: memoryview | None = getattr(_buffers, "read", None)
+    if buffer is None:
+        buffer = _buffers.read = memoryview(bytearray(_READ_BYTES))
+    return buffer
 
 
 def _write(fd: int, body: Buffer, mode: int | None) -> None:

@@ -99,6 +99,15 @@ _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
 _ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
+class Streamed(Struct, frozen=True):
+    """What is known of an object whose bytes have come in order."""
+
+    prologue: bytes
+    header: _Header
+    facts: TensorSpec
+    checksum: str
+
+
 class StreamingChecksum:
     """The checksum of an object that comes in pieces, of those that come in order.
 
@@ -109,6 +118,7 @@ class StreamingChecksum:
     def __init__(self) -> None:
         self._num_bytes = 0
         self._digest: xxhash.xxh3_128 | None = None
+        self._front: tuple[bytes, _Header, TensorSpec] | None = None
         self._is_in_order = True
 
     def take(self, offset: int, piece: memoryview) -> None:
@@ -120,7 +130,9 @@ class StreamingChecksum:
         if self._digest is None:
             try:
                 header = _header(piece)
-                self._digest = xxhash.xxh3_128(_believed(_facts(header), header.metadata))
+                facts = _facts(header)
+                self._digest = xxhash.xxh3_128(_believed(facts, header.metadata))
+                self._front = (bytes(piece[:PROLOGUE_BYTES]), header, facts)
             except ObjectCorrupt:
                 self._is_in_order = False
                 return
@@ -128,11 +140,14 @@ class StreamingChecksum:
         self._digest.update(rest)
         self._num_bytes += len(piece)
 
-    def result(self, num_bytes: int) -> str | None:
-        """Return the checksum for `unseal`; None: not all of `num_bytes` came, or not in order."""
-        if self._digest is None or not self._is_in_order or self._num_bytes != num_bytes:
+    def result(self, num_bytes: int) -> Streamed | None:
+        """Return what `unseal` need not do again; None: not all of `num_bytes` came, or not in
+        order."""
+        if self._digest is None or self._front is None:
             return None
-        return _CHECKSUM_PREFIX + self._digest.hexdigest()
+        if not self._is_in_order or self._num_bytes != num_bytes:
+            return None
+        return Streamed(*self._front, _CHECKSUM_PREFIX + self._digest.hexdigest())
 
 
 def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
@@ -178,20 +193,26 @@ def unseal(
     *,
     verify: bool = True,
     integrity: Integrity | None = None,
-    checksum: str | None = None,
+    streamed: Streamed | None = None,
 ) -> Sealed:
     """Take the object under `key` apart. The payload is a view into `body`.
 
     With `integrity`, nothing is taken without the right MAC. `verify=False` skips the checksum and
     the MAC, and only these: for bytes that were verified before and lay where nobody else can
-    write. `checksum`: a StreamingChecksum's, of these very bytes; they are not added up again.
-    Raises ObjectCorrupt for anything odd, a sound object of another key too.
+    write. `streamed`: a StreamingChecksum's, of these very bytes: they are not added up again, nor
+    their header parsed.
+
+    Raises:
+        ObjectCorrupt: anything odd; a sound object of another key, too.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
-    header = _header(raw)
+    if streamed is not None and raw[:PROLOGUE_BYTES] == streamed.prologue:
+        header, facts = streamed.header, streamed.facts
+    else:
+        header = _header(raw)
+        facts = _facts(header)
     metadata = header.metadata
     _check_key(header, key)
-    facts = _facts(header)
     payload = raw[PROLOGUE_BYTES:].toreadonly()
     if not len(payload) == facts.num_bytes == header.tensor.data_offsets[1]:
         raise ObjectCorrupt(
@@ -200,7 +221,8 @@ def unseal(
     if header.tensor.data_offsets[0] != 0:
         raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
     if verify:
-        if (checksum or _checksum(_believed(facts, metadata), payload)) != metadata.checksum:
+        checksum = streamed.checksum if streamed else _checksum(_believed(facts, metadata), payload)
+        if checksum != metadata.checksum:
             raise ObjectCorrupt("corrupt object: the checksum differs")
         if integrity is not None:
             _authenticate(facts, metadata, payload, integrity)

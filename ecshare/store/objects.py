@@ -67,7 +67,10 @@ class Sink(Protocol):
         """
 
     def write(self, offset: int, piece: Buffer) -> None:
-        """Take a part of it: disjoint ones, in any order, several at once."""
+        """Take a part of it: disjoint ones, in any order, several at once.
+
+        `piece` is the caller's again on return.
+        """
 
 
 class Memory:

@@ -398,15 +398,13 @@ class TransferEngine:
 
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
-        entry, is_new, published = await self._loop.run_in_executor(
-            self._copies, self._prepare, job
-        )
+        entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
         claim = self._claim_storing(job.key)
         try:
             stored = await self._write(job.key, job.slab.body)
         except Exception:
             # What was there before may well be in the store.
-            if is_new and not job.keeps_unstored:
+            if entry is not None and entry.is_new and not job.keeps_unstored:
                 await self._loop.run_in_executor(self._copies, self.host.discard, job.key)
             raise
         finally:
@@ -459,17 +457,15 @@ class TransferEngine:
         self._fetcher.is_well(key)
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
-    def _prepare(self, job: Put) -> tuple[Entry | None, bool, Moved]:
-        """Seal the slab and publish it to this host; whether that made the entry. Copy thread."""
+    def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
+        """Seal the slab and publish it to this host. Copy thread."""
         job.slab.wait()
         started_s = time.monotonic()
         seal(job.slab.body, job.slab.facts, job.key, self._integrity)
-        there = self.host.open(job.key)
-        entry = there or self.host.publish(job.key, job.slab.body)
+        entry = self.host.publish(job.key, job.slab.body)
         seconds = time.monotonic() - started_s
         num_bytes = len(job.slab.body) if entry else 0
-        is_new = entry is not None and there is None
-        return entry, is_new, Moved("write", Tier.HOST, num_bytes, seconds)
+        return entry, Moved("write", Tier.HOST, num_bytes, seconds)
 
     async def _inquire(self, job: MultiLookup, deadline_s: float) -> Any:
         questions = job.questions()

@@ -17,7 +17,7 @@ from ecshare.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ecshare.store.format import StreamingChecksum, unseal
+from ecshare.store.format import Streamed, StreamingChecksum, unseal
 from ecshare.store.hostcache.cache import HostCache, Incoming
 from ecshare.store.integrity import Integrity
 from ecshare.store.objects import Buffer
@@ -31,6 +31,8 @@ from ecshare.transfer.store_client import StoreClient
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_Served = tuple[StoredObject | bool, tuple[Moved, ...]]
 
 # How often this host is looked at for what another process brings or stores.
 _FIRST_POLL_S = 0.001
@@ -88,8 +90,8 @@ class _ChecksummingSink:
         self.incoming.write(offset, piece)
         self._checksum.take(offset, memoryview(piece).cast("B"))
 
-    def checksum(self) -> str | None:
-        """Of all bytes; None: it is not known."""
+    def streamed(self) -> Streamed | None:
+        """What all bytes add up to; None: it is not known."""
         return self._checksum.result(len(self.incoming.body))
 
 
@@ -150,28 +152,10 @@ class Fetcher:
         self._bad_until.pop(key, None)
         self._replaceable.pop(key, None)
 
-    async def serve(
-        self, job: Fetch, deadline_s: float
-    ) -> tuple[StoredObject | bool, tuple[Moved, ...]]:
-        """Do what `fetch` does; give the object to `job.use`, if there is one, and return True.
-
-        Raises:
-            StoreError, TimeoutError: as `fetch`.
-        """
-        stored, moved = await self.fetch(job, deadline_s)
-        if job.use is None:
-            return stored, moved
-        loop = asyncio.get_running_loop()
-        using = loop.run_in_executor(self._loads, _give, stored, job.use)
-        try:
-            await asyncio.shield(using)
-        except asyncio.CancelledError:
-            await _ended(using)  # it writes to somebody's memory
-            raise
-        return True, moved
-
-    async def fetch(self, job: Fetch, deadline_s: float) -> tuple[StoredObject, tuple[Moved, ...]]:
+    async def serve(self, job: Fetch, deadline_s: float) -> _Served:
         """Return the object, pinned, and what was moved for it.
+
+        Where the job has a `use`, that has had the object, and True is returned in its place.
 
         Raises:
             StoreError, TimeoutError: it cannot be had by `deadline_s`.
@@ -181,10 +165,8 @@ class Fetcher:
         with self._poll_rate.joined() as member:
             return await self._fetch_awaited(job, deadline_s, member)
 
-    async def _fetch_awaited(
-        self, job: Fetch, deadline_s: float, member: Member
-    ) -> tuple[StoredObject, tuple[Moved, ...]]:
-        """As `fetch`, for what was announced: "missing" is no answer before the time is over."""
+    async def _fetch_awaited(self, job: Fetch, deadline_s: float, member: Member) -> _Served:
+        """As `serve`, for what was announced: "missing" is no answer before the time is over."""
         pause_s = _FIRST_PAUSE_S
         missing: ObjectMissing | None = None
         while True:
@@ -205,31 +187,33 @@ class Fetcher:
 
     async def _fetch(
         self, job: Fetch, deadline_s: float, *, is_answered: bool, member: Member | None = None
-    ) -> tuple[StoredObject, tuple[Moved, ...]]:
-        """As `fetch`, in one round. `is_answered`: an earlier one had an answer from the store."""
+    ) -> _Served:
+        """As `serve`, in one round. `is_answered`: an earlier one had an answer from the store."""
         started_s = time.monotonic()
         # Whoever holds the claim may have been stopped; after half the time, go without.
         patience_s = started_s + (deadline_s - started_s) / 2
         while True:
             here = self._open(job)
             if here is not None:
-                seconds = time.monotonic() - started_s
-                return here, (Moved("read", Tier.HOST, len(here.payload), seconds),)
+                return await self._from_host(job, here, started_s)
             claim = self._host.claim(job.key)
             if claim is not None or time.monotonic() >= patience_s:
                 break
             await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
         try:
-            tier = Tier.HOST
             here = self._open(job)  # published just before the claim was free
-            if here is None:
-                here = await self._from_store(job, deadline_s, is_answered)
-                tier = Tier.STORE
-            seconds = time.monotonic() - started_s
-            return here, (Moved("read", tier, len(here.payload), seconds),)
+            if here is not None:
+                return await self._from_host(job, here, started_s)
+            return await self._from_store(job, started_s, deadline_s, is_answered=is_answered)
         finally:
             if claim is not None:
                 claim.release()
+
+    async def _from_host(self, job: Fetch, here: StoredObject, started_s: float) -> _Served:
+        moved = Moved("read", Tier.HOST, len(here.payload), time.monotonic() - started_s)
+        if job.use is None:
+            return here, (moved,)
+        return await self._loaded(_handed_over, job, here, moved)
 
     def _open(self, job: Fetch) -> StoredObject | None:
         """What this host has already, if the job has a use for it."""
@@ -261,14 +245,16 @@ class Fetcher:
                 claim.release()
                 return
 
-    async def _from_store(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
+    async def _from_store(
+        self, job: Fetch, started_s: float, deadline_s: float, *, is_answered: bool
+    ) -> _Served:
         if self.is_known_bad(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
         trial = self._damage_breaker.admit()
         if trial is None:
             raise StoreUnavailable(_ALL_DAMAGED)
         try:
-            stored = await self._download_twice(job, deadline_s, is_answered)
+            served = await self._download_twice(job, started_s, deadline_s, is_answered)
         except ObjectUnreadable:
             self._damage_breaker.withdrawn(trial)
             self._remember_bad(job.key)
@@ -289,20 +275,22 @@ class Fetcher:
             self._damage_breaker.ended(trial)
         self._damage_breaker.succeeded()
         self.is_well(job.key)
-        return stored
+        return served
 
     async def _download_twice(
-        self, job: Fetch, deadline_s: float, is_answered: bool
-    ) -> StoredObject:
+        self, job: Fetch, started_s: float, deadline_s: float, is_answered: bool
+    ) -> _Served:
         """As `_download`; ObjectCorrupt: twice, so that it was no single accident on the way."""
         try:
-            return await self._download(job, deadline_s, is_answered)
+            return await self._download(job, started_s, deadline_s, is_answered)
         except ObjectUnreadable:
             raise
         except ObjectCorrupt:
-            return await self._download(job, deadline_s, is_answered)
+            return await self._download(job, started_s, deadline_s, is_answered)
 
-    async def _download(self, job: Fetch, deadline_s: float, is_answered: bool) -> StoredObject:
+    async def _download(
+        self, job: Fetch, started_s: float, deadline_s: float, is_answered: bool
+    ) -> _Served:
         incoming = self._host.receive(job.key, job.limit_bytes)
         inspected = _ChecksummingSink(incoming)
         try:
@@ -313,33 +301,33 @@ class Fetcher:
                 deadline_s,
                 is_answered=is_answered,
             )
-            return await self._verified(job, inspected)
+            return await self._loaded(self._admit, job, inspected, started_s)
         finally:
             incoming.discard()
 
-    async def _verified(self, job: Fetch, inspected: _ChecksummingSink) -> StoredObject:
-        loop = asyncio.get_running_loop()
-        admission = loop.run_in_executor(self._loads, self._admit, job, inspected)
+    async def _loaded(self, call: Callable[..., _Served], *args: object) -> _Served:
+        """Return `call(*args)`, from a load thread. It has ended on return, also when cancelled:
+        it reads what came, and writes to somebody's memory."""
+        work = asyncio.get_running_loop().run_in_executor(self._loads, call, *args)
         try:
-            return await asyncio.shield(admission)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await _ended(admission)  # it reads what came
-            with suppress(ObjectCorrupt):
-                admission.result().release()
+            await _ended(work)
+            if work.exception() is None and isinstance(stored := work.result()[0], StoredObject):
+                stored.release()
             raise
 
-    def _admit(self, job: Fetch, inspected: _ChecksummingSink) -> StoredObject:
-        """Verify what came, and publish it to this host. Load thread."""
-        incoming, checksum = inspected.incoming, inspected.checksum()
-        sealed = unseal(incoming.body, job.key, integrity=self._integrity, checksum=checksum)
+    def _admit(self, job: Fetch, inspected: _ChecksummingSink, started_s: float) -> _Served:
+        """Verify what came, publish it to this host, and let `job.use` have it. Load thread."""
+        incoming, streamed = inspected.incoming, inspected.streamed()
+        sealed = unseal(incoming.body, job.key, integrity=self._integrity, streamed=streamed)
         if job.accepts is not None and not job.accepts(sealed.facts):
             said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
-        entry = incoming.publish()
-        if entry is None:
-            return StoredObject(job.key, sealed.facts, sealed.payload, None)
-        body = unseal(entry.body, job.key, verify=False)
-        return StoredObject(job.key, body.facts, body.payload, entry)
+        # Where the entry is another process's, its bytes are the same.
+        stored = StoredObject(job.key, sealed.facts, sealed.payload, incoming.publish())
+        seconds = time.monotonic() - started_s
+        return _handed_over(job, stored, Moved("read", Tier.STORE, len(stored.payload), seconds))
 
 
 def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
@@ -350,9 +338,12 @@ def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
         keys.popitem(last=False)
 
 
-def _give(stored: StoredObject, use: Callable[[StoredObject], None]) -> None:
-    """Let `use` have the object, then release it. Load thread."""
+def _handed_over(job: Fetch, stored: StoredObject, moved: Moved) -> _Served:
+    """Let `job.use` have the object, if there is one, and release it then. Load thread."""
+    if job.use is None:
+        return stored, (moved,)
     try:
-        use(stored)
+        job.use(stored)
     finally:
         stored.release()
+    return True, (moved,)

@@ -176,7 +176,7 @@ class User:
         if entry_name(entry.key) not in self._planted:
             assert entry.body == body_of(entry.key), "wrong bytes"
         else:
-            status = os.lstat(entry.path)
+            status = os.lstat(self._cache.root / entry_name(entry.key))
             assert stat.S_ISREG(status.st_mode)
             assert status.st_size
             assert not status.st_mode & 0o022, "others may write to it"

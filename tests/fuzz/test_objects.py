@@ -246,7 +246,7 @@ def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
     for offset, piece in pieces:
         running.take(offset, piece)
     found = unseal(
-        memoryview(raw), KEY, integrity=sound.integrity, checksum=running.result(len(raw))
+        memoryview(raw), KEY, integrity=sound.integrity, streamed=running.result(len(raw))
     )
     check(found, sound.facts, sound.payload)
 

@@ -47,13 +47,11 @@ class Entry:
     Mapped when its bytes are asked for: that costs more than all the rest. OSError: it cannot be.
     """
 
-    def __init__(
-        self, key: str, path: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None
-    ) -> None:
+    def __init__(self, key: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None) -> None:
         self.key = key
-        self.path = path
-        """Its file, which never changes; it may be evicted once the entry is closed."""
         self.num_bytes = num_bytes
+        self.is_new = False
+        """Whether the call that returned it has made it."""
         self._fd = fd
         self._map = mapped
         self._body = memoryview(mapped or b"")
@@ -205,10 +203,12 @@ class _Draft:
             done = os.pwrite(self.fd, rest, offset)
             rest, offset = rest[done:], offset + done
 
-    def hand_over(self, key: str, path: str) -> Entry:
+    def hand_over(self, key: str) -> Entry:
         """Return the entry that it has become, which owns the file, its lock and its pages."""
         fd, self.fd = self.fd, -1
-        return Entry(key, path, fd, self.num_bytes, self._map)
+        entry = Entry(key, fd, self.num_bytes, self._map)
+        entry.is_new = True
+        return entry
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -249,7 +249,7 @@ class HostCache:
             if status.st_nlink and status.st_size and _is_sound(status):
                 # Now the most recently used. See hostroom: the other time is the store's.
                 os.utime(fd, ns=(time.time_ns(), status.st_mtime_ns))
-                return Entry(key, path, fd, status.st_size)
+                return Entry(key, fd, status.st_size)
         except OSError as exc:
             if exc.errno != errno.EWOULDBLOCK:
                 self._say_once("open", "the host cache cannot be read: %s", exc)
@@ -338,7 +338,7 @@ class HostCache:
                     self._room.rename(draft.path or "", path, draft.num_bytes)
                     draft.path = None
                     # The lock that kept the temporary file alive is the entry's pin from now on.
-                    return draft.hand_over(key, path)
+                    return draft.hand_over(key)
                 except FileExistsError:
                     there = self.open(key)
                     if there is not None:

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, StreamingChecksum, TensorSpec, seal, unseal
+from ecshare.store.format import (
+    PROLOGUE_BYTES,
+    Streamed,
+    StreamingChecksum,
+    TensorSpec,
+    seal,
+    unseal,
+)
 from ecshare.store.keys import Kind, object_key
 
 KEY = object_key(Kind.EC, "0" * 32, "an object")
@@ -22,7 +29,7 @@ def sealed() -> bytearray:
     return slab
 
 
-def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> str | None:
+def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> Streamed | None:
     """Of pieces that begin at 0 and at each of `cuts`, in the order given."""
     starts = [0, *cuts]
     ends = {
@@ -36,18 +43,18 @@ def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> str | None:
 
 @given(st.lists(st.integers(PROLOGUE_BYTES, SIZE - 1), unique=True, max_size=6))
 def test_it_is_that_of_the_whole_however_it_is_cut(cuts: list[int]) -> None:
-    checksum = added_up(sealed(), sorted(cuts))
-    assert checksum is not None
-    assert unseal(memoryview(sealed()), KEY, checksum=checksum).facts == FACTS
+    streamed = added_up(sealed(), sorted(cuts))
+    assert streamed is not None
+    assert unseal(memoryview(sealed()), KEY, streamed=streamed).facts == FACTS
 
 
 @given(st.integers(0, SIZE - 1), st.integers(1, 255))
 def test_a_changed_byte_changes_it_or_leaves_it_to_the_reader(at: int, change: int) -> None:
     slab = sealed()
     slab[at] ^= change
-    checksum = added_up(slab, [PROLOGUE_BYTES + 1000])
+    streamed = added_up(slab, [PROLOGUE_BYTES + 1000])
     try:
-        facts = unseal(memoryview(slab), KEY, checksum=checksum).facts
+        facts = unseal(memoryview(slab), KEY, streamed=streamed).facts
     except ObjectCorrupt:
         return
     assert facts == FACTS
@@ -58,7 +65,7 @@ def test_what_the_reader_is_told_is_what_it_compares() -> None:
     other = sealed()
     other[-1] ^= 1
     with pytest.raises(ObjectCorrupt, match="checksum"):
-        unseal(memoryview(sealed()), KEY, checksum=added_up(other, []))
+        unseal(memoryview(sealed()), KEY, streamed=added_up(other, []))
 
 
 @pytest.mark.parametrize(
