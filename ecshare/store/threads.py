@@ -47,6 +47,26 @@ class Threads:
             results[first::lanes] = part
         return results  # type: ignore[return-value]  # every slot was filled
 
+    def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
+        """Run both, from within a call of `run`; another thread takes `second` if one is free.
+
+        No busy thread is waited for, so that calls that fill all threads do not wait for each
+        other.
+
+        Raises:
+            Exception: what either raises.
+        """
+        work = self._executor.submit(second)
+        try:
+            first()
+        except BaseException:
+            work.cancel()
+            raise
+        if work.cancel():
+            second()
+        else:
+            work.result()
+
     def close(self) -> None:
         """Accept no more work. Does not wait for what hangs."""
         self._executor.shutdown(wait=False, cancel_futures=True)

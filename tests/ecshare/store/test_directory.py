@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -81,6 +82,24 @@ async def test_short_writes_are_continued(
     body = os.urandom(10_500)
     await store.put(KEY, body)
     assert await read(store, KEY, LIMIT) == memoryview(body)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64_000, 20_000_000])
+async def test_a_get_changes_to_a_thread_once(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    body = os.urandom(num_bytes)
+    await store.put(KEY, body)
+    loop, calls = asyncio.get_running_loop(), list[object]()
+    run = loop.run_in_executor
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(loop, "run_in_executor", counted)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
+    assert len(calls) == 1
 
 
 async def test_short_reads_are_continued(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -44,6 +44,31 @@ async def test_each_uses_all_threads(threads: Threads) -> None:
     """They wait for one another: with fewer threads than three this would not end."""
     gather_all = threading.Barrier(3)
     assert await threads.each(lambda _: gather_all.wait(30) >= 0, range(6)) == [True] * 6
+
+
+async def test_both_uses_two_threads(threads: Threads) -> None:
+    met = threading.Barrier(2)
+    await threads.run(threads.both, lambda: met.wait(30), lambda: met.wait(30))
+
+
+async def test_both_waits_for_no_thread_that_is_busy(threads: Threads) -> None:
+    """All threads do this at once: one that waited for another would wait for ever."""
+    met, done = threading.Barrier(3), list[int]()
+
+    def call() -> None:
+        met.wait(30)
+        threads.both(lambda: met.wait(30), lambda: done.append(1))
+
+    await asyncio.gather(*(threads.run(call) for _ in range(3)))
+    assert done == [1, 1, 1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_both_raises_what_either_raises(threads: Threads, failing: int) -> None:
+    calls: list[Callable[[], object]] = [lambda: None, lambda: None]
+    calls[failing] = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(threads.both, *calls)
 
 
 async def test_a_call_that_hangs_fails_in_time_and_leaves_the_others_their_thread() -> None:
