@@ -100,7 +100,7 @@ class StoreContract:
     stores the object."""
 
     states_md5 = True
-    """Whether `stated` tells the MD5."""
+    """Whether `stat` tells the MD5."""
 
     @pytest.fixture
     def store(self) -> AsyncIterator[ObjectStore]:
@@ -122,12 +122,12 @@ class StoreContract:
         """Damaged objects are removed by its word: a wrong MD5 is worse than none."""
         body = os.urandom(size)
         await store.put(KEY, body)
-        stated = await store.stated(KEY)
+        stated = await store.stat(KEY)
         assert stated.num_bytes == size
         md5 = hashlib.md5(body, usedforsecurity=False).hexdigest()
         assert stated.md5 == (md5 if self.states_md5 else "")
         with pytest.raises(ObjectMissing):
-            await store.stated(OTHER)
+            await store.stat(OTHER)
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
     async def test_any_buffer_can_be_put(self, store: ObjectStore, kind: type) -> None:

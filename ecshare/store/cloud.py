@@ -233,10 +233,10 @@ class CloudStore:
         """See ObjectStore."""
         return await self._threads.each(self._exists, [check_key(key) for key in keys])
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         """See ObjectStore. An ETag in the form of an MD5 is one, or, of an encrypted object, is
         none of what is read: then it proves no damage."""
-        return await self._threads.run(self._stated, check_key(key))
+        return await self._threads.run(self._stat, check_key(key))
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
@@ -353,7 +353,7 @@ class CloudStore:
             return False
         return True
 
-    def _stated(self, key: str) -> ObjectStat:
+    def _stat(self, key: str) -> ObjectStat:
         with mapped_errors(key):
             meta = obstore.head(self._plain, key)
         return ObjectStat(meta["size"], md5_of_etag(meta["e_tag"]))

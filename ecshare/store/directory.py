@@ -107,10 +107,10 @@ class DirectoryStore:
         """See ObjectStore."""
         return await self._threads.each(self._exists, keys)
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         """See ObjectStore. The file is read once more, and from the disk where the system lets us
         ask for that."""
-        return await self._threads.run(self._stated, key)
+        return await self._threads.run(self._stat, key)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """See ObjectStore."""
@@ -168,7 +168,7 @@ class DirectoryStore:
             return False
         return True
 
-    def _stated(self, key: str) -> ObjectStat:
+    def _stat(self, key: str) -> ObjectStat:
         with self._own_errors(key):
             file = _File(self._path(key))
             _check_kind(file.status, key)

@@ -263,7 +263,7 @@ class FsspecStore:
 
         return await gather_all(map(one, keys))
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         """See ObjectStore. MD5s are known of s3fs and gcsfs."""
         with mapped_errors(key):
             found = await self._call("info", self._path(key))

@@ -22,7 +22,7 @@ from ecshare.store.keys import PROBE_KEY
 Buffer = bytes | bytearray | memoryview
 
 MOST_HASHED_BYTES = 512 << 20
-"""Of a larger object nobody computes an MD5: see `ObjectStore.stated`."""
+"""Of a larger object nobody computes an MD5: see `ObjectStore.stat`."""
 _COPY_BYTES = 512 << 10
 _PROBE_LIMIT_BYTES = 1 << 16
 _MD5 = re.compile("[0-9a-f]{32}")
@@ -148,7 +148,7 @@ class ObjectStore(Protocol):
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         """Say of each key whether `get` would find it."""
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         """Return what the store itself knows of the object, by another way than `get` where it
         can. For doubts about what came: it may cost as much as reading the object.
 

@@ -134,7 +134,7 @@ class Removal:
         Raises StoreError, TimeoutError: nobody knows.
         """
         stated = await self._client.ask(
-            lambda store: store.stated(job.key), Priority.LOAD, deadline_s=deadline_s
+            lambda store: store.stat(job.key), Priority.LOAD, deadline_s=deadline_s
         )
         if stated.num_bytes > job.limit_bytes:
             return None  # by the store's own word

@@ -269,7 +269,7 @@ class Failing:
         await self._act()
         return [False for _ in keys]
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         await self._act()
         raise ObjectMissing(key)
 

@@ -81,7 +81,7 @@ class Scripted:
     async def exists(self, keys: Sequence[str]) -> list[bool]:
         return [key in self.objects for key in keys]
 
-    async def stated(self, key: str) -> ObjectStat:
+    async def stat(self, key: str) -> ObjectStat:
         if key not in self.objects:
             raise ObjectMissing(key)
         body = self.objects[key]
@@ -534,13 +534,13 @@ def test_an_object_that_others_replace_meanwhile_stays(
     store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.objects[KEY] = flipped(sealed())
-    stated = store.stated
+    stated = store.stat
 
     async def replaced_then_stated(key: str) -> ObjectStat:
         store.objects[key] = sealed()
         return await stated(key)
 
-    monkeypatch.setattr(store, "stated", replaced_then_stated)
+    monkeypatch.setattr(store, "stat", replaced_then_stated)
     assert finish(start(), Fetch(KEY, 10)).outcome is Outcome.CORRUPT
     assert store.objects[KEY] == sealed()
 
