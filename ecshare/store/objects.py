@@ -61,15 +61,18 @@ class Sink(Protocol):
     """Where `get` puts an object's bytes: one object, from any threads."""
 
     def begin(self, num_bytes: int) -> None:
-        """Hear the object's size, before its first byte.
+        """Receive the object's size, before its first byte.
 
-        Raises ObjectCorrupt: it is refused, more than any object here may have. OSError: no room.
+        Raises:
+            ObjectCorrupt: the size is more than this sink accepts.
+            OSError: there is no room for it.
         """
 
     def write(self, offset: int, piece: Buffer) -> None:
-        """Take a part of it: disjoint ones, in any order, several at once.
+        """Take the bytes of the object from `offset` on.
 
-        `piece` is the caller's again on return.
+        Pieces do not overlap. They come in any order, and from several threads at once. `piece`
+        belongs to the caller again on return.
         """
 
 
@@ -106,7 +109,11 @@ def cut(span: Span, most_bytes: int) -> list[Span]:
 
 
 def check_size(num_bytes: int, limit_bytes: int) -> None:
-    """ObjectCorrupt: no object here is so large."""
+    """Check the size of an object.
+
+    Raises:
+        ObjectCorrupt: it is more than `limit_bytes`.
+    """
     if not 0 <= num_bytes <= limit_bytes:
         raise ObjectCorrupt(
             f"corrupt object: it has {num_bytes} bytes, at most {limit_bytes} were expected"
@@ -114,45 +121,60 @@ def check_size(num_bytes: int, limit_bytes: int) -> None:
 
 
 class ObjectStore(Protocol):
-    """Immutable objects under string keys (see keys.py; others raise ValueError).
+    """Immutable objects under string keys; keys.py says which.
 
     Every write is atomic: a reader sees all of an object or none. An object never changes, so a
-    second write of a key adds nothing but a new age, and is never wrong. All methods may be called
-    concurrently, from one event loop, and raise StoreUnavailable or StoreDenied when the store
-    fails.
+    second write of a key only makes it young again, and is never wrong. All methods may be called
+    concurrently, from one event loop.
+
+    Raises:
+        StoreUnavailable, StoreDenied: the store fails, or refuses us (all methods).
+        ValueError: a key or prefix is not one of keys.py (all methods).
     """
 
     @property
     def creates_once(self) -> bool:
-        """Whether of several writers of a key at the same moment `put` tells only one True.
+        """Whether `put` returns True to only one of several concurrent writers of a key.
 
         As far as is known: the first write may show that it does not.
         """
 
     async def get(self, key: str, sink: Sink) -> None:
-        """Give all bytes under `key` to `sink`, after their number, which it may refuse.
+        """Give the size of the object under `key` to `sink`, which may refuse it, then its bytes.
 
-        Raises ObjectMissing, and what the sink raises. When this raises, a call that ran out of
-        time may still write to the sink.
+        When this raises, a call that ran out of time may still write to the sink.
+
+        Raises:
+            ObjectMissing: there is none.
+            ObjectUnreadable, ObjectCorrupt: something lies there that cannot be read as an object.
+            Exception: what the sink raises.
         """
 
     async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
-        """Write `body` under `key`. False: the store knows that it was there already.
+        """Write `body` under `key`. Return False if the store knows that it was there already.
 
         `replace`: write it in any case, so that the object is young again; readers see the former
-        one or this one. For small objects that are always written with the same bytes.
+        object or this one. For small objects that always have the same bytes, and in the place of
+        a damaged one.
+
         `body` is read until this returns, and must not change before. When this raises, a call
-        that ran out of time may be reading it still: do not fill that memory again.
+        that ran out of time may still be reading it: do not use that memory again.
+
+        Raises:
+            ObjectUnreadable: something that is no object lies there, and is not replaced.
         """
 
     async def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Say of each key whether `get` would find it."""
+        """Return for each key whether `get` would find it."""
 
     async def stat(self, key: str) -> ObjectStat:
-        """Return what the store itself knows of the object, by another way than `get` where it
-        can. For doubts about what came: it may cost as much as reading the object.
+        """Return what the store itself knows of the object, without `get` where it can.
 
-        Raises ObjectMissing.
+        To find out whether bytes were damaged on their way. It may cost as much as reading the
+        object.
+
+        Raises:
+            ObjectMissing: there is none.
         """
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -162,11 +184,16 @@ class ObjectStore(Protocol):
         """Yield all objects below `prefix` ("" or whole levels: "ec/2/"), in any order."""
 
     async def close(self) -> None:
-        """Let go of connections and threads. Calls in flight may fail."""
+        """Release connections and threads. Calls in flight may fail."""
 
 
 async def read(store: ObjectStore, key: str, limit_bytes: int) -> memoryview:
-    """Return all bytes under `key`, for small things. ObjectCorrupt: more than `limit_bytes`."""
+    """Return all bytes under `key`, in memory of their own.
+
+    Raises:
+        ObjectCorrupt: there are more than `limit_bytes`.
+        ObjectMissing, StoreUnavailable, StoreDenied: as `ObjectStore.get`.
+    """
     sink = Memory(limit_bytes)
     try:
         await store.get(key, sink)
@@ -188,7 +215,8 @@ async def probe(store: ObjectStore, *, write: bool) -> None:
 
     It asks for one key; what else lies under our prefixes cannot disturb it.
 
-    Raises StoreUnavailable, StoreDenied or StoreBusy, with the store's own words.
+    Raises:
+        StoreUnavailable, StoreDenied, StoreBusy: it does not, with the store's own words.
     """
     is_there = True
     try:

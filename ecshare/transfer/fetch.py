@@ -18,7 +18,7 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.format import Streamed, StreamingChecksum, unseal
-from ecshare.store.hostcache.cache import HostCache, Incoming
+from ecshare.store.hostcache.cache import Draft, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.objects import Buffer
 from ecshare.transfer.breaker import CircuitBreaker
@@ -77,7 +77,7 @@ def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject
 class _ChecksummingSink:
     """A Sink: `incoming`, with the checksum of what passes. One download's own."""
 
-    def __init__(self, incoming: Incoming) -> None:
+    def __init__(self, incoming: Draft) -> None:
         self.incoming = incoming
         self._checksum = StreamingChecksum()
 

@@ -44,7 +44,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class Entry:
     """An object in the cache, pinned until `close`. One owner, any thread.
 
-    Mapped when its bytes are asked for: that costs more than all the rest. OSError: it cannot be.
+    Mapped when its bytes are asked for: that costs more than all the rest.
+
+    Raises:
+        OSError: it cannot be mapped (`body`, `copy_on_write`).
     """
 
     def __init__(self, key: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None) -> None:
@@ -101,8 +104,8 @@ class Entry:
             self.close()
 
 
-class Incoming:
-    """A Sink: an object on its way into the cache. One fetch's own, written by any thread.
+class Draft:
+    """A Sink: an object on its way into the cache. It belongs to one fetch; any thread writes.
 
     Where the cache has no room, the bytes lie in private memory instead.
     """
@@ -111,13 +114,13 @@ class Incoming:
         self._cache = cache
         self._key = key
         self._limit_bytes = limit_bytes
-        self._target: _Draft | Memory | None = None
+        self._target: _DraftFile | Memory | None = None
         self._lock = threading.Lock()  # guards the count, for one subtraction
         self._missing_bytes = 0
         self._is_over = False
 
     def begin(self, num_bytes: int) -> None:
-        """See Sink. ObjectCorrupt: more than `limit_bytes`."""
+        """See Sink."""
         check_size(num_bytes, self._limit_bytes)
         self._target = self._cache.draft(num_bytes)
         if self._target is None:
@@ -126,7 +129,12 @@ class Incoming:
         self._missing_bytes = num_bytes
 
     def write(self, offset: int, piece: Buffer) -> None:
-        """See Sink. Raises BrokenPipeError after `discard`: whoever sends may stop."""
+        """See Sink.
+
+        Raises:
+            BrokenPipeError: after `discard`; the sender may stop.
+            ObjectCorrupt: there are more bytes than announced.
+        """
         target = self._target  # keeps its file open until the bytes are in
         if target is None or self._is_over:
             raise BrokenPipeError(errno.EPIPE, "nobody wants this object any more")
@@ -136,7 +144,11 @@ class Incoming:
 
     @property
     def body(self) -> memoryview:
-        """All bytes, read-only. ObjectCorrupt: they did not all come."""
+        """All bytes, read-only.
+
+        Raises:
+            ObjectCorrupt: they did not all come.
+        """
         return self._whole().body
 
     def publish(self) -> Entry | None:
@@ -146,15 +158,15 @@ class Incoming:
         """
         target = self._whole()
         self._target, self._is_over = None, True
-        return self._cache.admit(self._key, target) if isinstance(target, _Draft) else None
+        return self._cache.admit(self._key, target) if isinstance(target, _DraftFile) else None
 
     def discard(self) -> None:
         """Drop it. Nothing happens after `publish`."""
         target, self._target, self._is_over = self._target, None, True
-        if isinstance(target, _Draft):
+        if isinstance(target, _DraftFile):
             self._cache.drop(target)
 
-    def _whole(self) -> "_Draft | Memory":
+    def _whole(self) -> "_DraftFile | Memory":
         if self._target is None or self._missing_bytes:
             raise ObjectCorrupt(f"corrupt object: {self._missing_bytes} bytes of it did not come")
         return self._target
@@ -163,7 +175,7 @@ class Incoming:
         self.discard()
 
 
-class _Draft:
+class _DraftFile:
     """A file of the cache that has no key yet, with its lock. The last who holds it closes it.
 
     That may be a thread that outlived the fetch: closed earlier, its writes would go to whatever
@@ -177,7 +189,7 @@ class _Draft:
         self._map: mmap.mmap | None = None
 
     @classmethod
-    def make(cls, path: str, num_bytes: int) -> "_Draft":
+    def make(cls, path: str, num_bytes: int) -> "_DraftFile":
         """Make the file, with its final size and a lock. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         draft = cls(path, os.open(path, flags, 0o400), num_bytes)
@@ -220,10 +232,13 @@ class HostCache:
     what has been logged."""
 
     def __init__(self, root: Path, limit_bytes: int, store_id: str = "") -> None:
-        """Make `root` if need be. ConfigError names `host_cache_dir`: it is not ours alone.
+        """Make `root` if need be.
 
         `store_id` ([0-9a-f]*) keeps apart what came from different stores: an object that is here
         must not pass for one that the other store holds as well. They share the limit.
+
+        Raises:
+            ConfigError: `root` is not ours alone; it names `host_cache_dir`.
         """
         self.root = root
         self._prefix = f"{store_id}+" if store_id else ""
@@ -247,7 +262,7 @@ class HostCache:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(fd)
             if status.st_nlink and status.st_size and _is_sound(status):
-                # Now the most recently used. See hostroom: the other time is the store's.
+                # Now the most recently used. The other time is when it was published.
                 os.utime(fd, ns=(time.time_ns(), status.st_mtime_ns))
                 return Entry(key, fd, status.st_size)
         except OSError as exc:
@@ -275,10 +290,10 @@ class HostCache:
             return None
         return self.admit(key, draft)
 
-    def receive(self, key: str, limit_bytes: int) -> Incoming:
+    def receive(self, key: str, limit_bytes: int) -> Draft:
         """Return a sink for the object `key`, which may have `limit_bytes` at most."""
         check_key(key)
-        return Incoming(self, key, limit_bytes)
+        return Draft(self, key, limit_bytes)
 
     def claim(self, key: str) -> Claim | None:
         """Return the exclusive right to fetch `key` to this host. None: somebody has it.
@@ -296,9 +311,9 @@ class HostCache:
         """Remove the entry, pinned or not. Who has it open keeps its bytes."""
         self._room.remove(self._path(key))
 
-    # What follows is for Incoming.
+    # What follows is for Draft.
 
-    def draft(self, num_bytes: int) -> _Draft | None:
+    def draft(self, num_bytes: int) -> _DraftFile | None:
         """Return a new file of that size, whose disk space is ours. None: no room."""
         if not 0 < num_bytes <= self.limit_bytes:
             self._say_once("size", "an object of %d bytes does not go into the cache", num_bytes)
@@ -309,7 +324,7 @@ class HostCache:
         for _ in range(_TRIES):
             try:
                 draft = self._room.admit(
-                    num_bytes, free_bytes, lambda path: _Draft.make(path, num_bytes)
+                    num_bytes, free_bytes, lambda path: _DraftFile.make(path, num_bytes)
                 )
                 if draft is not None:
                     self._reserve(draft)
@@ -329,7 +344,7 @@ class HostCache:
         self._say_once("write", "the host cache cannot be written: %s", failure)
         return None
 
-    def admit(self, key: str, draft: _Draft) -> Entry | None:
+    def admit(self, key: str, draft: _DraftFile) -> Entry | None:
         """Give `draft`, which is whole, its key. The entry may be one that was there before."""
         path = self._path(key)
         try:
@@ -351,7 +366,7 @@ class HostCache:
             self.drop(draft)
         return None
 
-    def _reserve(self, draft: _Draft) -> None:
+    def _reserve(self, draft: _DraftFile) -> None:
         """Have the disk blocks: a hole that the disk cannot fill kills whoever reads it mapped."""
         try:
             os.posix_fallocate(draft.fd, 0, draft.num_bytes)
@@ -359,7 +374,7 @@ class HostCache:
             self.drop(draft)
             raise
 
-    def drop(self, draft: _Draft) -> None:
+    def drop(self, draft: _DraftFile) -> None:
         """Remove `draft`, unless it has become an entry."""
         path, draft.path = draft.path, None
         if path is not None:
@@ -378,7 +393,8 @@ class HostCache:
 def open_host_cache(config: StoreConfig) -> HostCache:
     """Return the host cache that `config` names, or one in a folder of our own choice.
 
-    ConfigError names `host_cache_dir`: the folder that it names cannot be used, or none was found.
+    Raises:
+        ConfigError: the folder `host_cache_dir` cannot be used, or none was found.
     """
 
     def cache_in(root: Path) -> HostCache:

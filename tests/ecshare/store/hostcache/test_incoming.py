@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.hostcache.cache import HostCache, Incoming
+from ecshare.store.hostcache.cache import Draft, HostCache
 from ecshare.store.keys import Kind, object_key
 
 KIB = 1 << 10
@@ -24,7 +24,7 @@ def cache(tmp_path: Path) -> HostCache:
     return HostCache(tmp_path / "host", 100 * KIB)
 
 
-def incoming(cache: HostCache, key: str = KEY, body: bytes = BODY) -> Incoming:
+def incoming(cache: HostCache, key: str = KEY, body: bytes = BODY) -> Draft:
     found = cache.receive(key, LIMIT)
     found.begin(len(body))
     half = len(body) // 2
