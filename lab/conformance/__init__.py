@@ -22,7 +22,8 @@ As tests of your own connector:
 
 from lab.conformance.harness import Subject
 from lab.conformance.rules import RULES, Effect, Rule, Violation
-from lab.conformance.runner import ROLES, RUNNERS, Result, Verdict, play, play_all
+from lab.conformance.runner import ROLES, Result, Verdict, play, play_all
+from lab.vllm_loop import RUNNERS
 
 __all__ = [
     "ROLES",

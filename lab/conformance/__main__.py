@@ -21,7 +21,8 @@ from lab import model_cache
 from lab.conformance import report
 from lab.conformance.harness import Subject
 from lab.conformance.rules import RULES
-from lab.conformance.runner import ROLES, RUNNERS, Verdict, play_all
+from lab.conformance.runner import ROLES, Verdict, play_all
+from lab.vllm_loop import RUNNERS
 
 # No check takes so long, unless a connector waits where not even Python can interrupt it.
 _STUCK_S = 300.0

@@ -138,7 +138,7 @@ def is_not_held_up_by_a_hanging_store(place: Place) -> None:
 
 
 def _require_quick_hooks(engine: Engine) -> None:
-    logs = [engine.log, *(each.log for each in engine.workers)]
+    logs = [engine.log, *(each.log for each in engine.runners)]
     for name, calls in ((name, calls) for log in logs for name, calls in log.calls.items()):
         if max(calls) >= _STUCK_S:
             said = f"{name} waited {max(calls):.1f} s for the store"

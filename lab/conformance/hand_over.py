@@ -132,10 +132,10 @@ def saves_on_one_rank(place: Place) -> None:
     saving = []
     for number in range(2):
         engine = place.encoder(f"rank-{number}", ranks=2)
-        ranks, known = engine.workers, set(place.files())
-        engine.workers = [ranks[number]]  # as if the others were slow
+        ranks, known = engine.runners, set(place.files())
+        engine.runners = [ranks[number]]  # as if the others were slow
         engine.ask(picture(number))
-        engine.workers = ranks
+        engine.runners = ranks
         place.stop(engine)
         if set(place.files()) - known:
             saving.append(number)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a check plays: a folder of its own, engines with the connector under test, and faults."""
 
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from lab.conformance.engine import Engine, Ticket
 from lab.conformance.rules import Effect, NotApplicable, require
+from lab.vllm_loop import RunnerName
 
-Runner = Literal["v1", "v2"]
 Roles = Literal["apart", "both"]
 
 # A picture may have as many embeddings as a step has tokens, so this is also the encoder's budget.
@@ -42,7 +41,7 @@ class Subject:
 class Place:
     """One playing of one check. Engines it started are closed with it."""
 
-    def __init__(self, subject: Subject, runner: Runner, roles: Roles) -> None:
+    def __init__(self, subject: Subject, runner: RunnerName, roles: Roles) -> None:
         self.subject = subject
         self.runner = runner
         self.roles = roles
@@ -94,11 +93,7 @@ class Place:
         }
         extra_config = filled(dict(self.subject.extra_config), folders)
         config = self._config(role, extra_config, arguments)
-        # Only now: to configure it for the V2 runner, vLLM insists on Triton.
-        with _runner_chosen(self.runner):
-            engine = Engine(
-                name, config, self.runner, self.subject.patience_s, encoder_cache_embeds
-            )
+        engine = Engine(name, config, self.runner, self.subject.patience_s, encoder_cache_embeds)
         self._engines.append(engine)
         return engine
 
@@ -202,21 +197,6 @@ def filled(value: Any, folders: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [filled(each, folders) for each in value]
     return value
-
-
-@contextmanager
-def _runner_chosen(runner: Runner) -> Iterator[None]:
-    """Tell vLLM which runner it configures its scheduler for."""
-    name = "VLLM_USE_V2_MODEL_RUNNER"
-    before = os.environ.get(name)
-    os.environ[name] = "1" if runner == "v2" else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 # --- faults: a new file takes the old one's place, so that other links to it keep their bytes ---

@@ -49,7 +49,7 @@ def takes_two_writers(place: Place) -> None:
         for engine, output in zip((first, second), outputs, strict=True):
             engine.execute(output)
         for engine, each in zip((first, second), asked, strict=True):
-            engine.idle_in_flight()
+            engine.update_all()
             engine.wait(each)
             engine.idle()
             must_answer(each)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures whose embedding is known, requests that hold them, and the encoder that makes it.
+"""Pictures whose embedding is known, requests that hold them, and the model that takes them.
 
 The types are vLLM's own. A picture's embedding follows from its seed: whoever loads it can be
 compared with it, bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -19,7 +20,11 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
+
+from lab.conformance.rules import Effect, Violation, require
+from lab.vllm_loop import Model
 
 # Qwen2-VL merges 2 x 2 patches into one embedding.
 _PATCHES_AN_EMBEDDING = 4
@@ -73,15 +78,59 @@ def embedding(seed: int, num_embeds: int, width: int, dtype: torch.dtype) -> Ten
     return torch.randn(num_embeds, width, generator=generator).to(dtype)
 
 
-def encode(feature: MultiModalFeatureSpec, width: int, dtype: torch.dtype) -> Tensor | None:
-    """Play the encoder; None where there are no pixels to encode."""
-    assert feature.data is not None
-    pixels = feature.data.get_data().get(_PIXELS[feature.modality])
-    if pixels is None:
-        return None
-    assert isinstance(pixels, Tensor)
-    made = embedding(int(pixels[0, 0]), feature.mm_position.get_num_embeds(), width, dtype)
-    return made.T.contiguous().T if pixels[0, 1] else made
+class PictureModel(Model):
+    """Encodes pictures, and compares the embeddings that it is given."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rank: int,
+        expected: Callable[[str, MultiModalFeatureSpec], Tensor],
+    ) -> None:
+        """`expected`: returns what an item's embedding must be, for a request."""
+        super().__init__()
+        self._config = config
+        self._rank = rank
+        self._expected = expected
+
+    def encode(self, feature: MultiModalFeatureSpec) -> Tensor:
+        """Play the encoder.
+
+        Raises:
+            Violation: the item has no pixels.
+        """
+        assert feature.data is not None
+        pixels = feature.data.get_data().get(_PIXELS[feature.modality])
+        if pixels is None:
+            said = f"item {feature.identifier[:40]!r} is to be encoded and has no pixels"
+            raise Violation(Effect.ENGINE_DIES, said)
+        assert isinstance(pixels, Tensor)
+        num_embeds, width = feature.mm_position.get_num_embeds(), self._config.get_hidden_size()
+        assert isinstance(self._config.dtype, torch.dtype)
+        made = embedding(int(pixels[0, 0]), num_embeds, width, self._config.dtype)
+        return made.T.contiguous().T if pixels[0, 1] else made
+
+    def gather(self, output: SchedulerOutput) -> None:
+        """Compare the embeddings that this step's tokens need, as `_gather_mm_embeddings` does."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            row = self.rows[request_id]
+            start = row.num_computed_tokens
+            for feature in row.features:
+                position = feature.mm_position
+                end = position.offset + position.length
+                if position.offset < start + num_tokens and end > start:
+                    self._compare(request_id, feature)
+
+    def _compare(self, request_id: str, feature: MultiModalFeatureSpec) -> None:
+        found = self.encoder_cache.get(feature.identifier)
+        name = f"item {feature.identifier[:40]!r} on rank {self._rank}"
+        if found is None:
+            said = f"encoder cache miss: {name} was neither loaded nor encoded"
+            raise Violation(Effect.ENGINE_DIES, said)
+        wanted = self._expected(request_id, feature)
+        facts = [(tuple(each.shape), each.dtype) for each in (found, wanted)]
+        require(facts[0] == facts[1], Effect.WRONG_ROWS, f"{name} is {facts[0]} and not {facts[1]}")
+        require(torch.equal(found, wanted), Effect.WRONG_ROWS, f"{name} has other numbers")
 
 
 def request_for(

@@ -6,10 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from lab.conformance.harness import Place, Roles, Runner, Subject
+from lab.conformance import (  # noqa: F401 - their checks put themselves on the list
+    faults,
+    hand_over,
+    hostile_input,
+    lifecycle,
+    scheduling,
+)
+from lab.conformance.harness import Place, Roles, Subject
 from lab.conformance.rules import RULES, Effect, NotApplicable, Rule, Violation
+from lab.vllm_loop import RUNNERS, HookFailed, RunnerName
 
-RUNNERS: tuple[Runner, ...] = ("v1", "v2")
 ROLES: tuple[Roles, ...] = ("apart", "both")
 
 
@@ -26,7 +33,7 @@ class Result:
     """What came of one check with one runner and one distribution of roles."""
 
     rule: Rule
-    runner: Runner
+    runner: RunnerName
     roles: Roles
     verdict: Verdict
     said: str = ""
@@ -36,7 +43,7 @@ class Result:
     seconds: float = 0.0
 
 
-def play(subject: Subject, rule: Rule, runner: Runner, roles: Roles) -> Result:
+def play(subject: Subject, rule: Rule, runner: RunnerName, roles: Roles) -> Result:
     """Play one check."""
     start_s = time.monotonic()
     place = Place(subject, runner, roles)
@@ -44,9 +51,9 @@ def play(subject: Subject, rule: Rule, runner: Runner, roles: Roles) -> Result:
     try:
         with place:
             rule.check(place)
-    except Violation as broken:
-        verdict, effect = Verdict.BROKEN, broken.effect
-        said = str(broken).replace(str(place.root), "")
+    except (Violation, HookFailed) as broken:
+        verdict, said = Verdict.BROKEN, str(broken).replace(str(place.root), "")
+        effect = broken.effect if isinstance(broken, Violation) else Effect.ENGINE_DIES
     except NotApplicable as reason:
         verdict, said = Verdict.NOT_APPLICABLE, str(reason)
     took_s = time.monotonic() - start_s
@@ -56,7 +63,7 @@ def play(subject: Subject, rule: Rule, runner: Runner, roles: Roles) -> Result:
 def play_all(
     subject: Subject,
     names: Iterable[str] = RULES,
-    runners: Iterable[Runner] = RUNNERS,
+    runners: Iterable[RunnerName] = RUNNERS,
     roles: Iterable[Roles] = ROLES,
 ) -> Iterator[Result]:
     """Play checks, each with every runner and distribution of roles; results as they come."""

@@ -74,20 +74,20 @@ def takes_aborts(place: Place) -> None:
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
     unscheduled = decoder.submit(picture(1).without_pixels(), params=encoded.params)
-    decoder.abort(unscheduled)
+    decoder.leave(unscheduled)
     between = decoder.submit(picture(1).without_pixels(), params=encoded.params)
     output = decoder.schedule()
-    decoder.abort(between)
+    decoder.leave(between)
     decoder.execute(output)
-    decoder.idle_in_flight()
+    decoder.update_all()
     deferred = decoder.submit(picture(8, "not-stored"), params={"not-stored": {"metadata": {}}})
     decoder.step()
-    decoder.abort(deferred)
+    decoder.leave(deferred)
     cut_off = encoder.submit(picture(2))
     output = encoder.schedule()
-    encoder.abort(cut_off)
+    encoder.leave(cut_off)
     encoder.execute(output)
-    encoder.idle_in_flight()
+    encoder.update_all()
     decoder.idle()
     encoder.idle()
     hand_over(encoder, decoder, picture(1), picture(2))
@@ -116,10 +116,10 @@ def takes_empty_steps(place: Place) -> None:
     for engine in (place.encoder(), place.decoder()):
         for _ in range(3):
             engine.execute(engine.schedule())
-            engine.idle_in_flight()
+            engine.update_all()
         must_answer(engine.ask(picture(1)))
         engine.execute(engine.schedule())
-        engine.idle_in_flight()
+        engine.update_all()
 
 
 @rule(
@@ -162,5 +162,5 @@ def consumers_write_nothing(place: Place) -> None:
 def _forget_embeddings(engine: Engine) -> None:
     """Empty the encoder cache on both sides, as vLLM does after a weight update."""
     engine.scheduler.reset_encoder_cache()
-    for worker in engine.workers:
-        worker.encoder_cache.clear()
+    for runner in engine.runners:
+        runner.model.encoder_cache.clear()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from lab.vllm_loop import RunnerName
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import ToyEngine, options, vllm_config, write_model
+from tests.kvshare.toy import ToyEngine, ToyModel, options, vllm_config, write_model
 
 StartEngine = Callable[..., ToyEngine]
 
@@ -32,13 +33,22 @@ def start(text_model: Path, tmp_path: Path) -> Iterator[StartEngine]:
         is_async: bool = False,
         store: dict[str, Any] | None = None,
         specs: Sequence[KVCacheSpec] = (),
-        kind: type[ToyEngine] = ToyEngine,
+        runner: RunnerName = "v1",
+        model: type[ToyModel] = ToyModel,
         **engine_args: Any,
     ) -> ToyEngine:
         config = vllm_config(
             text_model, options(folder or tmp_path, **(store or {})), kv_role, **engine_args
         )
-        started.append(kind(config, num_blocks=num_blocks, is_async=is_async, specs=specs))
+        engine = ToyEngine(
+            config,
+            num_blocks=num_blocks,
+            is_async=is_async,
+            specs=specs,
+            runner=runner,
+            model=model,
+        )
+        started.append(engine)
         return started[-1]
 
     yield start

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from tests.kvshare.conftest import StartEngine
@@ -18,10 +18,9 @@ from tests.kvshare.toy import (
     BLOCK,
     GIVE_UP_S,
     Answer,
-    Row,
     ToyEngine,
+    ToyModel,
     expected_answer,
-    kv_of,
     make_request,
     objects,
     serve,
@@ -38,41 +37,37 @@ def chunked(blocks: int) -> dict[str, Any]:
 # --- speculative decoding ---
 
 
-class GuessingEngine(ToyEngine):
+class GuessingModel(ToyModel):
     """Guesses tokens ahead: some right ones, then a wrong one, and the KV of all of them."""
 
     num_rejected = 0
     num_accepted = 0
 
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        self.drafts = output.scheduled_spec_decode_tokens
-        return super()._execute(output)
+    def forward(self, output: SchedulerOutput) -> list[list[int]]:
+        self._guesses = output.scheduled_spec_decode_tokens
+        self._names = list(output.num_scheduled_tokens)
+        return super().forward(output)
 
-    def _forward(self, name: str, start: int, end: int) -> list[int]:
-        row = self.rows[name]
+    def compute(self, request_id: str, start: int, end: int) -> list[int]:
+        row = self.rows[request_id]
         num_known = len(row.tokens)
-        sampled = super()._forward(name, start, min(end, num_known))
-        drafts = self.drafts.get(name, [])[: max(0, end - num_known)]
+        sampled = super().compute(request_id, start, min(end, num_known))
+        drafts = self._guesses.get(request_id, [])[: max(0, end - num_known)]
         for number, draft in enumerate(drafts):
             position = num_known + number
             if draft != row.tokens[position]:
-                self._fill(row, position, [*row.tokens[:position], *drafts[number:]])
+                wrong = [*row.tokens[:position], *drafts[number:]]
+                for at in range(position, len(wrong)):
+                    self.fill(row, at, wrong[: at + 1])
                 self.num_rejected += len(drafts) - number
                 break
             self.num_accepted += 1
-            sampled += super()._forward(name, position, position + 1)
+            sampled += super().compute(request_id, position, position + 1)
         return sampled
 
-    def _fill(self, row: Row, position: int, tokens: list[int]) -> None:
-        """Compute what was guessed wrong."""
-        for at in range(position, len(tokens)):
-            self._cells(row, 0, at)[:] = kv_of(tokens[: at + 1])
-
-    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        super()._update(output, result)
-        names = [name for name in output.num_scheduled_tokens if name in self.rows]
-        guesses = [self._guess(self.rows[name].tokens) for name in names]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        guesses = [self._guess(self.rows[name].tokens) for name in self._names]
+        return DraftTokenIds(self._names, guesses)
 
     def _guess(self, tokens: list[int]) -> list[int]:
         right = expected_answer(tokens, NUM_GUESSES)
@@ -94,11 +89,11 @@ def test_what_was_guessed_wrong_is_never_stored(start: StartEngine, chunk_blocks
     store = chunked(chunk_blocks)
     talk = LONG[: 5 * BLOCK]
     for turn in range(4):
-        guessing = start(kind=GuessingEngine, store=store, **SPECULATING)
-        assert isinstance(guessing, GuessingEngine)
+        guessing = start(model=GuessingModel, store=store, **SPECULATING)
         answer = serve(guessing, talk, max_tokens=23 + turn)
-        assert guessing.num_accepted > 0
-        assert guessing.num_rejected > 0
+        assert isinstance(guessing.model, GuessingModel)
+        assert guessing.model.num_accepted > 0
+        assert guessing.model.num_rejected > 0
         talk += answer.tokens
         num_stored = (len(talk) - 1) // BLOCK * BLOCK
         talk += [turn]
@@ -110,7 +105,7 @@ def test_what_was_guessed_wrong_is_never_stored(start: StartEngine, chunk_blocks
 def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
     prompts = [[number, *LONG[:9]] for number in range(6)]
     for _ in range(2):
-        engine = start(kind=GuessingEngine, num_blocks=24, store=chunked(2), **SPECULATING)
+        engine = start(model=GuessingModel, num_blocks=24, store=chunked(2), **SPECULATING)
         requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
         for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
             assert answer.tokens == expected_answer(prompt, 20)
@@ -135,6 +130,7 @@ def test_a_reset_while_requests_run(
         while len(engine.answers["r4"].tokens) < num_tokens:
             engine.step()
         step_until(engine, lambda: not is_loading(requests))
+        engine.update_all()  # vLLM refuses while a step in flight may write to freed blocks
         assert engine.scheduler.reset_prefix_cache(True, resets_connector)
     engine.run_out()
     check_all(engine, prompts, 30)
@@ -169,6 +165,7 @@ def test_who_is_aborted_after_a_reset_leaves_nothing_of_others(
     victim = make_request("victim", LONG[:7], 20)
     engine.add(victim)
     step_until(engine, lambda: len(engine.answers["victim"].tokens) > 5)
+    engine.update_all()
     assert engine.scheduler.reset_prefix_cache(True, True)
     other = [7, *LONG[:22]]
     engine.scheduler.waiting.remove_request(victim)

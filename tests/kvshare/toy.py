@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole engine but for the model: vLLM's own scheduler and cache manager, both halves of the
-connector, real cache tensors and a real store.
+"""A whole engine but for the model: the simulator of vLLM's loop, both halves of the connector,
+real cache tensors and a real store.
 
 The model is replaced by arithmetic. The KV of a token is a number made of all tokens up to it, and
 the next token is made of the KV that lies in the request's blocks. So a block that is missing,
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,9 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -35,19 +34,13 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import Request
 
-from ecshare.plugin.ranks import Rank
-from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.stats import merged
-from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
-from kvshare.events import publishes_events
-from kvshare.layers import Span, layer_sets
+from kvshare.layers import Span
 from kvshare.prefix import Chunk, Grid, Prefix
-from kvshare.worker import CacheShape, Duties, KVWorker
+from lab.vllm_loop import EngineLoop, Model, Row, RunnerName
 
 BLOCK = 4
 LAYERS = 3
@@ -204,17 +197,6 @@ def flavour_of(lora_request: LoRARequest | None) -> list[int]:
 
 
 @dataclass
-class Row:
-    """One request as a model runner knows it."""
-
-    tokens: list[int]
-    num_prompt_tokens: int
-    block_ids: list[list[int]]
-    """Of each cache group."""
-    flavour: list[int]
-
-
-@dataclass
 class Answer:
     tokens: list[int] = field(default_factory=list)
     computed_prompt_tokens: int = 0
@@ -222,11 +204,57 @@ class Answer:
     finish_reason: Any = None
 
 
-class ToyEngine:
+class ToyModel(Model):
+    """Arithmetic over the KV in a request's blocks; see the module's docstring."""
+
+    def __init__(self, cache: KVCacheConfig, computed: Callable[[str, int], None]) -> None:
+        """`computed`: is told of each request how many tokens of its prompt are computed."""
+        super().__init__()
+        groups = cache.kv_cache_groups
+        self.spans = [Span.of(group.kv_cache_spec) for group in groups]
+        # Garbage, so that a block nobody wrote is noticed.
+        self._cache = torch.full((LAYERS, cache.num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
+        self.kv_caches = {
+            name: layer
+            for group in groups
+            for name, layer in zip(group.layer_names, self._cache, strict=True)
+        }
+        self._computed = computed
+
+    def compute(self, request_id: str, start: int, end: int) -> list[int]:
+        """Write the KV of these tokens; sample if the last known token is among them."""
+        row = self.rows[request_id]
+        self._computed(request_id, max(0, min(end, row.num_prompt_tokens) - start))
+        flavour = flavour_of(row.lora_request)
+        for position in range(start, end):
+            self.fill(row, position, [*flavour, *row.tokens[: position + 1]])
+        if end < len(row.tokens):
+            return []
+        kv = []
+        for group, span in enumerate(self.spans):
+            for position in range(span.first_needed(end - 1), end):
+                cells = self._cells(row, group, position)
+                assert cells.min() == cells.max(), "a token's KV is torn"
+                kv.append(float(cells[0, 0, 0]))
+        row.tokens.append(next_token(kv))
+        return [row.tokens[-1]]
+
+    def fill(self, row: Row, position: int, tokens: Sequence[int]) -> None:
+        """Write the KV of the last of `tokens` to a position of a request."""
+        for group in range(len(self.spans)):
+            self._cells(row, group, position)[:] = kv_of(tokens, group)
+
+    def _cells(self, row: Row, group: int, position: int) -> Tensor:
+        """View the KV of one token in one cache group: [layer, head, content]."""
+        block = row.block_ids[group][position // BLOCK]
+        return self._cache[:, block, :, position % BLOCK]
+
+
+class ToyEngine(EngineLoop):
     """See the module's docstring.
 
     `is_async`: schedules the next step before it has the output. `specs`: of the cache groups; one
-    with full attention, if none is given.
+    with full attention, if none is given. `model`: what computes.
     """
 
     def __init__(
@@ -236,56 +264,31 @@ class ToyEngine:
         num_blocks: int = 64,
         is_async: bool = False,
         specs: Sequence[KVCacheSpec] = (),
+        runner: RunnerName = "v1",
+        model: type[ToyModel] = ToyModel,
     ) -> None:
         init_none_hash(sha256)
+        config.scheduler_config.async_scheduling = is_async
         cache = cache_config(num_blocks, specs)
-        groups = cache.kv_cache_groups
-        self.spans = [Span.of(group.kv_cache_spec) for group in groups]
-        config.cache_config.num_gpu_blocks = num_blocks
-        self.is_async = is_async
-        self.scheduler: Scheduler = (AsyncScheduler if is_async else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=cache,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
-        connector = self.scheduler.connector
-        assert isinstance(connector, KVShareConnector)
-        self.connector = connector
-        assert config.kv_transfer_config is not None
-        extra = config.kv_transfer_config.kv_connector_extra_config
-        kv_config = KVConfig(**extra)
-        self.transfer = TransferEngine(kv_config, OPTIONS_PATH)
-        sets = layer_sets(cache, 1, HEADS)
-        shape = CacheShape(num_blocks, BLOCK, sets, len(groups))
-        self.worker = KVWorker(
-            kv_config,
-            shape,
-            Rank(0, 1, 0, 1),
-            self.transfer,
-            Duties(tells_saved=publishes_events(config)),
-        )
-        # Garbage, so that a block nobody wrote is noticed.
-        self.cache = torch.full((LAYERS, num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
-        self.worker.register(
-            {
-                name: layer
-                for group in groups
-                for name, layer in zip(group.layer_names, self.cache, strict=True)
-            }
-        )
-        self.rows: dict[str, Row] = {}
+        self.model = model(cache, self._computed)
+        self.spans = self.model.spans
         self.answers: dict[str, Answer] = {}
         self.counts: dict[str, float] = {}
         self.hit_sources: Counter[Any] = Counter()
         self.before_load: Callable[[], object] = lambda: None
-        self._in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
-
-    def close(self) -> None:
-        self.scheduler.connector.shutdown()  # type: ignore[union-attr]
-        self.worker.close()
+        # The tokens of this model's blocks lie as on a GPU.
+        with patch("kvshare.worker.repacks_blocks", lambda: False):
+            super().__init__(config, [self.model], cache, runner)
+        (rank,) = self.runners
+        connector, worker = self.scheduler.get_kv_connector(), rank.kv_connector
+        assert isinstance(connector, KVShareConnector)
+        assert isinstance(worker, KVShareConnector)
+        self.connector = connector
+        self.worker = worker.worker
+        self.transfer = self.worker._engine
+        self._worker_connector = worker
+        self._load = worker.start_load_kv
+        worker.start_load_kv = self._start_load  # type: ignore[method-assign]
 
     def add(self, request: Request) -> None:
         self.answers[request.request_id] = Answer()
@@ -301,7 +304,7 @@ class ToyEngine:
     def run_out(self) -> None:
         """Step until nothing is left to do and everything saved is stored."""
         deadline_s = time.monotonic() + GIVE_UP_S
-        while self.scheduler.has_requests() or self._in_flight:
+        while self.has_work:
             self.step()
             assert time.monotonic() < deadline_s, "the engine hangs"
         while self.transfer.in_flight:
@@ -312,108 +315,27 @@ class ToyEngine:
             stats = half.take_stats()
             self._count(stats.data if stats else {})
 
-    def step(self) -> None:
-        """One turn of vLLM's engine loop: with asynchronous scheduling, two steps are in flight."""
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            self._in_flight.append((output, self._execute(output)))
-            if self.is_async and len(self._in_flight) < 2 and self.scheduler.has_requests():
-                return
-        self._update(*self._in_flight.pop(0))
+    def received(self, outputs: EngineCoreOutputs) -> None:
+        for one in outputs.outputs:
+            answer = self.answers[one.request_id]
+            answer.tokens += one.new_token_ids
+            answer.finish_reason = one.finish_reason or answer.finish_reason
+            answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
+        stats = outputs.scheduler_stats
+        if stats and stats.kv_connector_stats:
+            self._count(stats.kv_connector_stats)
+        if stats and stats.connector_prefix_cache_stats:
+            hits = stats.connector_prefix_cache_stats
+            self.hit_sources.update(getattr(hits, "hits_by_source", {}))
 
-    def abort(self, name: str) -> None:
-        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step of a worker, in the order of vLLM's model runners."""
-        orders: Any = output.kv_connector_metadata
-        self.worker.save_leaving(orders)
-        for name in output.finished_req_ids:
-            self.rows.pop(name, None)
-        sampled = [self._forward(name, *work) for name, work in self._work(output).items()]
+    def _start_load(self, *args: Any, **kwargs: Any) -> None:
+        orders: Any = self._worker_connector._get_connector_metadata()
         if orders.loads:
             self.before_load()
-        self.worker.load(orders)
-        self.worker.save(orders)
-        finished = self.worker.settle()
-        names = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=finished.requests,
-                failed_recving=finished.failed,
-                invalid_block_ids=self.worker.take_invalid_blocks(),
-                kv_connector_stats=self.worker.take_stats(),
-                kv_connector_worker_meta=self.worker.report(),
-            ),
-        )
+        self._load(*args, **kwargs)
 
-    def _work(self, output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-        """Update the rows; return from and to which token each request is computed."""
-        starts = {}
-        for new in output.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            prompt = new.prompt_token_ids
-            block_ids = [list(ids) for ids in new.block_ids]
-            flavour = flavour_of(new.lora_request)
-            self.rows[new.req_id] = Row(list(prompt), len(prompt), block_ids, flavour)
-            starts[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for name, new_ids, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            row = self.rows[name]
-            if name in cached.resumed_req_ids:
-                row.block_ids = [[] for _ in self.spans]
-                # What was sampled of it meanwhile may be dropped.
-                row.tokens = list(cached.all_token_ids[name])
-            for known, ids in zip(row.block_ids, new_ids or (), strict=False):
-                known += ids
-            starts[name] = start
-        return {
-            name: (starts[name], starts[name] + count)
-            for name, count in output.num_scheduled_tokens.items()
-        }
-
-    def _forward(self, name: str, start: int, end: int) -> list[int]:
-        """Write the KV of these tokens; sample if the last known token is among them."""
-        row = self.rows[name]
-        answer = self.answers[name]
-        answer.computed_prompt_tokens += max(0, min(end, row.num_prompt_tokens) - start)
-        for group in range(len(self.spans)):
-            for position in range(start, end):
-                kv_now = kv_of([*row.flavour, *row.tokens[: position + 1]], group)
-                self._cells(row, group, position)[:] = kv_now
-        if end < len(row.tokens):
-            return []
-        kv = []
-        for group, span in enumerate(self.spans):
-            for position in range(span.first_needed(end - 1), end):
-                cells = self._cells(row, group, position)
-                assert cells.min() == cells.max(), "a token's KV is torn"
-                kv.append(float(cells[0, 0, 0]))
-        row.tokens.append(next_token(kv))
-        return [row.tokens[-1]]
-
-    def _cells(self, row: Row, group: int, position: int) -> Tensor:
-        """View the KV of one token in one cache group: [layer, head, content]."""
-        block = row.block_ids[group][position // BLOCK]
-        return self.cache[:, block, :, position % BLOCK]
-
-    def _update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for one in outputs.outputs:
-                answer = self.answers[one.request_id]
-                answer.tokens += one.new_token_ids
-                answer.finish_reason = one.finish_reason or answer.finish_reason
-                answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
-            if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
-                self._count(outputs.scheduler_stats.kv_connector_stats)
-            if outputs.scheduler_stats and outputs.scheduler_stats.connector_prefix_cache_stats:
-                hits = outputs.scheduler_stats.connector_prefix_cache_stats
-                self.hit_sources.update(getattr(hits, "hits_by_source", {}))
+    def _computed(self, request_id: str, num_tokens: int) -> None:
+        self.answers[request_id].computed_prompt_tokens += num_tokens
 
     def _count(self, counts: dict[str, float]) -> None:
         self.counts = merged(self.counts, counts)

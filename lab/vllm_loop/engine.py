@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's loop: vLLM's scheduler, and the ranks that run what it schedules."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lab.vllm_loop.hooks import EC_SCHEDULER_HOOKS, KV_SCHEDULER_HOOKS, HookLog, watch
+from lab.vllm_loop.model import Model
+from lab.vllm_loop.runners import KINDS, RunnerName, chosen
+
+# A loop of an engine that has work but ran nothing sleeps this long, as EngineCore does.
+_NAP_S = 0.001
+
+
+class EngineLoop:
+    """A scheduler and its ranks, one for each of `models`. Close it.
+
+    Subclasses take the answers in `received`.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        models: Sequence[Model],
+        kv_cache_config: KVCacheConfig,
+        runner: RunnerName = "v1",
+    ) -> None:
+        """Start the connectors that `config` names, with asynchronous scheduling if it says so.
+
+        Its block size is the scheduler's. Raises what a connector raises at its start.
+        """
+        self.config = config
+        self.log = HookLog()
+        """Of the connectors in the scheduler's process."""
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+        # Only while it starts: to configure an engine for the V2 runner, vLLM insists on Triton.
+        with chosen(runner):
+            self._max_in_flight = config.max_concurrent_batches
+            kind = config.scheduler_config.get_scheduler_cls()
+            assert issubclass(kind, Scheduler), f"{kind} is not vLLM's own scheduler"
+            self.scheduler = kind(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=config.cache_config.block_size,
+                hash_block_size=config.cache_config.block_size,
+                log_stats=True,
+            )
+            self.runners = [
+                KINDS[runner](config, rank, model, kv_cache_config)
+                for rank, model in enumerate(models)
+            ]
+        if (ec_connector := self.scheduler.get_ec_connector()) is not None:
+            watch(ec_connector, EC_SCHEDULER_HOOKS, self.log)
+        self._kv_aggregator = None
+        if (kv_connector := self.scheduler.get_kv_connector()) is not None:
+            watch(kv_connector, KV_SCHEDULER_HOOKS, self.log)
+            self._kv_aggregator = KVOutputAggregator.from_connector(kv_connector, len(models))
+        self._ec_aggregator = ECOutputAggregator()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the loop has anything to do, be it only for a connector."""
+        return self.scheduler.has_requests() or bool(self.in_flight)
+
+    def step(self) -> None:
+        """Run one turn of the loop; asynchronous scheduling keeps two steps in flight."""
+        has_run = is_filling = False
+        if self.scheduler.has_requests():
+            output = self.schedule()
+            self.execute(output)
+            has_run = output.total_num_scheduled_tokens > 0
+            is_filling = len(self.in_flight) < self._max_in_flight and (
+                has_run or self.scheduler.has_requests()
+            )
+        if not is_filling:
+            self.update()
+        if not has_run and self.scheduler.has_requests():
+            time.sleep(_NAP_S)
+
+    def schedule(self) -> SchedulerOutput:
+        """First part of a step: what runs."""
+        return self.scheduler.schedule()
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Second part: every rank runs it, and their answers are brought together."""
+        answers: list[ModelRunnerOutput | None] = [each.execute(output) for each in self.runners]
+        answer = answers[0]
+        if len(answers) > 1:
+            if self._kv_aggregator is not None:
+                answer = self._kv_aggregator.aggregate(answers)
+            answer = self._ec_aggregator.aggregate(answers)
+        assert answer is not None
+        self.in_flight.append((output, answer))
+
+    def update(self) -> None:
+        """Third part: the scheduler takes the oldest answer in flight, if there is one."""
+        if not self.in_flight:
+            return
+        output, answer = self.in_flight.popleft()
+        for outputs in self.scheduler.update_from_output(output, answer).values():
+            self.received(outputs)
+        if output.total_num_scheduled_tokens:
+            drafts = self.runners[0].model.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
+
+    def received(self, outputs: EngineCoreOutputs) -> None:
+        """Take what the engine tells its front end after a step."""
+
+    def update_all(self) -> None:
+        """Take the answers of all steps in flight."""
+        while self.in_flight:
+            self.update()
+
+    def abort(self, request_id: str) -> None:
+        """End a request as if its client had left."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def close(self) -> None:
+        """Shut down every part of the engine."""
+        for runner in self.runners:
+            runner.close()
+        self.scheduler.shutdown()
