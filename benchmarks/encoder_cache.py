@@ -24,7 +24,6 @@ from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampl
 from benchmarks import encoder_hooks, places
 from benchmarks.encoder_halves import DTYPE, WIDTH, Halves, Role, embedding, vlm_config
 from benchmarks.measure import Readings, touch
-from benchmarks.one_rank import one_rank
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
 from benchmarks.report import Report, Table, arguments, command_line
@@ -75,7 +74,6 @@ def main(words: Sequence[str]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = vlm_config(folder)
-        stack.enter_context(one_rank(config, folder))
         found = [
             *stack.enter_context(places.folders(options.disk)),
             *stack.enter_context(places.s3(ROUND_TRIPS_MS)),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both halves of an encoder-cache connector, driven as vLLM's scheduler and V1 runner drive them.
+"""Both halves of an encoder-cache connector, driven as vLLM's scheduler and V2 runner drive them.
 
-The configuration, requests and tensors are vLLM's own; there is no engine and no model. Everything
-goes through `ECConnectorBase`, so any connector can stand here.
+The configuration, requests and tensors are vLLM's own; there is no engine and no model. The worker
+half is driven by the simulator of vLLM's loop. The scheduler half is called here, without vLLM's
+scheduler: that would choose the moment of each call, and add its own time.
 """
 
 import copy
@@ -16,7 +17,6 @@ from torch import Tensor
 from vllm.config import ECTransferConfig, VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
-    ECConnectorMetadata,
     ECConnectorRole,
 )
 from vllm.engine.arg_utils import EngineArgs
@@ -28,11 +28,14 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from benchmarks.measure import touch, wait_until
 from lab.models import make_qwen25_vl
+from lab.vllm_loop import Model
+from lab.vllm_loop.runners import V2Runner
 
 Role = Literal["ec_producer", "ec_consumer", "ec_both"]
 
@@ -93,6 +96,7 @@ def step_of(*requests: Request) -> SchedulerOutput:
     """Return the schedule of a step that computes all tokens of `requests`."""
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {each.request_id: each.num_tokens for each in requests}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     return output
 
 
@@ -109,43 +113,31 @@ class Halves:
         config = copy.copy(vllm_config)
         config.ec_transfer_config = ECTransferConfig(
             ec_connector=connector.__name__,
+            ec_connector_module_path=connector.__module__,
             ec_role=role,
             ec_connector_extra_config=dict(extra_config),
         )
         self.scheduler = connector(config, ECConnectorRole.SCHEDULER)
-        self.worker = connector(config, ECConnectorRole.WORKER)
+        self._model = _Encoder()
+        self.worker = V2Runner(config, 0, self._model, KVCacheConfig(1, [], []))
         self._num_saved = 0
 
     def save(self, identifier: str, tensor: Tensor) -> tuple[float, float]:
         """Encode and save an item nobody has. Returns the seconds the step is held up: by the hooks
         that follow the encoder, and by the one that ends the step."""
         request = request_for(identifier, len(tensor))
-        orders = self._schedule(request)
-        encoder_cache: dict[str, Tensor] = {}
-        self.worker.bind_connector_metadata(orders)
-        start_s = perf_counter()
-        self.worker.start_save_caches(encoder_cache=encoder_cache)
-        begun_s = perf_counter() - start_s
-        encoder_cache[identifier] = tensor  # the encoder runs here
-        start_s = perf_counter()
-        self.worker.save_caches(encoder_cache, identifier)
-        saved_s = perf_counter() - start_s
-        start_s = perf_counter()
-        self.worker.get_finished(set())
-        settled_s = perf_counter() - start_s
-        self.worker.clear_connector_metadata()
-        self.scheduler.request_finished(request)
-        return begun_s + saved_s, settled_s
+        self._model.made = tensor
+        self._run(request, encodes=True)
+        log = self.worker.log
+        copied_s = log.seconds("start_save_caches", "save_caches")
+        return copied_s, log.seconds("get_finished")
 
     def settle(self, num_saved: int) -> None:
         """Step on until the worker has reported `num_saved` more items as saved."""
         goal = self._num_saved + num_saved
 
         def are_saved() -> bool:
-            self.worker.get_finished(set())
-            report = self.worker.build_connector_worker_meta()
-            for sums in getattr(report, "totals", {}).values():
-                self._num_saved = max(self._num_saved, int(sums.get("items/saved", 0)))
+            self._execute(step_of())
             return self._num_saved >= goal
 
         wait_until(are_saved, _GIVE_UP_S)
@@ -164,20 +156,15 @@ class Halves:
         ready_s = perf_counter() - start_s
         if not self.scheduler.has_cache_item(identifier):
             raise NotStored(identifier)
-        orders = self._schedule(request)
-        encoder_cache: dict[str, Tensor] = {}
-        self.worker.bind_connector_metadata(orders)
+        self._run(request, encodes=False)
         start_s = perf_counter()
-        self.worker.start_load_caches(encoder_cache)
-        touch(encoder_cache[identifier])
-        loaded_s = perf_counter() - start_s
-        self.worker.clear_connector_metadata()
-        self.scheduler.request_finished(request)
-        return ready_s, loaded_s, encoder_cache[identifier]
+        touch(self._model.encoder_cache[identifier])
+        loaded_s = self.worker.log.seconds("start_load_caches") + perf_counter() - start_s
+        return ready_s, loaded_s, self._model.encoder_cache[identifier]
 
     def close(self) -> None:
         """Stop both halves."""
-        self.worker.shutdown()
+        self.worker.close()
         self.scheduler.shutdown()
 
     def _is_ready(self, request: Request) -> bool:
@@ -187,7 +174,39 @@ class Halves:
         self.scheduler.build_connector_meta(step_of())
         return False
 
-    def _schedule(self, request: Request) -> ECConnectorMetadata:
+    def _run(self, request: Request, *, encodes: bool) -> None:
+        """Run one step that computes `request`; the worker's log then tells of this step alone."""
         wait_until(lambda: self._is_ready(request), _GIVE_UP_S)
         self.scheduler.update_state_after_alloc(request, 0)
-        return self.scheduler.build_connector_meta(step_of(request))
+        step = step_of(request)
+        step.scheduled_new_reqs = [NewRequestData.from_request(request, ())]
+        if encodes:
+            step.scheduled_encoder_inputs = {request.request_id: [0]}
+        self._model.forget()
+        self.worker.log.clear()
+        self._execute(step)
+        self.scheduler.request_finished(request)
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        """Have the worker run a step with the scheduler half's orders."""
+        step.ec_connector_metadata = self.scheduler.build_connector_meta(step)
+        output = self.worker.execute(step).ec_connector_output
+        report = output and output.ec_connector_worker_meta
+        for sums in getattr(report, "totals", {}).values():
+            self._num_saved = max(self._num_saved, int(sums.get("items/saved", 0)))
+
+
+class _Encoder(Model):
+    """Makes of every picture what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.empty(0)
+
+    def encode(self, feature: MultiModalFeatureSpec) -> Tensor:
+        return self.made
+
+    def forget(self) -> None:
+        """Forget all requests and embeddings."""
+        self.rows.clear()
+        self.encoder_cache.clear()

@@ -34,7 +34,6 @@ from benchmarks.kv_halves import (
     text_config,
 )
 from benchmarks.measure import Readings
-from benchmarks.one_rank import one_rank
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
 from benchmarks.report import Cell, Report, Table, arguments, command_line
@@ -116,7 +115,6 @@ def main(words: Sequence[str]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = text_config(folder)
-        stack.enter_context(one_rank(config, folder))
         found = [
             *stack.enter_context(places.folders(options.disk)),
             *stack.enter_context(places.s3(ROUND_TRIPS_MS)),

@@ -2,7 +2,9 @@
 """Both halves of a KV connector, driven as vLLM's scheduler and model runner drive them.
 
 The configuration, requests and cache tensors are vLLM's own in kind and shape, those of an 8B-class
-model; there is no engine and no model. Everything goes through `KVConnectorBase_V1`.
+model; there is no engine and no model. The worker half is driven by the simulator of vLLM's loop,
+in the order of the V2 runner. The scheduler half is called here, without vLLM's scheduler: that
+would choose the blocks and the moment of each call, and add its own time.
 """
 
 import copy
@@ -11,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from benchmarks.measure import wait_until
+from lab.vllm_loop import Model
+from lab.vllm_loop.runners import V2Runner
 
 LAYERS, HEADS, HEAD_SIZE, DTYPE = 32, 8, 128, torch.bfloat16
 BLOCK_TOKENS = 16  # vLLM's default on GPUs
@@ -70,6 +73,7 @@ def text_config(folder: Path) -> VllmConfig:
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
+        disable_hybrid_kv_cache_manager=True,  # ExampleConnector insists
     ).create_engine_config()
     config.cache_config.block_size = BLOCK_TOKENS
     init_none_hash(sha256)
@@ -123,21 +127,15 @@ class KVHalves:
         config = copy.copy(vllm_config)
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=connector.__name__,
+            kv_connector_module_path=connector.__module__,
             kv_role="kv_both",
             kv_connector_extra_config=dict(extra_config),
         )
         shape = _shape(caches.shape[1])
-        self.caches = dict(zip(LAYER_NAMES, caches.unbind(), strict=True))
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, shape)
-        self.worker = connector(config, KVConnectorRole.WORKER, shape)
-        self.worker.register_kv_caches(self.caches)
-        # What a connector reads of vLLM's ForwardContext.
-        self._forward: Any = SimpleNamespace(
-            attn_metadata=dict.fromkeys(LAYER_NAMES),
-            no_compile_layers={
-                name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()
-            },
-        )
+        model = _Computed(dict(zip(LAYER_NAMES, caches.unbind(), strict=True)))
+        self.worker = V2Runner(config, 0, model, shape)
+        self._num_saved = 0  # blocks, beyond those that were waited for
 
     def save(self, request: Request, block_ids: Sequence[int]) -> float:
         """Compute `request`, whose KV lies in these blocks, and save it.
@@ -147,32 +145,23 @@ class KVHalves:
         num_tokens, _ = self._matched(request)
         assert num_tokens == 0, "it is stored already"
         self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), 0)
-        orders = self.scheduler.build_connector_meta(_first_step(request, block_ids))
-        self.worker.bind_connector_metadata(orders)
-        start_s = perf_counter()
-        self.worker.start_load_kv(self._forward)
-        for name, cache in self.caches.items():
-            self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, cache, self._forward.attn_metadata[name])
-        self.worker.wait_for_save()  # type: ignore[no-untyped-call]
-        held_up_s = perf_counter() - start_s
-        self.worker.get_transfer_results(set())
-        self.worker.clear_connector_metadata()
+        self.worker.log.clear()
+        self._execute(_first_step(request, block_ids))
+        held_up_s = self.worker.log.seconds(
+            "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"
+        )
         self.scheduler.request_finished(request, list(block_ids))
         return held_up_s
 
     def settle(self, num_blocks: int) -> None:
         """Step on until the worker has counted `num_blocks` more as saved."""
-        left = num_blocks
 
         def are_saved() -> bool:
-            nonlocal left
-            self.worker.get_transfer_results(set())
-            stats = self.worker.get_kv_connector_stats()
-            left -= int(stats.data.get("blocks/saved", 0)) if stats else 0
-            return left <= 0
+            self._execute(SchedulerOutput.make_empty())
+            return self._num_saved >= num_blocks
 
         wait_until(are_saved, _GIVE_UP_S)
+        self._num_saved -= num_blocks
 
     def load(self, request: Request, block_ids: Sequence[int]) -> LoadTimes:
         """Load what is stored of `request` into these blocks.
@@ -186,17 +175,20 @@ class KVHalves:
         if num_tokens != len(block_ids) * BLOCK_TOKENS:
             raise NotStored(f"{num_tokens} tokens of {len(block_ids) * BLOCK_TOKENS}")
         self.scheduler.update_state_after_alloc(request, blocks_of(block_ids), num_tokens)
-        step = SchedulerOutput.make_empty() if is_async else _first_step(request, block_ids)
-        orders = self.scheduler.build_connector_meta(step)
-        held_up_s = self._load(orders, request.request_id if is_async else None)
+        self.worker.log.clear()
+        if is_async:
+            wait_until(lambda: self._has_loaded(request.request_id), _GIVE_UP_S)
+        else:
+            self._execute(_first_step(request, block_ids))
         total_s = perf_counter() - start_s
+        held_up_s = self.worker.log.seconds("start_load_kv", "get_transfer_results")
         self.scheduler.request_finished(request, list(block_ids))
         return LoadTimes(look_up_s, held_up_s, total_s)
 
     def close(self) -> None:
         """Stop both halves."""
-        for half in (self.worker, self.scheduler):
-            half.shutdown()  # type: ignore[no-untyped-call]
+        self.worker.close()
+        self.scheduler.shutdown()  # type: ignore[no-untyped-call]
 
     def _matched(self, request: Request) -> tuple[int, bool]:
         answer: tuple[int | None, bool] = (None, False)
@@ -210,28 +202,34 @@ class KVHalves:
         assert answer[0] is not None
         return answer[0], answer[1]
 
-    def _load(self, orders: Any, awaited: str | None) -> float:
-        """Start a load; step until `awaited` is reported. Returns the seconds inside of hooks."""
-        self.worker.bind_connector_metadata(orders)
-        start_s = perf_counter()
-        self.worker.start_load_kv(self._forward)
-        held_up_s = perf_counter() - start_s
-        self.worker.clear_connector_metadata()
+    def _has_loaded(self, request_id: str) -> bool:
+        results = self._execute(SchedulerOutput.make_empty())
+        if results.failed_recving:
+            raise NotStored(f"the load failed: {results.failed_recving}")
+        self.scheduler.update_connector_output(results)
+        return request_id in (results.finished_recving or ())
 
-        def has_ended() -> bool:
-            nonlocal held_up_s
-            start_s = perf_counter()
-            results = self.worker.get_transfer_results(set())
-            held_up_s += perf_counter() - start_s
-            if results.failed_recving:
-                raise NotStored(f"the load failed: {results.failed_recving}")
-            ended = results.finished_recving or set()
-            self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=ended))
-            return awaited in ended
+    def _execute(self, step: SchedulerOutput) -> KVConnectorOutput:
+        """Have the worker run a step with the scheduler half's orders. Returns its report."""
+        step.kv_connector_metadata = self.scheduler.build_connector_meta(step)
+        report = self.worker.execute(step).kv_connector_output or KVConnectorOutput()
+        if report.kv_connector_stats is not None:
+            self._num_saved += int(report.kv_connector_stats.data.get("blocks/saved", 0))
+        return report
 
-        if awaited is not None:
-            wait_until(has_ended, _GIVE_UP_S)
-        return held_up_s
+
+class _Computed(Model):
+    """All KV lies in the caches already."""
+
+    def __init__(self, kv_caches: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.kv_caches = kv_caches
+
+    def update(self, output: SchedulerOutput) -> None:
+        pass
+
+    def forward(self, output: SchedulerOutput) -> list[list[int]]:
+        return [[] for _ in output.num_scheduled_tokens]
 
 
 def _shape(num_blocks: int) -> KVCacheConfig:
@@ -258,4 +256,6 @@ def _first_step(request: Request, block_ids: Sequence[int]) -> SchedulerOutput:
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [NewRequestData.from_request(request, (list(block_ids),))]
     output.num_scheduled_tokens = {request.request_id: request.num_tokens}
+    output.total_num_scheduled_tokens = request.num_tokens
+    output.has_sync_kv_loads = True  # for connectors whose loads are not asynchronous
     return output
