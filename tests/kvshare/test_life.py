@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from lab.vllm_loop import RUNNERS, RunnerName
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
@@ -116,12 +117,13 @@ def test_guessing_engines_preempt_and_load_too(start: StartEngine) -> None:
 # --- resets and blocks that change hands ---
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("resets_connector", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reset_while_requests_run(
-    start: StartEngine, is_async: bool, resets_connector: bool
+    start: StartEngine, is_async: bool, resets_connector: bool, runner: RunnerName
 ) -> None:
-    engine = start(is_async=is_async, store=chunked(3), num_blocks=128)
+    engine = start(runner=runner, is_async=is_async, store=chunked(3), num_blocks=128)
     prompts = [[number, *LONG[: 20 + number]] for number in range(5)]
     requests = [make_request(f"r{number}", prompt, 30) for number, prompt in enumerate(prompts)]
     for request in requests:
