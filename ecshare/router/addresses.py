@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses media may be fetched from. Pure: no name is looked up here."""
+"""Which addresses media may be fetched from. Pure: it resolves no names."""
 
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -13,8 +13,8 @@ _GLOBAL_UNICAST = IPv6Network("2000::/3")
 def may_connect(text: str, allowed: Iterable[Network]) -> bool:
     """Tell whether an address is public or in one of the allowed networks.
 
-    `text` is an address as sockets take it. Everything else, also another spelling of one such as
-    127.1, is refused.
+    `text` is a numeric address as sockets report it. Anything else is refused, including other
+    spellings of an address, such as 127.1.
     """
     try:
         address = _target(ip_address(text))
@@ -24,7 +24,7 @@ def may_connect(text: str, allowed: Iterable[Network]) -> bool:
 
 
 def _target(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """Return the IPv4 address that packets to an IPv6 address end at, else the address itself."""
+    """Return the IPv4 address that an IPv6 address translates or tunnels to, else the address."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:
@@ -33,7 +33,7 @@ def _target(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
 
 
 def _is_public(address: IPv4Address | IPv6Address) -> bool:
-    # Multicast counts as global; so do, in some Python versions, parts of IPv6 that nobody has.
+    # is_global is true for multicast and, in some Python versions, for unassigned IPv6 ranges.
     if not address.is_global or address.is_multicast:
         return False
     return isinstance(address, IPv4Address) or address in _GLOBAL_UNICAST

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes, and the flow of one request through the stages.
 
-Flow: read -> media get their identity -> E encodes each distinct item -> P prefills the
-conversation -> D answers. When E or P fails, D gets the pictures and does all three, and where that
-D fails too, another one. D may get its request beside P, and then loads what P has computed while P
-computes the rest.
+The request is read, and its media get their identity. E (encode) encodes each distinct item, P
+(prefill) prefills the conversation, D (decode) answers. If E or P fails, D gets the media and does
+all three; if that D fails too, another one does. D may get its request while P computes. It then
+loads what P has computed so far while P computes the rest.
 """
 
 import asyncio
@@ -21,36 +21,36 @@ from aiohttp import hdrs, web
 from ecshare.router import plan
 from ecshare.router.bodies import read_body
 from ecshare.router.chat import Chat, Media, Request, is_inline, read_chat
-from ecshare.router.clients import Clients
+from ecshare.router.clients import KnownClients
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
+from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
-from ecshare.router.health import Patience
-from ecshare.router.memory import Memory, Share
+from ecshare.router.health import TimeLimits
+from ecshare.router.hedging import hedged
+from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.middleware import (
-    TRIP,
+    CONTEXT,
     RequestContext,
     end_stream,
-    envelope,
     json_response,
+    request_middleware,
     unavailable,
     verbatim,
 )
 from ecshare.router.models import ServedModels
-from ecshare.router.race import first_good
 from ecshare.router.relay import Relay, Reply
-from ecshare.router.workers import Stage, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
 _MODELS_TIMEOUT_S = 5.0
-_MODELS_ANOTHER_S = 0.2  # then another engine is asked for its list too
+_MODELS_HEDGE_S = 0.2  # then another engine is asked as well
 _SHUTDOWN_S = 5.0
 _MAX_DECODERS = 3
-"""Most D's that one request is sent to as a whole: what kills them all is perhaps the request."""
+"""How many D's may get one request in full. If all of them fail, the request may be the cause."""
 
 
 class _Model(msgspec.Struct):
@@ -62,15 +62,15 @@ class _ModelList(msgspec.Struct):
 
 
 class Router:
-    """The routes, over one `Relay`. Everything here belongs to the event loop's thread."""
+    """The routes, over one `Relay`. Belongs to the event loop's thread."""
 
     relay: Relay
 
     def __init__(self, config: RouterConfig, clock_s: Callable[[], float]) -> None:
         self._config = config
         self._clock_s = clock_s
-        self._stages = {
-            stage: Workers(urls, config.cool_down_s, clock_s)
+        self._pools = {
+            stage: EnginePool(urls, config.cool_down_s, clock_s)
             for stage, urls in (
                 (Stage.ENCODE, config.encoders),
                 (Stage.PREFILL, config.prefillers),
@@ -79,22 +79,22 @@ class Router:
         }
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
-        self._memory = Memory(config.max_in_flight_bytes)
+        self._memory = MemoryBudget(config.max_in_flight_bytes)
         self._served = ServedModels(self._served_models, clock_s)
-        self._clients = Clients(self._ask_about_client, clock_s)
-        self._asking_all: asyncio.Task[list[tuple[Stage, Worker, bool]]] | None = None
+        self._clients = KnownClients(self._ask_about_client, clock_s)
+        self._health_check: asyncio.Task[list[tuple[Stage, Engine, bool]]] | None = None
 
     def application(self) -> web.Application:
-        """Return the web application; the relay lives as long as it runs."""
-        app = web.Application(middlewares=[envelope(self._config)])
+        """Return the web application. The relay lives as long as the application runs."""
+        app = web.Application(middlewares=[request_middleware(self._config)])
         app.cleanup_ctx.append(self._with_relay)
-        app.router.add_post(CHAT, self.chat, expect_handler=_expected)
-        app.router.add_get(MODELS, self.models, expect_handler=_expected)
-        app.router.add_get("/health", self.health, expect_handler=_expected)
+        app.router.add_post(CHAT, self.chat, expect_handler=_send_continue)
+        app.router.add_get(MODELS, self.models, expect_handler=_send_continue)
+        app.router.add_get("/health", self.health, expect_handler=_send_continue)
         return app
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
-        self.relay = Relay(self._config, self._stages)
+        self.relay = Relay(self._config, self._pools)
         yield
         await self._served.close()
         await self._clients.close()
@@ -102,84 +102,84 @@ class Router:
 
     async def chat(self, http: web.Request) -> web.StreamResponse:
         """Answer a chat completion, streamed or not, within the overall deadline."""
-        context = http[TRIP]
+        context = http[CONTEXT]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                with self._memory.share() as share:
-                    return await self._answer(http, context, share)
+                with self._memory.reservation() as reservation:
+                    return await self._answer(http, context, reservation)
         except TimeoutError as exc:
             late = ApiError(504, "The request took too long.", code="timeout")
             if context.answer is None:
                 raise late from exc
             return await end_stream(context.answer, late)
         finally:
-            context.bulk.clear()  # the connection keeps its last request while it is idle
+            context.blobs.clear()  # an idle connection still refers to its last request
 
     async def models(self, http: web.Request) -> web.Response:
-        """Pass on the model list of D, or of P when no D can be reached."""
-        headers = http[TRIP].headers
+        """Pass on the model list of D, or of P if no D can be reached."""
+        headers = http[CONTEXT].headers
         try:
             reply, body = await self._model_list(Stage.DECODE, headers)
         except EngineError:
-            if not self._stages[Stage.PREFILL]:
+            if not self._pools[Stage.PREFILL]:
                 raise
             reply, body = await self._model_list(Stage.PREFILL, headers)
         return verbatim(reply.status, body, reply.content_type)
 
     async def health(self, http: web.Request) -> web.Response:
-        """Ask all engines; 200 when every stage has one that answers, else 503.
+        """Check all engines: 200 if every stage has one that answers, else 503.
 
-        Where the engines are and what they do is for those who show the status key.
+        Only clients with the status key see where the engines are and what they do.
         """
         key = self._config.status_key
-        is_full = key is not None and key.is_shown_by(http.headers.get(hdrs.AUTHORIZATION))
+        is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
         stages: dict[str, list[dict[str, Any]]] = {}
-        for stage, worker, healthy in await self.ask_all():
+        for stage, engine, healthy in await self.check_all():
             group = stages.setdefault(stage, [])
             group.append({"name": f"{stage}-{len(group) + 1}", "healthy": healthy})
             if is_full:
-                group[-1] |= {"url": worker.url, "in_flight": worker.in_flight}
+                group[-1] |= {"url": engine.url, "in_flight": engine.in_flight}
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
             report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
         return json_response(200 if complete else 503, report)
 
-    async def ask_all(self) -> list[tuple[Stage, Worker, bool]]:
-        """Ask every engine at once whether it is healthy; takes a few seconds at most.
+    async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
+        """Check the health of all engines at once; takes a few seconds at most.
 
-        All who ask meanwhile have the same answers: many of them cost the engines no more than one.
+        Callers at the same time share one check, so many callers cost the engines no more than one.
         """
-        if self._asking_all is None:
-            self._asking_all = asyncio.create_task(self._ask_all())
-        return await asyncio.shield(self._asking_all)
+        if self._health_check is None:
+            self._health_check = asyncio.create_task(self._check_all())
+        return await asyncio.shield(self._health_check)
 
-    async def _ask_all(self) -> list[tuple[Stage, Worker, bool]]:
-        workers = [(stage, each) for stage, group in self._stages.items() for each in group]
+    async def _check_all(self) -> list[tuple[Stage, Engine, bool]]:
+        engines = [(stage, each) for stage, group in self._pools.items() for each in group]
         try:
-            answers = await gather_all([self._is_healthy(each) for _, each in workers])
+            answers = await gather_all([self._is_healthy(each) for _, each in engines])
         finally:
-            self._asking_all = None
-        return [(*worker, healthy) for worker, healthy in zip(workers, answers, strict=True)]
+            self._health_check = None
+        return [(*engine, healthy) for engine, healthy in zip(engines, answers, strict=True)]
 
-    async def _is_healthy(self, worker: Worker) -> bool:
-        # Of one that hangs it is known, and to ask it would take long.
-        return not worker.is_hung and await self.relay.is_healthy(worker)
+    async def _is_healthy(self, engine: Engine) -> bool:
+        # A hung engine is known to be unhealthy, and would take long to answer.
+        return not engine.is_hung and await self.relay.is_healthy(engine)
 
     async def _answer(
-        self, http: web.Request, context: RequestContext, share: Share
+        self, http: web.Request, context: RequestContext, reservation: Reservation
     ) -> web.StreamResponse:
-        body = await read_body(http, self._config, share, context.bulk)
+        body = await read_body(http, self._config, reservation, context.blobs)
         chat = read_chat(body, self._config.max_items)
-        del body  # what is decoded takes several times as much
+        del body  # the decoded request takes several times the memory
         await self._check_model(chat, context)
         if not all(is_inline(item.source) for item in chat.items):
             await self._clients.check(context.headers)
-        media = await self.relay.load_media(chat.items, context.bulk, share)
-        plain = plan.plain_request(chat, media)
+        media = await self.relay.load_media(chat.items, context.blobs, reservation)
+        plain = plan.inline_request(chat, media)
         try:
-            request = await self._encoded(chat, media, plain, context)
-            if self._stages[Stage.PREFILL]:
+            request = await self._with_embeddings(chat, media, plain, context)
+            if self._pools[Stage.PREFILL]:
                 answer = await self._prefill(http, request, context)
                 if isinstance(answer, web.StreamResponse):
                     return answer
@@ -194,20 +194,20 @@ class Router:
             context.path.clear()
         return await self._decode_alone(http, plain, context)
 
-    async def _encoded(
+    async def _with_embeddings(
         self, chat: Chat, media: list[Media], plain: Request, context: RequestContext
     ) -> Request:
-        """Return what P is to be sent: without the media that E has encoded."""
-        if not chat.items or not self._stages[Stage.ENCODE]:
+        """Return the request to P, without the media that E has encoded."""
+        if not chat.items or not self._pools[Stage.ENCODE]:
             return plain
-        with context.through(Stage.ENCODE):
+        with context.timed(Stage.ENCODE):
             reports = await self._encode(plan.encode_requests(chat, media), context)
-        return plan.lean_request(chat, media, reports)
+        return plan.metadata_request(chat, media, reports)
 
     async def _encode(
         self, requests: Mapping[str, Request], context: RequestContext
     ) -> dict[str, plan.Metadata | None]:
-        """Have all items encoded at once; returns what is known of each, by uuid."""
+        """Have all items encoded at once, and return the reported metadata by uuid."""
         answers = await gather_all(
             [
                 self.relay.ask(Stage.ENCODE, CHAT, context.payload(request), context.headers)
@@ -220,44 +220,51 @@ class Router:
     async def _prefill(
         self, http: web.Request, request: Request, context: RequestContext
     ) -> web.StreamResponse | Request:
-        """Have P prefill; return what D is to be sent, or D's answer if it was asked meanwhile.
+        """Have P prefill; return the request to D, or D's answer if D was asked meanwhile.
 
-        It is asked beside a P that is known to store KV while it computes, and has nothing else to
-        do: behind other requests D would hold room in its cache for what P has not begun.
+        D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
+        requests D would hold cache blocks for KV that P has not begun to compute.
         """
-        worker = self._stages[Stage.PREFILL].choose()
+        engine = self._pools[Stage.PREFILL].choose()
         is_streamed = self._config.hand_over == "streamed"
-        if is_streamed and worker is not None and worker.streams and not worker.in_flight:
-            return await self._side_by_side(http, worker, request, context)
-        return plan.decode_request(request, await self._handed_over(worker, request, context))
+        if is_streamed and engine is not None and engine.streams and not engine.in_flight:
+            return await self._prefill_and_decode(http, engine, request, context)
+        return plan.decode_request(request, await self._hand_over_of(engine, request, context))
 
-    async def _handed_over(
-        self, worker: Worker | None, request: Request, context: RequestContext
+    async def _hand_over_of(
+        self, engine: Engine | None, request: Request, context: RequestContext
     ) -> Request | None:
-        """Return what P hands over to D; no `worker`: any one that is up."""
-        with context.through(Stage.PREFILL):
+        """Return what P hands over to D. Without an `engine`, any available P computes."""
+        with context.timed(Stage.PREFILL):
             payload = context.payload(plan.prefill_request(request))
-            answer = await self.relay.ask(worker or Stage.PREFILL, CHAT, payload, context.headers)
+            answer = await self.relay.ask(engine or Stage.PREFILL, CHAT, payload, context.headers)
         hand_over = plan.reported_hand_over(answer)
-        if worker is not None:
+        if engine is not None:
             streams = plan.is_streamed(hand_over)
-            self._stages[Stage.PREFILL].mark_streams(worker, streams=streams)
+            self._pools[Stage.PREFILL].set_streams(engine, streams=streams)
         return hand_over
 
-    async def _side_by_side(
-        self, http: web.Request, worker: Worker, request: Request, context: RequestContext
+    async def _prefill_and_decode(
+        self, http: web.Request, engine: Engine, request: Request, context: RequestContext
     ) -> web.StreamResponse | Request:
-        """Return D's answer, which loads while P computes.
+        """Return D's answer; D loads KV while P computes.
 
-        Where P ends before D has begun to answer, and has not done what D waits for, D's request is
-        cancelled: raises what P has raised, or returns what D is to be sent instead.
+        D's request is cancelled if P ends before D has begun to answer, without having stored what
+        D waits for. Then the request to send to D instead is returned.
+
+        Raises:
+            EngineError: P or D failed.
+            RefusalError: P or D refused the request.
         """
         streamed = plan.decode_request(request, plan.STREAMED)
-        prefilling = asyncio.create_task(self._handed_over(worker, request, context))
-        answering = asyncio.create_task(self._decode(http, streamed, beside=Stage.PREFILL))
+        prefilling = asyncio.create_task(self._hand_over_of(engine, request, context))
+        answering = asyncio.create_task(
+            self._decode(http, streamed, concurrent_stage=Stage.PREFILL)
+        )
         try:
-            with self._stages[Stage.PREFILL].lease(worker):
-                await asyncio.sleep(0)  # until the call has begun: nobody else shall find it free
+            with self._pools[Stage.PREFILL].lease(engine):
+                # Until the call holds its own lease: no other request may find the engine idle.
+                await asyncio.sleep(0)
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and context.answer is None:
                 hand_over = prefilling.result()
@@ -272,22 +279,22 @@ class Router:
     async def _decode_alone(
         self, http: web.Request, plain: Request, context: RequestContext
     ) -> web.StreamResponse:
-        """Ask one D after the other, each once; the last one's answer counts whatever it is."""
-        decoders = self._stages[Stage.DECODE]
-        # All may be cooling down: there is no other way to an answer than to ask one of them.
-        worker = decoders.choose() or decoders.soonest()
-        asked: list[Worker] = []
+        """Ask up to three D's in turn, each once. The last one's answer counts, whatever it is."""
+        decoders = self._pools[Stage.DECODE]
+        # If all are cooling down, one of them must be asked: there is no other way to an answer.
+        engine = decoders.choose() or decoders.soonest_available()
+        asked: list[Engine] = []
 
-        def another() -> Worker | None:
+        def another() -> Engine | None:
             return decoders.choose(asked) if len(asked) < _MAX_DECODERS else None
 
-        while worker is not None:
-            asked.append(worker)
+        while engine is not None:
+            asked.append(engine)
             try:
-                return await self._decode(http, plain, worker, is_last=lambda: not another())
+                return await self._decode(http, plain, engine, is_last_resort=lambda: not another())
             except EngineError as failure:
-                worker = another()
-                if worker is None:
+                engine = another()
+                if engine is None:
                     raise
                 logger.warning("request %s tries another decode: %s", context.request_id, failure)
         raise EngineError(Stage.DECODE, "there is none", reached=False)
@@ -296,37 +303,44 @@ class Router:
         self,
         http: web.Request,
         request: Request,
-        to: Stage | Worker = Stage.DECODE,
+        to: Stage | Engine = Stage.DECODE,
         *,
-        is_last: Callable[[], bool] = lambda: False,
-        beside: Stage | None = None,
+        is_last_resort: Callable[[], bool] = lambda: False,
+        concurrent_stage: Stage | None = None,
     ) -> web.StreamResponse:
-        """Pass D's answer on. A failed one is an EngineError, unless this is the last way to one.
+        """Pass on D's answer.
 
-        `beside`: a stage that is at work for this answer meanwhile.
+        `concurrent_stage` is a stage that works for this answer at the same time.
+
+        Raises:
+            EngineError: D failed, and `is_last_resort` does not hold.
         """
-        context, began_s = http[TRIP], time.monotonic()
-        first_byte_s = self._first_byte_limit_s(request, beside)
-        patience = Patience(first_byte_s=first_byte_s, is_last=is_last)
+        context, began_s = http[CONTEXT], time.monotonic()
+        first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
+        limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=is_last_resort)
         payload = context.payload(request)
-        async with self.relay.call(to, CHAT, payload, context.headers, patience) as reply:
-            if reply.failed and not is_last():
+        async with self.relay.call(to, CHAT, payload, context.headers, limits) as reply:
+            if reply.failed and not is_last_resort():
                 raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
             if reply.is_stream:
-                return await self._stream(http, reply, context, beside)
+                return await self._stream(http, reply, context, concurrent_stage)
             body = await reply.read()
-        self._passed(context, beside)
+        self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)
 
-    def _first_byte_limit_s(self, request: Request, beside: Stage | None) -> float:
-        if not request.get("stream"):  # the first byte comes with the last
+    def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
+        if not request.get("stream"):  # the first byte arrives with the last
             return self._config.timeout_s
-        waits_for_s = 0.0 if beside is None else self._config.stage_timeout_s
+        waits_for_s = 0.0 if concurrent_stage is None else self._config.stage_timeout_s
         return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
-        self, http: web.Request, reply: Reply, context: RequestContext, beside: Stage | None
+        self,
+        http: web.Request,
+        reply: Reply,
+        context: RequestContext,
+        concurrent_stage: Stage | None,
     ) -> web.StreamResponse:
         """Copy D's events to the client, byte for byte.
 
@@ -334,7 +348,7 @@ class Router:
         """
         chunks = reply.chunks()
         first = await anext(chunks, b"")
-        self._passed(context, beside)
+        self._count_answer(context, concurrent_stage)
         headers = {
             "Content-Type": reply.content_type,
             "Cache-Control": "no-cache",
@@ -352,14 +366,14 @@ class Router:
         await context.answer.write_eof()
         return context.answer
 
-    def _passed(self, context: RequestContext, beside: Stage | None) -> None:
-        if beside is not None:
-            context.passed(beside)
+    def _count_answer(self, context: RequestContext, concurrent_stage: Stage | None) -> None:
+        if concurrent_stage is not None:
+            context.passed(concurrent_stage)
         context.passed(Stage.DECODE)
         self._paths[",".join(context.path)] += 1
 
     async def _check_model(self, chat: Chat, context: RequestContext) -> None:
-        """Refuse a model that D does not serve. When D cannot say, the stages will."""
+        """Refuse a model that D does not serve. If D does not tell, the stages decide."""
         if chat.model is not None and await self._served.lacks(chat.model, context.headers):
             message = f"The model `{chat.model}` does not exist."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -368,21 +382,21 @@ class Router:
         try:
             _, body = await self._model_list(Stage.DECODE, headers)
             served = msgspec.json.decode(body, type=_ModelList)
-        except (EngineError, ValueError, RecursionError):  # also an error's body is no list
+        except (EngineError, ValueError, RecursionError):  # an error's body is not a list either
             return None
         return frozenset(model.id for model in served.data)
 
     async def _model_list(self, stage: Stage, headers: Mapping[str, str]) -> tuple[Reply, bytes]:
-        """Ask one engine for its list, and others as well where that one is slow or fails."""
-        workers = self._stages[stage].several(_MAX_DECODERS)
-        asked = [partial(self._model_list_of, stage, worker, headers) for worker in workers]
-        return await first_good(asked, _MODELS_ANOTHER_S)
+        """Ask one engine for its models, and further engines if it is slow or fails."""
+        engines = self._pools[stage].ranked(_MAX_DECODERS)
+        asked = [partial(self._model_list_of, stage, engine, headers) for engine in engines]
+        return await hedged(asked, _MODELS_HEDGE_S)
 
     async def _model_list_of(
-        self, stage: Stage, worker: Worker, headers: Mapping[str, str]
+        self, stage: Stage, engine: Engine, headers: Mapping[str, str]
     ) -> tuple[Reply, bytes]:
-        patience = Patience(_MODELS_TIMEOUT_S)
-        async with self.relay.call(worker, MODELS, None, headers, patience) as reply:
+        limits = TimeLimits(_MODELS_TIMEOUT_S)
+        async with self.relay.call(engine, MODELS, None, headers, limits) as reply:
             body = await reply.read()
         if reply.failed:
             raise EngineError(stage, f"HTTP {reply.status}", reached=True)
@@ -397,19 +411,21 @@ class Router:
             raise EngineError(Stage.DECODE, reason, reached=True)
 
 
-async def _expected(http: web.Request) -> None:
-    """Let a client that asked for it send its body; aiohttp's own fails on other bytes."""
+async def _send_continue(http: web.Request) -> None:
+    """Tell a client that waits for 100 Continue to send its body. aiohttp's own handler fails on
+    malformed headers.
+    """
     if http.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and http.transport is not None:
         http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def make_runner(router: Router, config: RouterConfig) -> Runner:
-    """Return the server, not yet listening."""
+    """Return the server; it does not listen yet."""
     return Runner(
         router.application(),
         config.client_timeout_s,
         config.max_connections,
-        # A client that leaves cancels its request, and with it every call to an engine.
+        # A client that disconnects cancels its request, and with it all calls to engines.
         handler_cancellation=True,
         auto_decompress=False,  # see bodies.py
         access_log=None,

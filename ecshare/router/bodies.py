@@ -1,74 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's body: how it may come, how long it may take, and what it may cost."""
+"""Reads request bodies, within limits of format, size, speed and memory."""
 
 import asyncio
 
 from aiohttp import hdrs, web
 
-from ecshare.router.bulk import Bulk
+from ecshare.router.blobs import Blobs
 from ecshare.router.config import MIB, RouterConfig
 from ecshare.router.errors import ApiError
-from ecshare.router.memory import Share
+from ecshare.router.memory import Reservation
 from ecshare.router.middleware import too_large
 
 _SLOWEST_BYTES_A_S = 64 * 1024
 _MAX_TEXT_BYTES = 32 * MIB
 _TEXT_COST = 8
-"""What a byte of JSON takes once it is decoded and on its way to an engine: four bytes where it is
-beside an emoji, and copies in UTF-8."""
-_MAX_MARKS = 1_000_000
-_MARKS = (b",", b":", b"[", b"{")
-_MARK_COST = 100
-"""Every value of a list or an object comes after a mark; an empty object takes 80 bytes."""
+"""Bytes of memory for each byte of JSON, decoded and encoded again. A string with one emoji takes
+four bytes a character, and the copies in UTF-8 come on top."""
+_MAX_SEPARATORS = 1_000_000
+_SEPARATORS = (b",", b":", b"[", b"{")
+_SEPARATOR_COST = 100
+"""Bytes of memory for each value. A separator precedes every value of a list or an object; an empty
+object takes 80 bytes."""
 _COUNTED_AT_ONCE = MIB
 
 
 async def read_body(
-    http: web.Request, config: RouterConfig, share: Share, bulk: Bulk
+    http: web.Request, config: RouterConfig, reservation: Reservation, blobs: Blobs
 ) -> bytes | bytearray:
-    """Return the body's JSON, its long base64 texts put into `bulk`.
+    """Return the body's JSON, with its long base64 texts moved to `blobs`.
 
-    What it costs is taken from `share`. Raises ApiError where the body is packed, too large, too
-    slow, or more than there is memory for.
+    The memory that the body needs is taken from `reservation`.
+
+    Raises:
+        ApiError: the body is compressed, too large or too slow, or there is no memory for it.
     """
     if http.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower() not in ("", "identity"):
-        # As vLLM does not take it either; and a small one may hold gigabytes.
+        # vLLM does not accept compressed bodies either, and a small one may expand to gigabytes.
         raise ApiError(415, "The body must not be packed: leave the Content-Encoding out.")
-    json = await bulk.take_out(await _received(http, config, share))
+    json = await blobs.extract(await _received(http, config, reservation))
     if len(json) > _MAX_TEXT_BYTES:
         message = f"The body is larger than {_MAX_TEXT_BYTES // MIB} MiB without its base64 texts."
         raise ApiError(413, message, code="request_too_large")
-    share.take(len(json) * _TEXT_COST + _num_marks(json) * _MARK_COST)
+    reservation.take(len(json) * _TEXT_COST + _num_separators(json) * _SEPARATOR_COST)
     return json
 
 
-def _num_marks(json: bytes | bytearray) -> int:
-    """Return an upper bound on the JSON's values; raises ApiError where they are too many.
+def _num_separators(json: bytes | bytearray) -> int:
+    """Return an upper bound on the number of values in the JSON.
 
-    Marks inside strings count too, which is quick: a prompt that has so many fits no model.
+    Separators inside strings count too, which keeps it fast. A prompt with that many fits no model.
+
+    Raises:
+        ApiError: there are too many.
     """
     number = 0
     for start in range(0, len(json), _COUNTED_AT_ONCE):
         end = start + _COUNTED_AT_ONCE
-        number += sum(json.count(mark, start, end) for mark in _MARKS)
-        if number > _MAX_MARKS:
-            message = f"The body has more than {_MAX_MARKS:,} commas, colons and brackets."
+        number += sum(json.count(mark, start, end) for mark in _SEPARATORS)
+        if number > _MAX_SEPARATORS:
+            message = f"The body has more than {_MAX_SEPARATORS:,} commas, colons and brackets."
             raise ApiError(400, message, code="request_too_large")
     return number
 
 
-async def _received(http: web.Request, config: RouterConfig, share: Share) -> bytearray:
+async def _received(http: web.Request, config: RouterConfig, reservation: Reservation) -> bytearray:
     length = http.content_length
     if length is not None:
         _check_length(length, config)
-        share.take(length)  # now: better refused at once than in the middle
+        reservation.take(length)  # refuse at once rather than half-way
     body = bytearray()
     try:
         async with asyncio.timeout(config.client_timeout_s) as deadline:
             latest_s = deadline.when() or 0.0
             while chunk := await http.content.readany():
                 if length is None:
-                    share.take(len(chunk))
+                    reservation.take(len(chunk))
                 body += chunk
                 _check_length(len(body), config)
                 deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request, and the media items in it: found, checked, given an identity. Pure."""
+"""A client's chat completion: parsed, checked, and its media items identified. Pure."""
 
 import gc
 import hashlib
@@ -11,7 +11,7 @@ import msgspec
 import pybase64
 from msgspec import Struct
 
-from ecshare.router.bulk import Bulk
+from ecshare.router.blobs import Blobs
 from ecshare.router.errors import ApiError
 
 Request = dict[str, Any]
@@ -22,8 +22,8 @@ _MODALITIES = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-# Tensors and processor metadata come from our own encoders only: an engine that accepts metadata
-# also loads a client's tensor and keeps it under whatever uuid the client names, for everybody.
+# Only our own encoders may send tensors and processor metadata. An engine that accepts metadata
+# also loads a client's tensor, and caches it for everybody under the uuid that the client chose.
 _REFUSED = ("image_embeds", "video_embeds", "audio_embeds", "image_pil")
 MEDIA_FIELDS = (*_MODALITIES, *_REFUSED)
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
@@ -33,8 +33,8 @@ _HASHED_AT_ONCE = 256 * 1024  # base64; whole groups of four
 _AUDIO_FORMAT = re.compile(r"[A-Za-z0-9.+-]{1,32}")
 
 
-class Item(Struct, frozen=True):
-    """One media item: its place in the conversation and its url (input_audio gets a data: url)."""
+class MediaItem(Struct, frozen=True):
+    """One media item: its place in the conversation, and its url (a data: url for input_audio)."""
 
     message: int
     part: int
@@ -48,32 +48,36 @@ class Item(Struct, frozen=True):
 
     @property
     def param(self) -> str:
-        """Return the item's place as errors name it."""
+        """Return the item's place as error messages name it."""
         return _param(self.message, self.part)
 
 
 class Media(Struct, frozen=True):
-    """An item's content: `uuid` is made of its bytes, `url` is a data: url that holds them."""
+    """An item's content: a data: `url` with its bytes, and the `uuid` derived from them."""
 
     uuid: str
     url: str
 
 
 class Chat(Struct, frozen=True):
-    """A client's request, checked as far as the router reads it, and the media items in it."""
+    """A client's request, checked as far as the router reads it, and its media items."""
 
     request: Request
-    items: tuple[Item, ...]
+    items: tuple[MediaItem, ...]
 
     @property
     def model(self) -> str | None:
-        """Return the model asked for; None leaves the choice to the engine."""
+        """Return the requested model, None if the engine may choose."""
         model: str | None = self.request.get("model")
         return model
 
 
 def read_chat(body: bytes | bytearray, max_items: int) -> Chat:
-    """Check a chat completion's body; raises ApiError naming the field at fault."""
+    """Parse and check the body of a chat completion.
+
+    Raises:
+        ApiError: the body is malformed; names the field at fault.
+    """
     try:
         request = _parsed(body)
     except RecursionError as exc:
@@ -94,7 +98,7 @@ def read_chat(body: bytes | bytearray, max_items: int) -> Chat:
 
 
 def _parsed(body: bytes | bytearray) -> Any:
-    # The collector would look through a large body's values again and again while they are made.
+    # The garbage collector would scan the values of a large body repeatedly while they are created.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -105,7 +109,7 @@ def _parsed(body: bytes | bytearray) -> Any:
 
 
 def too_deep() -> ApiError:
-    """Return the refusal of a body that cannot be read, or not be written again."""
+    """Return the error for a body that is nested too deeply to decode or encode."""
     return ApiError(400, "The body is nested too deeply.")
 
 
@@ -117,12 +121,12 @@ def _check_fields(request: Request) -> None:
         raise ApiError(400, "`messages` must be a non-empty array.", param="messages")
     extra = request.get("vllm_xargs")
     for name in TRANSFER_FIELDS:
-        # vLLM merges vllm_xargs into the place where it keeps the transfer params.
+        # vLLM merges vllm_xargs into the dictionary that holds the transfer params.
         if request.get(name) is not None or (isinstance(extra, dict) and name in extra):
             raise ApiError(400, f"`{name}` is set by the router.", param=name)
 
 
-def _items(messages: list[Any]) -> Iterator[Item]:
+def _items(messages: list[Any]) -> Iterator[MediaItem]:
     for at, message in enumerate(messages):
         if not isinstance(message, dict):
             raise ApiError(400, "A message must be an object.", param=f"messages[{at}]")
@@ -137,7 +141,7 @@ def _items(messages: list[Any]) -> Iterator[Item]:
             yield from _items_of(at, content)
 
 
-def _items_of(message: int, content: list[Any]) -> Iterator[Item]:
+def _items_of(message: int, content: list[Any]) -> Iterator[MediaItem]:
     for at, part in enumerate(content):
         if isinstance(part, str):
             continue
@@ -148,14 +152,14 @@ def _items_of(message: int, content: list[Any]) -> Iterator[Item]:
         kind = _kind(part, _param(message, at))
         if kind is not None:
             source = _source(kind, part.get(kind), _param(message, at))
-            yield Item(message, at, kind, source)
+            yield MediaItem(message, at, kind, source)
 
 
 def _kind(part: Request, param: str) -> str | None:
-    """Return which media a part holds, None for text and the like.
+    """Return which media field a content part holds, None for text and the like.
 
-    vLLM reads a part by its `type`, or, when there is a uuid, by the first media field it finds.
-    A part on which the two could disagree is refused: it could put one picture's bytes under
+    vLLM reads a part by its `type` or, when it has a uuid, by the first media field it finds. A
+    part on which the two could disagree is refused: it could store one picture's bytes under
     another one's uuid.
     """
     named = part.get("type")
@@ -180,11 +184,11 @@ def _kind(part: Request, param: str) -> str | None:
 
 
 def _source(kind: str, value: Any, param: str) -> str:
-    """Return the item's url; input_audio becomes the data: url that vLLM makes of it."""
+    """Return the item's url. For input_audio it is the data: url that vLLM would build."""
     if kind == "input_audio":
         sound = value if isinstance(value, dict) else {}
         text, form = sound.get("data"), sound.get("format")
-        # vLLM pastes the format into a url; a comma in it would move where the bytes begin.
+        # vLLM inserts the format into a url, where a comma would move the start of the data.
         if not isinstance(form, str) or not _AUDIO_FORMAT.fullmatch(form):
             raise ApiError(400, "`input_audio.format` must be like `wav`.", param=param)
         if not isinstance(text, str) or not text:
@@ -192,7 +196,7 @@ def _source(kind: str, value: Any, param: str) -> str:
         return f"data:audio/{form};base64,{text}"
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url:
-        # Also a uuid alone, which asks for whatever somebody else sent under it.
+        # A uuid alone would ask for what somebody else sent under it.
         raise ApiError(400, f"`{kind}` must hold a url.", param=param)
     return url
 
@@ -202,41 +206,47 @@ def _param(message: int, part: int) -> str:
 
 
 def is_inline(url: str) -> bool:
-    """Tell whether the url holds the media itself."""
+    """Tell whether the url contains the media itself."""
     return url[:5].lower() == "data:"
 
 
 def inline_url(base64: str) -> str:
-    """Return the data: url of some downloaded bytes."""
-    # vLLM looks at the bytes, not at the type; a type from outside could be video/jpeg.
+    """Return a data: url for downloaded bytes."""
+    # vLLM ignores the type but for video/jpeg, which a foreign server could send.
     return f"data:application/octet-stream;base64,{base64}"
 
 
-def identity(modality: str, url: str, bulk: Bulk | None = None) -> str:
-    """Return an item's uuid: sha256 hex over modality, NUL and the bytes in its data: url.
+def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
+    """Return an item's uuid: the hex SHA-256 of its modality, NUL and the bytes in its data: url.
 
-    `bulk` has the long texts that the url stands for. Any thread. Reads the url as vLLM does;
-    raises ValueError with a sentence when it holds no proper base64.
+    `blobs` holds the long texts of the url. Any thread may call. The url is read as vLLM reads it.
+
+    Raises:
+        ValueError: the url holds no valid base64.
     """
-    bulk = bulk or Bulk()
+    blobs = blobs or Blobs()
     head, comma, text = url[5:].partition(",")
     media_type, _, encoding = head.rpartition(";")
     if not comma or encoding != "base64":
         raise ValueError("A data: url must read data:TYPE;base64,DATA.")
     digest = hashlib.sha256(modality.encode() + b"\0")
     if modality == "video" and media_type.partition(";")[0].lower() == "video/jpeg":
-        # A list of pictures, joined by commas: where they are cut is part of the content.
+        # Pictures joined by commas: the boundaries between them are part of the content.
         digest.update(b"video/jpeg\0")
         for frame in text.split(","):
-            digest.update(_hashed(frame, hashlib.sha256(), bulk).digest())
+            digest.update(_hashed(frame, hashlib.sha256(), blobs).digest())
         return digest.hexdigest()
-    return _hashed(text, digest, bulk).hexdigest()
+    return _hashed(text, digest, blobs).hexdigest()
 
 
-def _hashed(text: str, digest: "hashlib._Hash", bulk: Bulk) -> "hashlib._Hash":
-    """Add decoded base64 to a hash."""
+def _hashed(text: str, digest: "hashlib._Hash", blobs: Blobs) -> "hashlib._Hash":
+    """Add the decoded base64 to `digest`, and return it.
+
+    Raises:
+        ValueError: the text is empty or malformed.
+    """
     try:
-        base64 = bulk.resolve(text)
+        base64 = blobs.resolve(text)
         for decoded in _decoded(base64):
             digest.update(decoded)
     except ValueError as exc:
@@ -247,11 +257,15 @@ def _hashed(text: str, digest: "hashlib._Hash", bulk: Bulk) -> "hashlib._Hash":
 
 
 def _decoded(base64: bytes | memoryview) -> Iterator[bytes]:
-    """Yield the bytes in pieces: other threads go on between them."""
+    """Yield the decoded bytes piece by piece, so that other threads can run in between.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     for start in range(0, len(base64), _HASHED_AT_ONCE):
-        # vLLM's own decoder, as strict as there: both see the same bytes, or neither does.
+        # vLLM's own decoder with its strictness: both get the same bytes, or both fail.
         decoded = pybase64.b64decode(base64[start : start + _HASHED_AT_ONCE], validate=True)
-        is_last = start + _HASHED_AT_ONCE >= len(base64)
-        if not is_last and len(decoded) < _HASHED_AT_ONCE // 4 * 3:
+        is_last_resort = start + _HASHED_AT_ONCE >= len(base64)
+        if not is_last_resort and len(decoded) < _HASHED_AT_ONCE // 4 * 3:
             raise ValueError("padding in the middle")  # the piece alone is well-formed
         yield decoded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients engines would serve, as far as is known: only for them are media downloaded."""
+"""Which clients the engines accept. The router downloads media for no others."""
 
 import asyncio
 import contextlib
@@ -16,11 +16,11 @@ _KEPT_S = 300.0
 _MAX_KNOWN = 4096
 
 
-class Clients:
-    """Remembers the keys (Authorization headers) that decode took, as hashes.
+class KnownClients:
+    """Remembers the credentials (Authorization headers) that decode accepted, as hashes.
 
-    A known one passes at once, and is asked about again behind the request that it came with.
-    Refusals are not remembered. Belongs to the event loop's thread.
+    A known client passes at once, and its credential is checked again in the background. Refusals
+    are not remembered. Belongs to the event loop's thread.
     """
 
     def __init__(
@@ -28,24 +28,29 @@ class Clients:
     ) -> None:
         """`ask` asks decode with a client's headers.
 
-        It raises RefusalError if decode refuses them, and EngineError if decode cannot say.
+        It raises RefusalError if decode refuses them, and EngineError if decode does not tell.
         """
         self._ask = ask
         self._clock_s = clock_s
-        self._taken_s: OrderedDict[bytes, float] = OrderedDict()
+        self._accepted_s: OrderedDict[bytes, float] = OrderedDict()
         self._asking: dict[bytes, asyncio.Task[None]] = {}
 
     async def check(self, headers: Headers) -> None:
-        """Return if engines would serve who sends these headers; raises as `ask` does."""
+        """Return if the engines would serve a client with these headers.
+
+        Raises:
+            RefusalError: decode refuses them.
+            EngineError: decode does not tell.
+        """
         key = _hashed(headers)
-        age_s = self._clock_s() - self._taken_s.get(key, float("-inf"))
+        age_s = self._clock_s() - self._accepted_s.get(key, float("-inf"))
         if age_s >= _KEPT_S:
             await self._update(key, headers)
         elif age_s >= _FRESH_S and key not in self._asking:
             self._asking[key] = asyncio.create_task(self._refresh(key, headers))
 
     async def close(self) -> None:
-        """Give up what is being asked."""
+        """Cancel the checks in progress."""
         tasks = list(self._asking.values())
         for task in tasks:
             task.cancel()
@@ -62,12 +67,12 @@ class Clients:
         try:
             await self._ask(headers)
         except RefusalError:
-            self._taken_s.pop(key, None)
+            self._accepted_s.pop(key, None)
             raise
-        self._taken_s[key] = self._clock_s()
-        self._taken_s.move_to_end(key)
-        if len(self._taken_s) > _MAX_KNOWN:
-            self._taken_s.popitem(last=False)
+        self._accepted_s[key] = self._clock_s()
+        self._accepted_s.move_to_end(key)
+        if len(self._accepted_s) > _MAX_KNOWN:
+            self._accepted_s.popitem(last=False)
 
 
 def _hashed(headers: Headers) -> bytes:

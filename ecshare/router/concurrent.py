@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several coroutines at once. A TaskGroup does the same, but its group of exceptions is a reference
-cycle, which keeps all that a failed request has in memory until the garbage collector looks."""
+"""Runs several coroutines at once.
+
+A TaskGroup does the same, but its exception group is a reference cycle. The cycle keeps all memory
+of a failed request until the garbage collector runs.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -10,14 +13,18 @@ T = TypeVar("T")
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results, in order. The first failure ends the others, and is raised."""
+    """Return the results, in order.
+
+    Raises:
+        Exception: the first failure of a coroutine; the others are cancelled.
+    """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
         _cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
-        tasks.clear()  # a task has its exception, which has this frame
+        tasks.clear()  # breaks the cycle: task, its exception, this frame
 
 
 def _cancel(tasks: list[asyncio.Task[T]]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's options: command line in, one frozen `RouterConfig` out."""
+"""The router's options: from the command line to one frozen `RouterConfig`."""
 
 import argparse
 import ipaddress
@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
-    """Everything an operator can set. Urls are as `engine_url` returns them."""
+    """All that an operator can set. Urls have the form that `engine_url` returns."""
 
     decoders: tuple[str, ...]
     encoders: tuple[str, ...] = ()
@@ -49,16 +49,16 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     status_key: Secret | None = None
     access_log: bool = False
     router_token: str = ""
-    """What engines behind a RouterGate know this router by; secret."""
+    """The secret by which engines behind a RouterGate recognise this router."""
 
 
 def parse_arguments(
     arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.router"
 ) -> RouterConfig:
-    """Read the command line; leaves with status 2 and one sentence when it makes no sense."""
+    """Parse the command line. Exits with status 2 and one sentence if it is wrong."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
-    if twice := _given_twice(options):
+    if twice := _duplicate_url(options):
         parser.error(twice)
     return RouterConfig(
         encoders=tuple(options.encoder),
@@ -87,7 +87,7 @@ def parse_arguments(
 
 
 class _Repeated(list[str]):
-    """The empty default of an option that may be given several times; reads as what it means."""
+    """The empty default of a repeatable option; its text explains what the default means."""
 
     def __init__(self, meaning: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Repeated(list[str]):
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the command line; docs/config.md is written from it."""
+    """Return the parser of the command line. docs/config.md is generated from it."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Route chat completions over encode, prefill and decode engines.",
@@ -231,10 +231,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def engine_url(text: str) -> str:
-    """Return an engine's base url, or refuse with the reason.
+    """Return the canonical base url of an engine.
 
-    Two spellings of one url come out equal: no trailing slash, no default port, the host in lower
-    case. A `/v1` at the end, which clients of OpenAI's API put there, is taken off.
+    It has no trailing slash, no default port and a lower-case host. A trailing `/v1`, which clients
+    of OpenAI's API use, is removed.
+
+    Raises:
+        ArgumentTypeError: the url is not valid; says why.
     """
     try:
         parts = urlsplit(text)
@@ -262,8 +265,8 @@ def _base_path(path: str) -> str:
     return path.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _given_twice(options: argparse.Namespace) -> str | None:
-    """Return what to say of the first engine that is named twice, None if there is none."""
+def _duplicate_url(options: argparse.Namespace) -> str | None:
+    """Return an error message if an engine is given twice, else None."""
     named: dict[str, str] = {}
     for name in ("encoder", "prefiller", "decoder"):
         for url in getattr(options, name):
@@ -296,7 +299,7 @@ def _router_token(text: str) -> str:
     if text == _NO_KEY:
         return ""
     if not text.startswith(("env:", "file:")):
-        # Everybody on this host sees arguments; so this one is not repeated either.
+        # Command lines are visible to every user of this host, so the message does not repeat it.
         raise argparse.ArgumentTypeError("name the key as env:NAME or file:/path")
     try:
         return router_token(read_key(text, "the key"))
@@ -327,7 +330,7 @@ def _port(text: str) -> int:
 
 
 def _whole(text: str) -> int:
-    """Return the number; -1, which is out of every range, when it is none."""
+    """Return the number, or -1 if the text is not a whole number."""
     try:
         return int(text)
     except ValueError:

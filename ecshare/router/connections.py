@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of clients: how many, how long they may wait, and what malformed HTTP gets."""
+"""Limits the number and the waiting time of clients' connections; answers malformed HTTP."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ from ecshare.router.errors import ApiError
 logger = logging.getLogger(__name__)
 
 _DESCRIPTORS_A_CLIENT = 4
-"""Its own connection, one to an engine, one to a server of media, and one to spare: a few hundred
-are accepted before the first of them can be closed."""
+"""Its own connection, one to an engine, one to a media server, and one in reserve: hundreds may be
+accepted before the first can be closed."""
 _MAX_SHOWN_CHARS = 200
 
 
 def raise_open_files() -> int:
-    """Let this process have as many open files as it may; returns how many."""
+    """Raise the limit on open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # some systems allow less than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -29,26 +29,26 @@ def raise_open_files() -> int:
     return soft
 
 
-def fitting(max_connections: int, open_files: int) -> int:
-    """Return how many connections of clients fit beside what their requests open."""
+def fitting_connections(max_connections: int, open_files: int) -> int:
+    """Return how many client connections fit, given the files that their requests open."""
     if open_files == resource.RLIM_INFINITY:
         return max_connections
     return min(max_connections, open_files // _DESCRIPTORS_A_CLIENT)
 
 
 class Runner(web.AppRunner):
-    """Runs an application over connections that are bounded in number and in time.
+    """Runs an application over connections that are limited in number and in time.
 
-    A connection is closed that sends no whole request head for `client_timeout_s`, since it was
-    opened or since its last answer, and one that takes nothing of its answer for as long. Beyond
-    `max_connections` a new one is put in the place of the oldest that has sent no request yet;
-    where all have, it gets a 503 and is closed.
+    A connection is closed if it sends no complete request head within `client_timeout_s`, counted
+    from its opening or its last answer, or if it accepts no byte of its answer for that long.
+    Beyond `max_connections`, a new connection replaces the oldest that has sent no request yet. If
+    all have, the new one gets a 503 and is closed.
     """
 
     def __init__(
         self, app: web.Application, client_timeout_s: float, max_connections: int, **kwargs: Any
     ) -> None:
-        """`kwargs`: as web.AppRunner takes them."""
+        """`kwargs` are passed to web.AppRunner."""
         super().__init__(app, keepalive_timeout=client_timeout_s, **kwargs)
         self._client_timeout_s = client_timeout_s
         self._max_connections = max_connections
@@ -59,25 +59,25 @@ class Runner(web.AppRunner):
 
 
 class _Server(web.Server):
-    """Makes connections; otherwise as the server that it is made after."""
+    """Creates connections; in all else like its template."""
 
     def __init__(
         self,
-        like: web.Server,
+        template: web.Server,
         write_timeout_s: float,
         max_connections: int,
         options: dict[str, Any],
     ) -> None:
         super().__init__(
-            like.request_handler,
+            template.request_handler,
             request_factory=self._request,
-            handler_cancellation=like.handler_cancellation,
+            handler_cancellation=template.handler_cancellation,
         )
         self.write_timeout_s = write_timeout_s
         self.max_connections = max_connections
-        self.silent: dict[web.RequestHandler, None] = {}
+        self.unused: dict[web.RequestHandler, None] = {}
         """Connections that have sent no request yet, the oldest first."""
-        self._make = like.request_factory
+        self._make = template.request_factory
         self._options = {
             name: value for name, value in options.items() if name != "handler_cancellation"
         }
@@ -88,19 +88,19 @@ class _Server(web.Server):
     def _request(
         self, message: Any, payload: Any, protocol: web.RequestHandler, *more: Any
     ) -> web.BaseRequest:
-        self.silent.pop(protocol, None)
+        self.unused.pop(protocol, None)
         return self._make(message, payload, protocol, *more)
 
-    def make_room(self) -> bool:
-        """Tell whether one more connection may come; may close another one for it."""
+    def admit(self) -> bool:
+        """Tell whether one more connection is admitted. May close an unused one to make room."""
         if len(self.connections) < self.max_connections:
             return True
-        oldest = next(iter(self.silent), None)
+        oldest = next(iter(self.unused), None)
         if oldest is None:
             logger.warning("a connection is refused: there are %d", self.max_connections)
             return False
         logger.warning("a connection is closed to make room: it has sent no request")
-        del self.silent[oldest]
+        del self.unused[oldest]
         oldest.force_close()
         return True
 
@@ -114,8 +114,8 @@ class _Connection(web.RequestHandler):
         self._writing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._server.make_room():
-            self._server.silent[self] = None
+        if self._server.admit():
+            self._server.unused[self] = None
             super().connection_made(transport)
             return
         assert isinstance(transport, asyncio.WriteTransport)
@@ -125,7 +125,7 @@ class _Connection(web.RequestHandler):
     def pause_writing(self) -> None:
         super().pause_writing()
         loop = asyncio.get_running_loop()
-        self._writing = loop.call_later(self._server.write_timeout_s, self._give_up)
+        self._writing = loop.call_later(self._server.write_timeout_s, self._abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -133,7 +133,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_waiting()
-        self._server.silent.pop(self, None)
+        self._server.unused.pop(self, None)
         super().connection_lost(exc)
 
     def _stop_waiting(self) -> None:
@@ -141,7 +141,7 @@ class _Connection(web.RequestHandler):
             self._writing.cancel()
             self._writing = None
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._writing = None
         if self.transport is not None:
             logger.warning("a connection is closed: its client does not take the answer")
@@ -154,7 +154,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP, in one line of the log; everything else as aiohttp does."""
+        """Answer malformed HTTP with JSON and one log line; leave other errors to aiohttp."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         reason = " ".join((message or "").split())[:_MAX_SHOWN_CHARS]

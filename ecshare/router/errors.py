@@ -3,17 +3,17 @@
 
 Exception
 ├── ApiError         the router's own answer to the client, in OpenAI's error shape
-├── RefusalError     an engine answered 4xx: the client's error, passed on as it came
-└── EngineError      an engine could not be reached, broke off, timed out or answered 5xx
+├── RefusalError     an engine answered 4xx: the client's error, passed on unchanged
+└── EngineError      an engine was unreachable, broke off, timed out or answered 5xx
 """
 
 from typing import Any
 
-from ecshare.router.workers import Stage
+from ecshare.router.engines import Stage
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error shape; `param` names the field of the request at fault."""
+    """An error in OpenAI's shape; `param` names the field of the request at fault."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.reason: str | None = None
 
-    def because(self, reason: str) -> "ApiError":
-        """Add what only the log is told: it may name our hosts. Returns this error."""
+    def with_log_reason(self, reason: str) -> "ApiError":
+        """Set the reason that only the log shows, as it may name our hosts. Returns this error."""
         self.reason = reason
         return self
 
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 class RefusalError(Exception):
-    """A 4xx answer of an engine, with its body as it came."""
+    """A 4xx answer of an engine, with its unchanged body."""
 
     def __init__(self, status: int, body: bytes, content_type: str) -> None:
         super().__init__(f"an engine answered {status}")
@@ -57,7 +57,7 @@ class RefusalError(Exception):
 
 
 class EngineError(Exception):
-    """A stage gave no usable answer. `reached` is false when nothing was listening at all."""
+    """A stage gave no usable answer. `reached` is false if no connection could be made."""
 
     def __init__(self, stage: Stage, reason: str, *, reached: bool) -> None:
         super().__init__(f"{stage}: {reason}")

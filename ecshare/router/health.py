@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds engines that accept requests and never answer them.
+"""Detects engines that accept requests and never answer them.
 
-An engine owes a first byte from when a request is sent to it. While it owes some and says nothing
-at all, its /health is asked every few seconds. It hangs where that does not answer either, or where
-it has been silent for longer than its requests may wait: vLLM's /health may well answer beside a
-GPU that hangs. One that hangs is sent nothing more, and what waits there moves to another one.
+An engine owes a first byte for every request it has accepted. While it owes one and sends nothing
+at all, its /health is polled. The engine hangs if /health does not answer either, or if it stays
+silent for longer than its requests may wait: vLLM's /health may well answer while the GPU hangs. A
+hung engine gets no more requests, and those that wait for it move to another engine.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from ecshare.router.workers import Worker, Workers
+from ecshare.router.engines import Engine, EnginePool
 
 logger = logging.getLogger(__name__)
 
@@ -22,119 +22,125 @@ _ASK_EVERY_S = 2.0
 
 
 class SilentError(Exception):
-    """An engine has not begun to answer; the request may go to another one."""
+    """An engine has not begun to answer. Another engine may get the request."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class TimeLimits:
     """How long a request waits for an engine; None: as long as its client does."""
 
     total_s: float | None = None
     first_byte_s: float | None = None
-    """Where nothing else shows a fault. Only a request with such a limit is evidence of one."""
-    is_last: Callable[[], bool] = lambda: False
-    """Whether nobody else could answer, so that the request is better left waiting."""
+    """The wait for the first byte. Only requests with this limit detect hung engines."""
+    is_last_resort: Callable[[], bool] = lambda: False
+    """Whether no other engine could answer. The request then keeps waiting."""
 
 
-class Wait:
-    """One request that waits for its first byte, or has it."""
+class PendingRequest:
+    """A request that waits for its first byte, or has received it."""
 
     def __init__(
         self,
-        ward: "_Watched",
+        watched: "_Watched",
         limit_s: float,
-        is_last: Callable[[], bool],
+        is_last_resort: Callable[[], bool],
         timeout: asyncio.Timeout,
     ) -> None:
-        self._ward = ward
+        self._watched = watched
         self.limit_s = limit_s
-        self._is_last = is_last
+        self._is_last_resort = is_last_resort
         self._timeout = timeout
-        self._num_heard = ward.num_heard
+        self._num_received_before = watched.num_received
         self._began_s = asyncio.get_running_loop().time()
 
     @property
     def is_late(self) -> bool:
-        """Whether it has lasted longer than it may."""
+        """Whether it has waited longer than it may."""
         return asyncio.get_running_loop().time() - self._began_s >= self.limit_s
 
     @property
-    def was_in_vain(self) -> bool:
-        """Whether it is late, and the engine has said nothing to anybody meanwhile."""
-        return self.is_late and self._ward.num_heard == self._num_heard
+    def went_unanswered(self) -> bool:
+        """Whether it is late, and the engine has sent nothing to anybody meanwhile."""
+        return self.is_late and self._watched.num_received == self._num_received_before
 
-    def heard(self) -> None:
-        """Note that something has come of the answer."""
-        self._ward.heard()
-        if self in self._ward.waits:
-            self._ward.waits.remove(self)
+    def note_received(self) -> None:
+        """Note that part of the answer has arrived."""
+        self._watched.note_received()
+        if self in self._watched.waits:
+            self._watched.waits.remove(self)
             if not self._timeout.expired():
                 self._timeout.reschedule(None)
 
-    def move_if_late(self) -> None:
-        """Give the request up, for another engine, if it need wait no longer for this one."""
-        may_move = self._ward.worker.is_hung or self.is_late
-        if may_move and not self._is_last() and not self._timeout.expired():
+    def give_up_if_late(self) -> None:
+        """Cancel the request, so that another engine gets it, if it need not wait any longer."""
+        may_move = self._watched.engine.is_hung or self.is_late
+        if may_move and not self._is_last_resort() and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
 class _Watched:
-    """What is known of one engine."""
+    """The state of one engine. Belongs to the event loop's thread."""
 
-    worker: Worker
-    workers: Workers
-    waits: set[Wait] = field(default_factory=set)
-    num_heard: int = 0
-    was_left: bool = False
-    """A request has ended without a first byte since the engine was heard or found healthy."""
-    used_up: float = 0.0
-    """How much of the patience, 1 being all, it has been silent for while anybody waited."""
+    engine: Engine
+    engines: EnginePool
+    waits: set[PendingRequest] = field(default_factory=set)
+    num_received: int = 0
+    was_abandoned: bool = False
+    """Whether a request ended without a first byte after the last sign of life."""
+    patience_used: float = 0.0
+    """The fraction of the allowed time that it has been silent while requests waited; 1 is all."""
     watching: asyncio.Task[None] | None = None
 
-    def leave_out(self, reason: str) -> None:
-        self.used_up = 0.0
-        if not self.worker.is_hung:
-            self.workers.mark_hung(self.worker)
-            logger.warning("the engine %s %s: it is left out", self.worker.url, reason)
+    def exclude(self, reason: str) -> None:
+        self.patience_used = 0.0
+        if not self.engine.is_hung:
+            self.engines.mark_hung(self.engine)
+            logger.warning("the engine %s %s: it is left out", self.engine.url, reason)
 
-    def heard(self) -> None:
-        self.num_heard += 1
-        self.was_left = False
-        self.used_up = 0.0
-        self.workers.mark_alive(self.worker)
+    def note_received(self) -> None:
+        self.num_received += 1
+        self.was_abandoned = False
+        self.patience_used = 0.0
+        self.engines.mark_alive(self.engine)
 
     @property
-    def is_of_interest(self) -> bool:
-        return bool(self.waits) or self.was_left or self.worker.is_hung
+    def needs_watching(self) -> bool:
+        return bool(self.waits) or self.was_abandoned or self.engine.is_hung
 
 
-class HealthWatch:
-    """Over all engines of a router. Belongs to the event loop's thread."""
+class HealthMonitor:
+    """Watches all engines of a router. Belongs to the event loop's thread."""
 
     def __init__(
-        self, is_healthy: Callable[[Worker], Awaitable[bool]], shortest_limit_s: float
+        self, is_healthy: Callable[[Engine], Awaitable[bool]], shortest_limit_s: float
     ) -> None:
-        """`is_healthy` asks an engine's /health; it takes a few seconds at most."""
+        """`is_healthy` asks an engine's /health and takes a few seconds at most."""
         self._is_healthy = is_healthy
         self._every_s = min(_ASK_EVERY_S, shortest_limit_s)
-        self._wards: dict[Worker, _Watched] = {}
+        self._watched_engines: dict[Engine, _Watched] = {}
 
     @asynccontextmanager
     async def waiting(
-        self, worker: Worker, workers: Workers, limit_s: float, is_last: Callable[[], bool]
-    ) -> AsyncIterator[Wait]:
-        """Watch `worker`, one of `workers`, while the block waits for its answer.
+        self,
+        engine: Engine,
+        engines: EnginePool,
+        limit_s: float,
+        is_last_resort: Callable[[], bool],
+    ) -> AsyncIterator[PendingRequest]:
+        """Watch `engine`, one of `engines`, while the block waits for its answer.
 
-        `limit_s` is for its first byte; `is_last` as in `Patience`.
-        Raises SilentError where the engine hangs, or lets this request wait for too long, before
-        `heard` is called on what is yielded.
+        `limit_s` is for the first byte; `is_last_resort` is as in `TimeLimits`.
+
+        Raises:
+            SilentError: the engine hangs, or the request waits for too long, before `note_received`
+                is called on the yielded request.
         """
-        ward = self._wards.setdefault(worker, _Watched(worker, workers))
+        watched = self._watched_engines.setdefault(engine, _Watched(engine, engines))
         try:
             async with asyncio.timeout(None) as timeout:
-                wait = Wait(ward, limit_s, is_last, timeout)
-                with self._watched(ward, wait):
+                wait = PendingRequest(watched, limit_s, is_last_resort, timeout)
+                with self._watched(watched, wait):
                     yield wait
         except TimeoutError as exc:
             if not timeout.expired():
@@ -142,52 +148,56 @@ class HealthWatch:
             raise SilentError("does not begin to answer") from exc
 
     @contextmanager
-    def _watched(self, ward: _Watched, wait: Wait) -> Iterator[None]:
-        ward.waits.add(wait)
-        if ward.watching is None:
-            ward.watching = asyncio.create_task(self._watch(ward))
+    def _watched(self, watched: _Watched, wait: PendingRequest) -> Iterator[None]:
+        watched.waits.add(wait)
+        if watched.watching is None:
+            watched.watching = asyncio.create_task(self._watch(watched))
         try:
             yield
         finally:
-            if wait in ward.waits:
-                ward.waits.remove(wait)
-                ward.was_left = True
-                if wait.was_in_vain:
-                    ward.leave_out("does not answer")
+            if wait in watched.waits:
+                watched.waits.remove(wait)
+                watched.was_abandoned = True
+                if wait.went_unanswered:
+                    watched.exclude("does not answer")
 
     async def close(self) -> None:
         """Stop watching."""
-        tasks = [ward.watching for ward in self._wards.values() if ward.watching is not None]
+        tasks = [
+            watched.watching
+            for watched in self._watched_engines.values()
+            if watched.watching is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, ward: _Watched) -> None:
+    async def _watch(self, watched: _Watched) -> None:
         try:
-            while ward.is_of_interest:
-                num_heard = ward.num_heard
+            while watched.needs_watching:
+                num_received = watched.num_received
                 await asyncio.sleep(self._every_s)
-                if ward.num_heard == num_heard:
-                    await self._ask(ward)
-                for wait in list(ward.waits):
-                    wait.move_if_late()
+                if watched.num_received == num_received:
+                    await self._ask(watched)
+                for wait in list(watched.waits):
+                    wait.give_up_if_late()
         finally:
-            ward.watching = None
+            watched.watching = None
 
-    async def _ask(self, ward: _Watched) -> None:
-        """Ask for the health of an engine that has said nothing for a while."""
-        worker, num_heard = ward.worker, ward.num_heard
-        is_healthy = await self._is_healthy(worker)
-        if worker.is_hung:
-            if is_healthy and ward.workers.try_again(worker):
-                logger.info("the engine %s answers its /health again and is tried", worker.url)
+    async def _ask(self, watched: _Watched) -> None:
+        """Poll the health of an engine that has been silent for a while."""
+        engine, num_received = watched.engine, watched.num_received
+        is_healthy = await self._is_healthy(engine)
+        if engine.is_hung:
+            if is_healthy and watched.engines.try_recover(engine):
+                logger.info("the engine %s answers its /health again and is tried", engine.url)
             return
-        if ward.num_heard != num_heard:
+        if watched.num_received != num_received:
             return
-        ward.was_left = False
-        limit_s = min((wait.limit_s for wait in ward.waits), default=math.inf)
-        ward.used_up += self._every_s / limit_s
+        watched.was_abandoned = False
+        limit_s = min((wait.limit_s for wait in watched.waits), default=math.inf)
+        watched.patience_used += self._every_s / limit_s
         if not is_healthy:
-            ward.leave_out("answers neither requests nor /health")
-        elif ward.used_up >= 1:
-            ward.leave_out("does not answer")
+            watched.exclude("answers neither requests nor /health")
+        elif watched.patience_used >= 1:
+            watched.exclude("does not answer")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's log, as clients cannot spoil it: no line is theirs, and they cannot flood it."""
+"""The router's log. Clients can neither forge lines nor flood it."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0
 
 
 def configure() -> None:
-    """Send everything from INFO upwards to stderr. For the process, before it serves."""
+    """Log from INFO upwards to stderr. Called once, before the process serves."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(RateLimitFilter(time.monotonic))
@@ -20,7 +20,7 @@ def configure() -> None:
 
 
 class OneLineFormatter(logging.Formatter):
-    """Shows control characters of a message as escapes. Tracebacks keep their lines."""
+    """Escapes the control characters of messages. Tracebacks keep their lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 — logging's name
         """Return the line without a traceback."""
@@ -29,7 +29,7 @@ class OneLineFormatter(logging.Formatter):
 
 @dataclass
 class _Site:
-    """One line of code that logs, and what it has logged since `began_s`."""
+    """One log call in the code, and what it has logged since `began_s`."""
 
     began_s: float
     num_lines: int = 0
@@ -37,19 +37,19 @@ class _Site:
 
 
 class RateLimitFilter(logging.Filter):
-    """Leaves out warnings and errors of which one line of code writes too many in a short time.
+    """Drops warnings and errors when one log call writes too many in a short time.
 
-    The next one that is written says how many were left out before it. Lines below WARNING pass:
-    what clients can trigger is either a warning or asked for, as the access log is.
+    The next line that passes tells how many were dropped. Lines below WARNING always pass: clients
+    can trigger only warnings and lines that the operator asked for, such as the access log.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         super().__init__()
         self._clock_s = clock_s
-        self._sites: dict[tuple[str, int], _Site] = {}  # bounded by the code there is
+        self._sites: dict[tuple[str, int], _Site] = {}  # bounded: one a log call in the code
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a line is written."""
+        """Tell whether to write the line."""
         if record.levelno < logging.WARNING:
             return True
         now_s = self._clock_s()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all requests in flight may hold in memory together. Pure."""
+"""The memory limit that all requests in flight share. Pure."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,36 +9,42 @@ from ecshare.router.errors import ApiError
 _RETRY_AFTER_S = 2.0
 
 
-class Memory:
-    """A limit on bytes that requests share. Belongs to the event loop's thread."""
+class MemoryBudget:
+    """A limit in bytes that requests share. Belongs to the event loop's thread."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.used_bytes = 0
 
     @contextmanager
-    def share(self) -> Iterator["Share"]:
-        """Yield one request's part, which is given back when the block ends."""
-        share = Share(self)
+    def reservation(self) -> Iterator["Reservation"]:
+        """Yield an empty reservation for one request. It is released when the block ends."""
+        reservation = Reservation(self)
         try:
-            yield share
+            yield reservation
         finally:
-            self.used_bytes -= share.held_bytes
+            self.used_bytes -= reservation.held_bytes
 
     def has_room(self, more_bytes: int, held_bytes: int) -> bool:
-        """Tell whether there is room for more; whoever holds everything alone always finds it."""
+        """Tell whether `more_bytes` fit. They always do if the request already holds all that is
+        used.
+        """
         return self.used_bytes == held_bytes or self.used_bytes + more_bytes <= self._limit_bytes
 
 
-class Share:
-    """What one request holds of the memory."""
+class Reservation:
+    """The memory that one request has reserved."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
         self._memory = memory
         self.held_bytes = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Raise ApiError 429 if so much more would not fit now. Takes nothing yet."""
+        """Check that so much more would fit now. Reserves nothing.
+
+        Raises:
+            ApiError: it would not fit (429).
+        """
         if not self._memory.has_room(num_bytes, self.held_bytes):
             raise ApiError(
                 429,
@@ -48,7 +54,11 @@ class Share:
             )
 
     def take(self, num_bytes: int) -> None:
-        """Take so much more; raises ApiError 429 where that is too much."""
+        """Reserve so much more.
+
+        Raises:
+            ApiError: it does not fit (429).
+        """
         self.expect(num_bytes)
         self.held_bytes += num_bytes
         self._memory.used_bytes += num_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds every answer: request id, where the time went, and errors in OpenAI's shape."""
+"""What every answer has: a request id, timings, and errors in OpenAI's shape."""
 
 import logging
 import time
@@ -13,11 +13,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
-from ecshare.router.bulk import Bulk, Payload
+from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.chat import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
+from ecshare.router.engines import Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
-from ecshare.router.workers import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +27,20 @@ _FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 @dataclass
 class RequestContext:
-    """One request's way through the stages, as its headers and the log show it."""
+    """The state of one request on its way through the stages; shown in headers and the log."""
 
     request_id: str
     headers: dict[str, str]
-    """What the engines are sent besides the request."""
+    """Sent to the engines with the request."""
     seconds: dict[str, float] = field(default_factory=dict)
     path: list[Stage] = field(default_factory=list)
     answer: web.StreamResponse | None = None
-    """The streamed answer, once it has begun: from there on errors travel inside it."""
-    bulk: Bulk = field(default_factory=Bulk)
+    """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
+    blobs: Blobs = field(default_factory=Blobs)
 
     @contextmanager
-    def through(self, stage: Stage) -> Iterator[None]:
-        """Time a stage; it counts as passed when the block ends well."""
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Time a stage, and add it to the path if the block ends without an error."""
         began_s = time.monotonic()
         try:
             yield
@@ -49,20 +49,24 @@ class RequestContext:
         self.passed(stage)
 
     def passed(self, stage: Stage) -> None:
-        """Note that a stage has had its part in the answer."""
+        """Add a stage to the path."""
         if stage not in self.path:
             self.path.append(stage)
 
     def payload(self, request: Request) -> Payload:
-        """Return a request as an engine is sent it; raises ApiError where it is too deep."""
+        """Return a request in the form that engines are sent.
+
+        Raises:
+            ApiError: it is nested too deeply.
+        """
         try:
-            return Payload(self.bulk, msgspec.json.encode(request))
-        except RecursionError as exc:  # it could just be read, and our own fields are deeper
+            return Payload(self.blobs, msgspec.json.encode(request))
+        except RecursionError as exc:  # decoding just succeeded, and our fields add a level
             raise too_deep() from exc
 
     def response_headers(self) -> dict[str, str]:
-        """Return what is known of the context so far."""
-        # Instead of the HTTP library's name and version, which are nobody's business.
+        """Return the response headers as far as they are known now."""
+        # Hides the name and version of the HTTP library.
         shown = {"Server": "ecshare", "x-request-id": self.request_id}
         if self.path:
             shown["x-ecshare-path"] = ",".join(self.path)
@@ -71,15 +75,15 @@ class RequestContext:
         return shown
 
 
-TRIP: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)
+CONTEXT: web.RequestKey[RequestContext] = web.RequestKey("context", RequestContext)
 
 
-def envelope(config: RouterConfig) -> Middleware:
-    """Return the middleware that all requests pass, the ones without a route as well."""
+def request_middleware(config: RouterConfig) -> Middleware:
+    """Return the middleware for all requests, including those that match no route."""
 
     @web.middleware
-    async def surround(request: web.Request, handler: Handler) -> web.StreamResponse:
-        context = request[TRIP] = _begin(request)
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        context = request[CONTEXT] = _begin(request)
         began_s = time.monotonic()
         try:
             _check_headers(context)
@@ -87,19 +91,19 @@ def envelope(config: RouterConfig) -> Middleware:
         except ConnectionResetError:
             if context.answer is None:
                 raise
-            response = context.answer  # the client left in the middle of a stream
+            response = context.answer  # the client disconnected during a stream
         except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
             response = _answer_of(error, request, config)
         if not response.prepared:
             response.headers.update(context.response_headers())
         if config.access_log:
             path, spent_ms = ",".join(context.path) or "-", (time.monotonic() - began_s) * 1000
-            # The raw path: a line break in the other would begin a line of the client's own.
+            # The raw path: the decoded one may contain line breaks, and so forge log lines.
             what = f"{request.method} {_path(request)} {response.status}"
             logger.info("%s %s %s %.0f ms", context.request_id, what, path, spent_ms)
         return response
 
-    return surround
+    return middleware
 
 
 def json_response(status: int, content: object) -> web.Response:
@@ -110,7 +114,7 @@ def json_response(status: int, content: object) -> web.Response:
 def verbatim(
     status: int, body: bytes, content_type: str, retry_after: str | None = None
 ) -> web.Response:
-    """Return an engine's answer as it came."""
+    """Return an engine's answer unchanged."""
     response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
     if retry_after is not None:
         response.headers["Retry-After"] = retry_after
@@ -118,14 +122,16 @@ def verbatim(
 
 
 async def end_stream(answer: web.StreamResponse, error: ApiError) -> web.StreamResponse:
-    """Say inside a stream why it ends early; the break may lie within an event."""
+    """End a stream with an error event. The stream may have stopped within an event."""
     await answer.write(b"\n\ndata: " + msgspec.json.encode(error.body()) + b"\n\n")
     await answer.write_eof()
     return answer
 
 
 def unavailable(failure: EngineError, config: RouterConfig) -> ApiError:
-    """Return what the client is told; the reason, which names our hosts, is for the log."""
+    """Return the error that the client gets. The reason may name our hosts, so only the log gets
+    it.
+    """
     if failure.reached:
         message = f"The {failure.stage} engine failed."
         return ApiError(502, message, code="engine_failed", retry_after_s=config.cool_down_s)
@@ -134,7 +140,7 @@ def unavailable(failure: EngineError, config: RouterConfig) -> ApiError:
 
 
 def too_large(config: RouterConfig) -> ApiError:
-    """Return the refusal of a body beyond the limit."""
+    """Return the error for a body that exceeds the limit."""
     message = f"The body is larger than {config.max_body_bytes / MIB:g} MiB."
     return ApiError(413, message, code="request_too_large")
 
@@ -147,7 +153,11 @@ def _begin(request: web.Request) -> RequestContext:
 
 
 def _check_headers(context: RequestContext) -> None:
-    """Refuse headers that cannot be passed on; raises ApiError naming the first."""
+    """Check that the headers can be forwarded.
+
+    Raises:
+        ApiError: one cannot; names the first.
+    """
     for name, value in context.headers.items():
         try:
             value.encode()  # aiohttp reads bytes that are no UTF-8 as lone surrogates
@@ -161,17 +171,17 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
             return verbatim(error.status, error.body, error.content_type)
         case ApiError():
             if error.reason:
-                logger.warning("request %s: %s", request[TRIP].request_id, error.reason)
+                logger.warning("request %s: %s", request[CONTEXT].request_id, error.reason)
             shown = error
         case EngineError():
-            logger.warning("request %s: %s", request[TRIP].request_id, error)
+            logger.warning("request %s: %s", request[CONTEXT].request_id, error)
             shown = unavailable(error, config)
         case web.HTTPException():
             shown = _of_http(error, request, config)
         case web.RequestPayloadError():
             shown = ApiError(400, "The body cannot be read.")
         case _:
-            logger.error("request %s failed", request[TRIP].request_id, exc_info=error)
+            logger.error("request %s failed", request[CONTEXT].request_id, exc_info=error)
             shown = ApiError(500, "The router failed.", code="internal_error")
     response = json_response(shown.status, shown.body())
     if shown.retry_after_s is not None:

@@ -1,47 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each stage is sent. Pure: JSON objects in, JSON objects out; nothing is changed in place.
+"""What each stage is sent. Pure: JSON objects in, new JSON objects out.
 
-The same conversation is worded for each stage: E gets single items, P and D get the client's own
-request with every item either as it is, under its identity, or as the metadata that E reported.
-All other fields stay as the client sent them, because P and D must arrive at the same prompt
-tokens: templates may use tools, tool_choice, response_format and more.
+Each stage gets its own form of the conversation. E (encode) gets single items. P (prefill) and D
+(decode) get the client's request, in which each item is either inline, under its uuid, or replaced
+by the metadata that E reported. All other fields stay as the client sent them, because P and D must
+compute the same prompt tokens: templates may use tools, tool_choice, response_format and more.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ecshare.router.chat import MEDIA_FIELDS, TRANSFER_FIELDS, Chat, Item, Media, Request
+from ecshare.router.chat import MEDIA_FIELDS, TRANSFER_FIELDS, Chat, Media, MediaItem, Request
 
 Metadata = dict[str, list[int | float]]
 
-# These ask for output that nobody reads, or contradict max_tokens = 1.
+# They ask for output that nobody reads, or contradict max_tokens = 1.
 _NOT_FOR_PREFILL = (
     "stream_options", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs",
     "min_tokens", "use_beam_search", "echo", "return_token_ids", "return_prompt_text",
 )  # fmt: skip
-# What changes an item's embedding or its identity inside vLLM besides its bytes.
+# Besides its bytes, these change an item's embedding or its identity inside vLLM.
 _FOR_ENCODE = ("model", "mm_processor_kwargs", "media_io_kwargs")
 
 STREAMED: Request = {"kvshare": {"streamed": True}}
-"""What D is told while P computes: all of the prompt will be stored. See docs/format.md."""
+"""Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
 
 
-def plain_request(chat: Chat, media: Sequence[Media]) -> Request:
-    """Return the client's request with every item's bytes inline and under its identity."""
+def inline_request(chat: Chat, media: Sequence[Media]) -> Request:
+    """Return the client's request with every item inline, under its uuid."""
     parts = zip(chat.items, media, strict=True)
     return _with_parts(chat, {item: _full_part(chat, item, held) for item, held in parts})
 
 
 def encode_requests(chat: Chat, media: Sequence[Media]) -> dict[str, Request]:
-    """Return one request for E per distinct item, by uuid.
+    """Return one request to E for each distinct item, by uuid.
 
-    An embedding does not depend on the rest of the prompt, so E needs no text, and several
-    encoders can share one request's items.
+    An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
+    can share the items of one request.
     """
     common = {name: chat.request[name] for name in _FOR_ENCODE if name in chat.request}
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
@@ -52,13 +52,13 @@ def encode_requests(chat: Chat, media: Sequence[Media]) -> dict[str, Request]:
     }
 
 
-def lean_request(
+def metadata_request(
     chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]
 ) -> Request:
-    """Return the client's request with the items that E reported as metadata only.
+    """Return the client's request with metadata in place of the items that E encoded.
 
-    vLLM takes either media or metadata of one modality, and metadata of one shape: a modality
-    with an item that has none keeps its media.
+    For each modality vLLM takes either media or metadata, and metadata with one set of fields. So a
+    modality keeps its media if an item has no metadata, or other fields than the rest.
     """
     fields: dict[str, set[tuple[str, ...]]] = {}
     for item, held in zip(chat.items, media, strict=True):
@@ -74,17 +74,17 @@ def lean_request(
 
 
 def prefill_request(request: Request) -> Request:
-    """Return what P is sent: the same prompt, one token, nothing else asked for."""
+    """Return the request to P: the same prompt, one token, no further output."""
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
     return kept | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
 
 
 def decode_request(request: Request, hand_over: Request | None) -> Request:
-    """Return what D is sent: the client's own sampling, and what P handed over."""
+    """Return the request to D: the client's own sampling, and what P handed over."""
     return request if hand_over is None else request | {"kv_transfer_params": hand_over}
 
 
-def _full_part(chat: Chat, item: Item, held: Media) -> Request:
+def _full_part(chat: Chat, item: MediaItem, held: Media) -> Request:
     part = _other_fields(chat, item)
     if item.kind == "input_audio":
         value = chat.request["messages"][item.message]["content"][item.part]["input_audio"]
@@ -92,18 +92,18 @@ def _full_part(chat: Chat, item: Item, held: Media) -> Request:
     return part | {"type": item.kind, item.kind: {"url": held.url}, "uuid": held.uuid}
 
 
-def _metadata_part(chat: Chat, item: Item, uuid: str, report: Metadata) -> Request:
+def _metadata_part(chat: Chat, item: MediaItem, uuid: str, report: Metadata) -> Request:
     kind = f"{item.modality}_embeds"
     return _other_fields(chat, item) | {"type": kind, kind: report, "uuid": uuid}
 
 
-def _other_fields(chat: Chat, item: Item) -> Request:
-    """Return the fields of a part that chat templates may read."""
+def _other_fields(chat: Chat, item: MediaItem) -> Request:
+    """Return the remaining fields of a part; chat templates may read them."""
     part = chat.request["messages"][item.message]["content"][item.part]
     return {name: value for name, value in part.items() if name not in MEDIA_FIELDS}
 
 
-def _with_parts(chat: Chat, parts: Mapping[Item, Request]) -> Request:
+def _with_parts(chat: Chat, parts: Mapping[MediaItem, Request]) -> Request:
     messages = list(chat.request["messages"])
     for item, part in parts.items():
         message = messages[item.message]
@@ -115,9 +115,9 @@ def _with_parts(chat: Chat, parts: Mapping[Item, Request]) -> Request:
 
 
 def reported_metadata(answer: Request) -> Metadata | None:
-    """Return what E says of its one item; None when it is nothing that P would understand.
+    """Return the metadata that E reports for its one item, None if P could not use it.
 
-    E's key is not compared: vLLM hashes the uuid together with processing options, if any.
+    The key of the report is not compared: vLLM hashes the uuid with the processing options, if any.
     """
     reports = answer.get("ec_transfer_params")
     if not isinstance(reports, dict) or len(reports) != 1:
@@ -140,21 +140,21 @@ def _is_row(value: Any) -> bool:
 
 
 def reported_hand_over(answer: Request) -> Request | None:
-    """Return P's transfer params, opaque to the router; None when it has none."""
+    """Return P's transfer params, which the router does not interpret; None if there are none."""
     params = answer.get("kv_transfer_params")
     return params if isinstance(params, dict) and params else None
 
 
 def is_streamed(hand_over: Request | None) -> bool:
-    """Whether P, which hands this over, has stored KV while it computed."""
+    """Whether P stored KV while it computed, as its hand-over tells."""
     return hand_over is not None and STREAMED.keys() <= hand_over.keys()
 
 
 def acceptable_request_id(text: str | None) -> str | None:
-    """Return a client's request id if it may be repeated in headers and logs."""
+    """Return a client's request id if it is safe in headers and logs, else None."""
     return text if text and _REQUEST_ID.fullmatch(text) else None
 
 
 def server_timing(seconds: Mapping[str, float]) -> str:
-    """Return the Server-Timing header, durations in milliseconds."""
+    """Return the value of the Server-Timing header; durations are in milliseconds."""
     return ", ".join(f"{stage};dur={spent * 1000:.1f}" for stage, spent in seconds.items())

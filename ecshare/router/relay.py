@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of the router's outgoing traffic: calls to the engines and downloads of media.
+"""All outgoing traffic of the router: calls to engines and downloads of media.
 
-Foreign errors end here: engines raise EngineError or RefusalError, media raise ApiError. Whoever
-cancels a call closes its connection, which is how an engine learns that nobody waits any more.
+Foreign exceptions end here: engines raise EngineError or RefusalError, media raise ApiError.
+Cancelling a call closes its connection, and so tells the engine that nobody waits for the answer
+any more.
 """
 
 import asyncio
@@ -17,34 +18,34 @@ import pybase64
 from yarl import URL
 
 from ecshare.router.addresses import may_connect
-from ecshare.router.bulk import Bulk, Payload
-from ecshare.router.chat import Item, Media, Request, identity, inline_url, is_inline
+from ecshare.router.blobs import Blobs, Payload
+from ecshare.router.chat import Media, MediaItem, Request, identity, inline_url, is_inline
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
+from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
-from ecshare.router.health import HealthWatch, Patience, SilentError, Wait
-from ecshare.router.memory import Share
-from ecshare.router.workers import Stage, Worker, Workers
+from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
+from ecshare.router.memory import Reservation
 from ecshare.store.integrity import TOKEN_HEADER
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
-_PROBE_TIMEOUT_S = 4.0  # longer: requests are moved on what it says
+_PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-_DOWN = (502, 503, 504)  # what also a proxy says of an engine that is not there
+_DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
 _MAX_LOGGED_CHARS = 300
-# uvicorn, which serves vLLM, drops idle connections after 5 s: be first, or a request can be
-# written to a connection that is being closed.
+# uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
+# may be written to a connection that is being closed.
 _KEEP_IDLE_S = 4.0
 
 
 class Reply:
-    """An engine's answer: status and headers are in, the body still comes."""
+    """An engine's answer. Status and headers are known; the body may still arrive."""
 
     def __init__(
-        self, stage: Stage, response: aiohttp.ClientResponse, wait: Wait | None = None
+        self, stage: Stage, response: aiohttp.ClientResponse, wait: PendingRequest | None = None
     ) -> None:
         self.stage = stage
         self._wait = wait
@@ -53,18 +54,22 @@ class Reply:
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.retry_after = response.headers.get("Retry-After")
         self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
-        # Overload is like failure: another engine, or another way, may do.
+        # Overload counts as failure: another engine or another path may succeed.
         self.failed = response.status >= 500 or response.status in (408, 429)
-        # The head of a stream comes before there is anything to stream.
+        # The head of a stream arrives before any token is computed.
         if not self.is_stream and response.status not in _DOWN:
             self._heard()
 
     def _heard(self) -> None:
         if self._wait is not None:
-            self._wait.heard()
+            self._wait.note_received()
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, unchanged; raises EngineError when it breaks off."""
+        """Yield the body as it arrives, unchanged.
+
+        Raises:
+            EngineError: it breaks off.
+        """
         with _broken_off(self.stage):
             async for chunk in self._response.content.iter_any():
                 self._heard()
@@ -72,7 +77,11 @@ class Reply:
             self._heard()
 
     async def read(self) -> bytes:
-        """Return the whole body; raises EngineError when it breaks off or is far too large."""
+        """Return the whole body.
+
+        Raises:
+            EngineError: it breaks off or is far too large.
+        """
         body = bytearray()
         async for chunk in self.chunks():
             body += chunk
@@ -82,27 +91,27 @@ class Reply:
 
 
 class _ForbiddenAddressError(OSError):
-    """Media would be fetched from an address that is neither public nor allowed."""
+    """Media resolve to an address that is neither public nor allowed."""
 
     def __init__(self) -> None:
         super().__init__(errno.EACCES, "no public address; --allow-media-network allows others")
 
 
 class Relay:
-    """Pooled HTTP clients for engines and media. Make and close it inside the event loop."""
+    """Pooled HTTP clients for engines and media. Create and close it inside the event loop."""
 
-    def __init__(self, config: RouterConfig, workers: Mapping[Stage, Workers]) -> None:
+    def __init__(self, config: RouterConfig, engines: Mapping[Stage, EnginePool]) -> None:
         self._config = config
         token = config.router_token
         self._own_headers = {TOKEN_HEADER: token} if token else {}
-        self._workers = workers
-        self._watch = HealthWatch(
+        self._engines = engines
+        self._watch = HealthMonitor(
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
         )
         self._session = self._make_session(
             aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=_KEEP_IDLE_S)
         )
-        # Apart: no connection that was made for an engine is ever used for media.
+        # A separate session: no connection to an engine is ever used for media.
         self._media_session = self._make_session(
             aiohttp.TCPConnector(limit=config.max_connections, socket_factory=self._media_socket)
         )
@@ -111,17 +120,20 @@ class Relay:
         return aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout(None),
-            # Clients share this session: nothing that one server sets may reach another.
+            # All clients share this session: no cookie of one server may reach another.
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
             auto_decompress=False,
         )
 
     def _media_socket(self, info: aiohttp.AddrInfoType) -> socket.socket:
-        """Return a socket for the address that is to be connected to, if it may be.
+        """Return a socket for an address that media may be fetched from.
 
-        The last step before connecting: it sees what a name has been resolved to, after each
-        redirect, and addresses that were in the url. No second look-up can tell otherwise.
+        This is the last step before connecting. It sees the resolved addresses, after every
+        redirect, and addresses that were in the url, so a second look-up cannot bypass it.
+
+        Raises:
+            _ForbiddenAddressError: the address is not allowed.
         """
         family, kind, protocol, _, address = info
         if not may_connect(str(address[0]), self._config.allow_media_networks):
@@ -134,88 +146,92 @@ class Relay:
         await self._session.close()
         await self._media_session.close()
 
-    def _engine(self, to: Stage | Worker) -> tuple[Stage, Worker]:
-        if isinstance(to, Worker):
-            return next(stage for stage, each in self._workers.items() if to in each), to
-        workers = self._workers[to]
-        worker = workers.choose()
-        if worker is None and to is Stage.DECODE:
-            worker = workers.soonest()  # there is no other way to an answer
-        if worker is None:
+    def _engine(self, to: Stage | Engine) -> tuple[Stage, Engine]:
+        if isinstance(to, Engine):
+            return next(stage for stage, each in self._engines.items() if to in each), to
+        engines = self._engines[to]
+        engine = engines.choose()
+        if engine is None and to is Stage.DECODE:
+            engine = engines.soonest_available()  # there is no other way to an answer
+        if engine is None:
             raise EngineError(to, "every engine is cooling down", reached=False)
-        return to, worker
+        return to, engine
 
     @asynccontextmanager
     async def call(
         self,
-        to: Stage | Worker,
+        to: Stage | Engine,
         path: str,
         request: Payload | None,
         headers: Mapping[str, str],
-        patience: Patience,
+        limits: TimeLimits,
     ) -> AsyncIterator[Reply]:
-        """Send one request (a GET without a body) to an engine, any one of a stage or this one;
-        yields its answer.
+        """Send one request to an engine of a stage, or to a given engine, and yield its answer.
 
-        The engine counts as busy until the block is left. Raises EngineError when the patience
-        ends, also in the block.
+        Without a body it is a GET. The engine counts as busy until the block ends.
+
+        Raises:
+            EngineError: there is no engine, it fails, or a time limit ends, also inside the block.
         """
-        stage, worker = self._engine(to)
-        workers = self._workers[stage]
+        stage, engine = self._engine(to)
+        engines = self._engines[stage]
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
-        async with self._watched(stage, worker, patience) as wait:
-            # An engine whose list of models is slow may be quick with everything else.
-            with _unreachable(stage, worker, workers, may_be_slow=request is None):
+        async with self._watched(stage, engine, limits) as wait:
+            # An engine whose model list is slow may still answer other requests quickly.
+            with _unreachable(stage, engine, engines, may_be_slow=request is None):
                 response = await self._session.request(
                     "GET" if request is None else "POST",
-                    worker.url + path,
+                    engine.url + path,
                     data=None if request is None else request.whole() or request.chunks(),
                     headers=headers,
                     allow_redirects=False,
-                    timeout=self._timeout(patience.total_s),
+                    timeout=self._timeout(limits.total_s),
                 )
             if response.status in _DOWN:
-                workers.mark_failed(worker)
+                engines.mark_failed(engine)
             else:
-                workers.mark_answered(worker)
+                engines.mark_answered(engine)
             async with response:
                 yield Reply(stage, response, wait)
 
     @asynccontextmanager
     async def _watched(
-        self, stage: Stage, worker: Worker, patience: Patience
-    ) -> AsyncIterator[Wait | None]:
-        """Count a request as in flight, and give it up where the engine hangs."""
-        workers = self._workers[stage]
-        with workers.lease(worker):
-            if patience.first_byte_s is None:
+        self, stage: Stage, engine: Engine, limits: TimeLimits
+    ) -> AsyncIterator[PendingRequest | None]:
+        """Count a request as in flight, and cancel it if the engine hangs."""
+        engines = self._engines[stage]
+        with engines.lease(engine):
+            if limits.first_byte_s is None:
                 yield None
                 return
 
-            def is_last() -> bool:
-                # Without encode and prefill engines decode does it all.
-                alone = stage is Stage.DECODE and workers.choose([worker]) is None
-                return alone or patience.is_last()
+            def is_last_resort() -> bool:
+                # Decode can do the work of the other stages, so only a decode engine can be the
+                # last.
+                alone = stage is Stage.DECODE and engines.choose([engine]) is None
+                return alone or limits.is_last_resort()
 
-            limit_s = patience.first_byte_s
+            limit_s = limits.first_byte_s
             try:
-                async with self._watch.waiting(worker, workers, limit_s, is_last) as wait:
+                async with self._watch.waiting(engine, engines, limit_s, is_last_resort) as wait:
                     yield wait
             except SilentError as exc:
-                raise EngineError(stage, f"{worker.url} {exc}", reached=True) from exc
+                raise EngineError(stage, f"{engine.url} {exc}", reached=True) from exc
 
     async def ask(
-        self, to: Stage | Worker, path: str, request: Payload, headers: Mapping[str, str]
+        self, to: Stage | Engine, path: str, request: Payload, headers: Mapping[str, str]
     ) -> Request:
         """Return an engine's JSON object, within the stage's time limit.
 
-        Raises RefusalError for 4xx, EngineError for everything else that is not an answer.
+        Raises:
+            RefusalError: the engine answered 4xx.
+            EngineError: there was no usable answer.
         """
         limit_s = self._config.stage_timeout_s
-        patience = Patience(limit_s, limit_s)
-        async with self.call(to, path, request, headers, patience) as reply:
+        limits = TimeLimits(limit_s, limit_s)
+        async with self.call(to, path, request, headers, limits) as reply:
             body = await reply.read()
         if reply.failed:
             raise EngineError(reply.stage, f"HTTP {reply.status}", reached=True)
@@ -226,51 +242,57 @@ class Relay:
         except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
             raise EngineError(reply.stage, f"unreadable answer: {exc}", reached=True) from exc
 
-    async def is_healthy(self, worker: Worker, limit_s: float = _HEALTH_TIMEOUT_S) -> bool:
-        """Ask one engine whether it serves."""
+    async def is_healthy(self, engine: Engine, limit_s: float = _HEALTH_TIMEOUT_S) -> bool:
+        """Ask one engine whether it is healthy."""
         try:
             async with self._session.get(
-                worker.url + "/health", timeout=self._timeout(limit_s)
+                engine.url + "/health", timeout=self._timeout(limit_s)
             ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, ValueError):  # a host that is no host's name
             return False
 
-    async def _answers_probe(self, worker: Worker) -> bool:
-        return await self.is_healthy(worker, _PROBE_TIMEOUT_S)
+    async def _answers_probe(self, engine: Engine) -> bool:
+        return await self.is_healthy(engine, _PROBE_TIMEOUT_S)
 
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
 
-    async def load_media(self, items: tuple[Item, ...], bulk: Bulk, share: Share) -> list[Media]:
-        """Return the content of each item, in order; raises ApiError naming the item at fault.
+    async def load_media(
+        self, items: tuple[MediaItem, ...], blobs: Blobs, reservation: Reservation
+    ) -> list[Media]:
+        """Return the content of each item, in order.
 
-        Equal urls are downloaded once, and the downloads together stay within one limit; they take
-        from `share` and are kept in `bulk`.
+        Equal urls are downloaded once. All downloads share one limit, take memory from
+        `reservation` and are kept in `blobs`.
+
+        Raises:
+            ApiError: an item cannot be had; names it.
         """
         distinct = {(item.modality, item.source): item for item in items}
-        budget = _Budget(self._config.max_media_bytes, share)
-        loads = [self._load(item, bulk, budget) for item in distinct.values()]
+        budget = _Budget(self._config.max_media_bytes, reservation)
+        loads = [self._load(item, blobs, budget) for item in distinct.values()]
         loaded = dict(zip(distinct, await gather_all(loads), strict=True))
         return [loaded[item.modality, item.source] for item in items]
 
-    async def _load(self, item: Item, bulk: Bulk, budget: "_Budget") -> Media:
+    async def _load(self, item: MediaItem, blobs: Blobs, budget: "_Budget") -> Media:
         url = item.source
         if not is_inline(url):
-            if bulk.holds(url):
+            if blobs.holds(url):
                 raise ApiError(400, "The media's url is too long.", param=item.param)
-            # Engines get the bytes that were hashed, not the url: its server could serve others.
-            url = inline_url(bulk.add(await self._download(item, budget)))
+            # Engines get the hashed bytes, not the url: its server could answer with other bytes
+            # later.
+            url = inline_url(blobs.add(await self._download(item, budget)))
         try:
-            if bulk.holds(url):
-                return Media(await asyncio.to_thread(identity, item.modality, url, bulk), url)
+            if blobs.holds(url):
+                return Media(await asyncio.to_thread(identity, item.modality, url, blobs), url)
             return Media(identity(item.modality, url), url)
         except ValueError as exc:
             raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc
 
-    async def _download(self, item: Item, budget: "_Budget") -> bytearray:
-        """Return what is at the item's url, as base64 text."""
+    async def _download(self, item: MediaItem, budget: "_Budget") -> bytearray:
+        """Return the bytes at the item's url, as base64 text."""
         try:
             async with asyncio.timeout(self._config.media_timeout_s):
                 return await self._follow(item, budget)
@@ -279,7 +301,7 @@ class Relay:
             reason = f"{type(exc).__name__}: {exc}" if is_clear else repr(exc)
             raise _unavailable(item, reason) from exc
 
-    async def _follow(self, item: Item, budget: "_Budget") -> bytearray:
+    async def _follow(self, item: MediaItem, budget: "_Budget") -> bytearray:
         url = URL(item.source)
         self._check_media_url(item, url)
         for _ in range(_MAX_REDIRECTS + 1):
@@ -295,15 +317,21 @@ class Relay:
                 return await _base64(item, response.content.iter_any(), budget)
         raise _unavailable(item, "too many redirects")
 
-    def _check_media_url(self, item: Item, url: URL) -> None:
-        """Refuse a client's url for what it says; raises ApiError with the reason."""
+    def _check_media_url(self, item: MediaItem, url: URL) -> None:
+        """Check a client's url before anything is fetched.
+
+        Raises:
+            ApiError: it is refused; says why.
+        """
         if reason := self._refuses(url):
             message = f"The media's url is refused: {reason}."
             error = ApiError(400, message, param=item.param, code="invalid_media")
-            raise error.because(f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}")
+            raise error.with_log_reason(
+                f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}"
+            )
 
     def _refuses(self, url: URL) -> str | None:
-        """Return why a url must not be fetched; None: it may be, as far as its text tells."""
+        """Return why a url must not be fetched; None if its text shows no reason."""
         if url.scheme not in ("http", "https") or not url.host:
             return "it must be http:, https: or data:"
         allowed = self._config.allow_media_domains
@@ -313,21 +341,29 @@ class Relay:
 
 
 class _Budget:
-    """Bytes that one request may still download, and their part of the router's memory."""
+    """The bytes that one request may still download, and the memory that they take."""
 
-    def __init__(self, limit_bytes: int, share: Share) -> None:
+    def __init__(self, limit_bytes: int, reservation: Reservation) -> None:
         self._left_bytes = limit_bytes
-        self._share = share
+        self._share = reservation
 
-    def expect(self, item: Item, num_bytes: int) -> None:
-        """Raise ApiError if so much more would be too much."""
+    def expect(self, item: MediaItem, num_bytes: int) -> None:
+        """Check that so much more may be downloaded.
+
+        Raises:
+            ApiError: it would be too much.
+        """
         if num_bytes > self._left_bytes:
             message = "The media is too large."
             raise ApiError(413, message, param=item.param, code="media_too_large")
         self._share.expect(_as_base64(num_bytes))
 
-    def take(self, item: Item, num_bytes: int) -> None:
-        """Take so much more; raises ApiError where that is too much."""
+    def take(self, item: MediaItem, num_bytes: int) -> None:
+        """Take so much more from the budget.
+
+        Raises:
+            ApiError: it is too much.
+        """
         self.expect(item, num_bytes)
         self._share.take(_as_base64(num_bytes))
         self._left_bytes -= num_bytes
@@ -337,8 +373,8 @@ def _as_base64(num_bytes: int) -> int:
     return num_bytes * 4 // 3
 
 
-async def _base64(item: Item, chunks: AsyncIterator[bytes], budget: _Budget) -> bytearray:
-    """Return as base64 what comes, without a copy of the whole."""
+async def _base64(item: MediaItem, chunks: AsyncIterator[bytes], budget: _Budget) -> bytearray:
+    """Return the incoming bytes as base64, without a copy of the whole."""
     text = bytearray()
     rest = b""
     try:
@@ -355,25 +391,25 @@ async def _base64(item: Item, chunks: AsyncIterator[bytes], budget: _Budget) -> 
     return text
 
 
-# One answer for whatever happens on the way to a url's content: it must not map our network.
-def _unavailable(item: Item, reason: str) -> ApiError:
+# One answer for every failure: the client must not be able to explore our network.
+def _unavailable(item: MediaItem, reason: str) -> ApiError:
     message = "The media cannot be fetched."
     error = ApiError(400, message, param=item.param, code="media_unavailable")
-    return error.because(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
+    return error.with_log_reason(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
 
 
 @contextmanager
 def _unreachable(
-    stage: Stage, worker: Worker, workers: Workers, *, may_be_slow: bool
+    stage: Stage, engine: Engine, engines: EnginePool, *, may_be_slow: bool
 ) -> Iterator[None]:
-    """Map the errors of sending a request, and let the engine rest, unless it `may_be_slow`."""
+    """Map errors of sending a request, and start the engine's cool-down unless it `may_be_slow`."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as exc:
         never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
         if never or not (may_be_slow and isinstance(exc, TimeoutError)):
-            workers.mark_failed(worker)
-        reason = f"{worker.url}: {exc or type(exc).__name__}"
+            engines.mark_failed(engine)
+        reason = f"{engine.url}: {exc or type(exc).__name__}"
         raise EngineError(stage, reason, reached=not never) from exc
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key that clients show in `Authorization: Bearer KEY`."""
+"""A key that clients send as `Authorization: Bearer KEY`."""
 
 import hmac
 
@@ -12,13 +12,13 @@ _BEARER = "bearer "
 
 
 class Secret:
-    """A key that nothing prints."""
+    """A key that is never printed."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def is_shown_by(self, authorization: str | None) -> bool:
-        """Tell, in a time that says nothing about the key, whether a header's value holds it."""
+    def matches(self, authorization: str | None) -> bool:
+        """Tell, in constant time, whether an Authorization header holds the key."""
         scheme, shown = (authorization or "")[: len(_BEARER)], (authorization or "")[len(_BEARER) :]
         is_key = hmac.compare_digest(shown.strip().encode("utf-8", "surrogateescape"), self._key)
         return is_key and scheme.lower() == _BEARER
@@ -28,9 +28,11 @@ class Secret:
 
 
 def read_secret(text: str) -> Secret:
-    """Read a key from `env:NAME` or `file:PATH`; raises ConfigError with a sentence.
+    """Read a key from `env:NAME` or `file:PATH`.
 
-    The sentence repeats nothing that could be a key given in the wrong place.
+    Raises:
+        ConfigError: there is no valid key. The message repeats nothing that could be a misplaced
+            key.
     """
     where, _, name = text.partition(":")
     if where not in ("env", "file") or not name:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a process: it listens, says which engines are there, and stops on a signal."""
+"""The router process: listens, logs which engines answer, and stops on a signal."""
 
 import asyncio
 import logging
@@ -11,17 +11,17 @@ from aiohttp import web
 
 from ecshare.router.app import Router, make_runner
 from ecshare.router.config import RouterConfig
-from ecshare.router.connections import fitting, raise_open_files
+from ecshare.router.connections import fitting_connections, raise_open_files
 
 logger = logging.getLogger("ecshare.router")
 
 
 async def serve(config: RouterConfig) -> None:
-    """Listen until a signal; requests in flight are then given a few seconds."""
+    """Serve until SIGINT or SIGTERM. Requests in flight then get a few seconds to finish."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    config = _fitting(config)
+    config = _with_fitting_connections(config)
     router = Router(config, time.monotonic)
     runner = make_runner(router, config)
     await runner.setup()
@@ -32,17 +32,17 @@ async def serve(config: RouterConfig) -> None:
             where = f"--host {config.host} --port {config.port}"
             raise SystemExit(f"cannot listen on {where}: {exc}") from exc
         logger.info("listening on http://%s:%d", config.host, config.port)
-        saying = asyncio.create_task(_say_who_answers(router))
+        logging_health = asyncio.create_task(_log_health(router))
         await stop.wait()
-        saying.cancel()
+        logging_health.cancel()
     finally:
         await runner.cleanup()
 
 
-def _fitting(config: RouterConfig) -> RouterConfig:
-    """Return the options with as many connections as fit into the open files there may be."""
+def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
+    """Return the config with as many connections as the limit on open files allows."""
     open_files = raise_open_files()
-    number = fitting(config.max_connections, open_files)
+    number = fitting_connections(config.max_connections, open_files)
     if number < config.max_connections:
         logger.warning(
             "--max-connections %d counts as %d: this process may have %d open files (ulimit -n)",
@@ -51,11 +51,11 @@ def _fitting(config: RouterConfig) -> RouterConfig:
     return msgspec.structs.replace(config, max_connections=number)
 
 
-async def _say_who_answers(router: Router) -> None:
-    """Log which engines do not answer. They may be started later: nothing depends on it."""
-    asked = await router.ask_all()
-    for stage, worker, is_healthy in asked:
+async def _log_health(router: Router) -> None:
+    """Log which engines do not answer. Nothing depends on it: they may start later."""
+    asked = await router.check_all()
+    for stage, engine, is_healthy in asked:
         if not is_healthy:
-            logger.warning("the %s engine %s does not answer GET /health yet", stage, worker.url)
+            logger.warning("the %s engine %s does not answer GET /health yet", stage, engine.url)
     if all(is_healthy for _, _, is_healthy in asked):
         logger.info("all %d engines answer", len(asked))

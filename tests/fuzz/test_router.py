@@ -205,14 +205,14 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
         media = media_of(chat)
         answer = decoded(encoded) or {}
         reports = {each.uuid: plan.reported_metadata(answer) for each in media}
-        lean = plan.lean_request(chat, media, reports)
+        lean = plan.metadata_request(chat, media, reports)
     except ApiError as exc:
         check_error(exc)
         return
     hand_over = plan.reported_hand_over(decoded(prefilled) or {})
     plan.is_streamed(hand_over)
     for request in (
-        plan.plain_request(chat, media),
+        plan.inline_request(chat, media),
         lean,
         plan.prefill_request(lean),
         *plan.encode_requests(chat, media).values(),

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from ecshare.router.app import CHAT, Router, make_runner
 from ecshare.router.config import RouterConfig
+from ecshare.router.engines import Stage
 from ecshare.router.secret import Secret
-from ecshare.router.workers import Stage
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -240,23 +240,23 @@ class Fleet:
 
     def is_left_out(self, engine: FakeEngine) -> bool:
         """Tell whether the router has found that this engine hangs."""
-        workers = (each for group in self.router._stages.values() for each in group)
+        workers = (each for group in self.router._pools.values() for each in group)
         return any(worker.is_hung for worker in workers if worker.url == engine.url)
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""
-        wards = self.router.relay._watch._wards.items()
-        return any(ward.watching for worker, ward in wards if worker.url == engine.url)
+        watched = self.router.relay._watch._watched_engines.items()
+        return any(ward.watching for worker, ward in watched if worker.url == engine.url)
 
     def is_next(self, engine: FakeEngine) -> bool:
         """Tell whether this decoder is the one that the next request is sent to."""
-        worker = self.router._stages[Stage.DECODE].choose()
+        worker = self.router._pools[Stage.DECODE].choose()
         return worker is not None and worker.url == engine.url
 
     @contextmanager
     def busy(self, engine: FakeEngine) -> Iterator[None]:
         """Have the router believe that a decoder has more to do than others."""
-        decoders = self.router._stages[Stage.DECODE]
+        decoders = self.router._pools[Stage.DECODE]
         (worker,) = (each for each in decoders if each.url == engine.url)
         with decoders.lease(worker), decoders.lease(worker):
             yield

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from ecshare.router import clients
-from ecshare.router.clients import Clients
+from ecshare.router.clients import KnownClients
+from ecshare.router.engines import Stage
 from ecshare.router.errors import EngineError, RefusalError
-from ecshare.router.workers import Stage
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     PNG,
@@ -115,7 +115,7 @@ class Decode:
 
 async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() -> None:
     decode, clock = Decode(), Clock()
-    known = Clients(decode, clock)
+    known = KnownClients(decode, clock)
     await known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
     clock.now_s += clients._FRESH_S
@@ -132,7 +132,7 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() ->
 
 async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> None:
     decode, clock = Decode(), Clock()
-    known = Clients(decode, clock)
+    known = KnownClients(decode, clock)
     await known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
     clock.now_s += clients._KEPT_S - 1
@@ -146,11 +146,11 @@ async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> 
 async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_MAX_KNOWN", 3)
     decode = Decode()
-    known = Clients(decode, Clock())
+    known = KnownClients(decode, Clock())
     names = [f"Bearer {number}" for number in range(4)]
     for name in names:
         await known.check({"Authorization": name})
-    assert len(known._taken_s) == 3
+    assert len(known._accepted_s) == 3
     assert "Bearer" not in repr(vars(known))
     for name in (*names[1:], names[0]):
         await known.check({"Authorization": name})
@@ -166,7 +166,7 @@ async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
             await let_go.wait()
 
     clock = Clock()
-    known = Clients(ask, clock)
+    known = KnownClients(ask, clock)
     await known.check(GOOD)
     clock.now_s += clients._FRESH_S
     for _ in range(3):

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.app import CHAT
-from ecshare.router.connections import fitting
+from ecshare.router.connections import fitting_connections
 from tests.ecshare.router.fake_engine import FakeEngine, chat, decoded, fleet
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode()
@@ -146,9 +146,9 @@ async def test_what_is_no_http_is_one_line_and_400(
 
 
 def test_connections_fit_into_the_open_files() -> None:
-    assert fitting(4096, 1024) == 256
-    assert fitting(4096, 1_000_000) == 4096
-    assert fitting(4096, resource.RLIM_INFINITY) == 4096
+    assert fitting_connections(4096, 1024) == 256
+    assert fitting_connections(4096, 1_000_000) == 4096
+    assert fitting_connections(4096, resource.RLIM_INFINITY) == 4096
 
 
 async def test_more_connections_than_open_files_do_no_harm() -> None:

@@ -279,7 +279,7 @@ async def test_of_a_names_addresses_only_public_ones_are_connected_to(
     ):
         resolve = asyncio.get_running_loop().getaddrinfo
 
-        async def several(host: Any, *args: Any, **fields: Any) -> Any:
+        async def ranked(host: Any, *args: Any, **fields: Any) -> Any:
             if host not in ("several.example", "private.example"):
                 return await resolve(host, *args, **fields)
             hosts = ["127.0.0.2", "127.0.0.1"] if host == "several.example" else ["127.0.0.1"]
@@ -287,7 +287,7 @@ async def test_of_a_names_addresses_only_public_ones_are_connected_to(
             ends = hosts if public_first else hosts[::-1]
             return [(*kind, (address, port)) for address in ends]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", several)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", ranked)
         response, _ = await f.post(at(f"http://several.example:{port}/a.png"))
         assert response.status == 200
         _, error = await refusal(f, at(f"http://private.example:{port}/a.png"))

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.app import CHAT
-from ecshare.router.bulk import Bulk, Payload
+from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.config import RouterConfig
+from ecshare.router.engines import EnginePool, Stage
 from ecshare.router.relay import Relay
-from ecshare.router.workers import Stage, Workers
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
@@ -249,11 +249,11 @@ async def test_each_p_is_known_by_itself() -> None:
 
 async def test_the_p_that_was_chosen_is_asked() -> None:
     async with fleet(num_p=2) as f:
-        prefillers = Workers([engine.url for engine in f.prefillers], 5.0, f.clock)
+        prefillers = EnginePool([engine.url for engine in f.prefillers], 5.0, f.clock)
         relay = Relay(RouterConfig(decoders=(f.d.url,)), {Stage.PREFILL: prefillers})
         _, second = prefillers
         for _ in range(2):
-            await relay.ask(second, CHAT, Payload(Bulk(), json.dumps(chat()).encode()), {})
+            await relay.ask(second, CHAT, Payload(Blobs(), json.dumps(chat()).encode()), {})
         await relay.close()
         assert [len(engine.bodies) for engine in f.prefillers] == [0, 2]
 

@@ -327,9 +327,9 @@ async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app, "_MODELS_ANOTHER_S", TICK_S)
+    monkeypatch.setattr(app, "_MODELS_HEDGE_S", TICK_S)
     monkeypatch.setattr(app, "_MODELS_TIMEOUT_S", LONG_S)  # would be seen
-    monkeypatch.setattr("ecshare.router.models._PATIENCE_S", LONG_S)  # would be seen
+    monkeypatch.setattr("ecshare.router.models._MAX_WAIT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]
         hung.answer, hung.healthy, hung.lists = Hanging(), False, asyncio.Event()

@@ -22,7 +22,7 @@ from aiohttp import web
 from ecshare.router.app import CHAT
 from ecshare.router.config import MIB
 from ecshare.router.errors import ApiError
-from ecshare.router.memory import Memory
+from ecshare.router.memory import MemoryBudget
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     Answer,
@@ -50,8 +50,8 @@ def at(url: str) -> dict[str, Any]:
 
 
 def test_shares_of_the_memory_are_given_back() -> None:
-    memory = Memory(100)
-    with memory.share() as one, memory.share() as two:
+    memory = MemoryBudget(100)
+    with memory.reservation() as one, memory.reservation() as two:
         one.take(60)
         two.take(40)
         for refused in (one.take, two.take, two.expect):
@@ -60,10 +60,10 @@ def test_shares_of_the_memory_are_given_back() -> None:
             assert raised.value.status == 429
         assert memory.used_bytes == 100
     assert memory.used_bytes == 0
-    with memory.share() as alone:
+    with memory.reservation() as alone:
         alone.take(60)
         alone.take(1000)  # a limit that is too low for one request serves it all the same
-        with memory.share() as beside, pytest.raises(ApiError):
+        with memory.reservation() as beside, pytest.raises(ApiError):
             beside.take(1)
     assert memory.used_bytes == 0
 

@@ -57,14 +57,14 @@ def test_the_plain_request_differs_in_identities_only() -> None:
     expected["messages"][1]["content"][1]["uuid"] = media[0].uuid
     expected["messages"][1]["content"][3]["uuid"] = media[1].uuid
     expected["messages"][3]["content"][0]["uuid"] = media[0].uuid
-    assert plan.plain_request(chat, media) == expected
+    assert plan.inline_request(chat, media) == expected
     assert chat.request == conversation()  # untouched
 
 
 def test_a_downloaded_item_travels_as_bytes() -> None:
     part = {"type": "image_url", "image_url": {"url": "http://h/a", "detail": "low"}}
     chat = read_chat(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode(), 1)
-    request = plan.plain_request(chat, [Media("id", data_url(PNG))])
+    request = plan.inline_request(chat, [Media("id", data_url(PNG))])
     sent = request["messages"][0]["content"][0]
     assert sent == {"type": "image_url", "image_url": {"url": data_url(PNG)}, "uuid": "id"}
 
@@ -72,7 +72,7 @@ def test_a_downloaded_item_travels_as_bytes() -> None:
 def test_input_audio_keeps_its_shape() -> None:
     part = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}
     chat, media = read({"messages": [{"role": "user", "content": [part]}]})
-    assert plan.plain_request(chat, media)["messages"][0]["content"] == [
+    assert plan.inline_request(chat, media)["messages"][0]["content"] == [
         part | {"uuid": media[0].uuid}
     ]
 
@@ -95,7 +95,7 @@ def test_an_encoder_gets_each_distinct_item_once_and_nothing_else() -> None:
 def test_reported_items_become_metadata() -> None:
     chat, media = read(conversation())
     other: plan.Metadata = {"image_grid_thw": [1, 2, 2]}
-    lean = plan.lean_request(chat, media, {media[0].uuid: GRID, media[1].uuid: other})
+    lean = plan.metadata_request(chat, media, {media[0].uuid: GRID, media[1].uuid: other})
     expected = conversation()
     first = {"type": "image_embeds", "image_embeds": GRID, "uuid": media[0].uuid}
     expected["messages"][1]["content"][1] = first | {"cache_control": {"type": "ephemeral"}}
@@ -114,14 +114,14 @@ def test_a_modality_is_rewritten_whole_or_not_at_all(second: plan.Metadata | Non
     chat, media = read({"messages": [{"role": "user", "content": content}]})
     tokens: plan.Metadata = {"audio_num_tokens": [8]}
     reports = {media[0].uuid: GRID, media[1].uuid: second, media[2].uuid: tokens}
-    parts = plan.lean_request(chat, media, reports)["messages"][0]["content"]
+    parts = plan.metadata_request(chat, media, reports)["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "audio_embeds"]
     assert [part["uuid"] for part in parts] == [held.uuid for held in media]
 
 
 def test_prefill_gets_the_same_prompt_and_one_token() -> None:
     chat, media = read(conversation())
-    request = plan.plain_request(chat, media)
+    request = plan.inline_request(chat, media)
     before = copy.deepcopy(request)
     sent = plan.prefill_request(request)
     expected = before | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
@@ -133,7 +133,7 @@ def test_prefill_gets_the_same_prompt_and_one_token() -> None:
 
 def test_decode_gets_the_clients_sampling_and_the_hand_over() -> None:
     chat, media = read(conversation())
-    request = plan.plain_request(chat, media)
+    request = plan.inline_request(chat, media)
     sent = plan.decode_request(request, {"kvshare": {"num_tokens": 7}})
     assert sent == request | {"kv_transfer_params": {"kvshare": {"num_tokens": 7}}}
     assert everything_but_messages(request) == everything_but_messages(conversation())
@@ -142,7 +142,7 @@ def test_decode_gets_the_clients_sampling_and_the_hand_over() -> None:
 
 def test_null_transfer_params_are_dropped() -> None:
     chat, media = read(conversation() | {"kv_transfer_params": None})
-    assert "kv_transfer_params" not in plan.plain_request(chat, media)
+    assert "kv_transfer_params" not in plan.inline_request(chat, media)
 
 
 def report(**fields: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ async def test_without_a_key_there_is_nothing_to_guess() -> None:
     ],
 )
 def test_who_shows_it(shown: str | None, is_key: bool) -> None:
-    assert Secret(KEY.encode()).is_shown_by(shown) is is_key
+    assert Secret(KEY.encode()).matches(shown) is is_key
 
 
 def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_where_it_is_read_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         arguments = ["--decoder", "http://d", "--status-key", text]
         config = parse_arguments(arguments)
         assert config.status_key is not None
-        assert config.status_key.is_shown_by(f"Bearer {KEY}")
+        assert config.status_key.matches(f"Bearer {KEY}")
         assert KEY not in repr(config)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same question to several servers, so that a slow one holds nobody up."""
+"""Hedged requests: several servers may get the same call, so a slow one delays nobody."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
@@ -8,26 +8,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def first_good(
-    questions: Iterable[Callable[[], Coroutine[Any, Any, T]]], after_s: float
-) -> T:
-    """Return the first answer. Each further server is asked when one has failed, or the last one
-    has been asked `after_s` ago.
+async def hedged(calls: Iterable[Callable[[], Coroutine[Any, Any, T]]], after_s: float) -> T:
+    """Return the first result. A slow or failed call makes the next one start.
 
-    Raises the last failure where all fail, and ValueError where there is nobody to ask. No call
-    outlives this one.
+    That is when a call has failed, or `after_s` after the last start. No call outlives this one.
+
+    Raises:
+        ValueError: there are no calls.
+        Exception: all calls failed; the last failure.
     """
-    left = iter(questions)
+    left = iter(calls)
     asked: set[asyncio.Task[T]] = set()
     failure: BaseException = ValueError("nobody to ask")
     try:
         while True:
-            question = next(left, None)
-            if question is not None:
-                asked.add(asyncio.create_task(question()))
+            call = next(left, None)
+            if call is not None:
+                asked.add(asyncio.create_task(call()))
             if not asked:
                 raise failure
-            patience_s = None if question is None else after_s
+            patience_s = None if call is None else after_s
             done, asked = await asyncio.wait(
                 asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
             )
@@ -40,4 +40,4 @@ async def first_good(
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        del failure  # it has this frame, which has it
+        del failure  # breaks a cycle: its traceback refers to this frame

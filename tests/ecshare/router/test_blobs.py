@@ -10,7 +10,7 @@ import msgspec
 import pybase64
 import pytest
 
-from ecshare.router.bulk import Bulk, Payload
+from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.chat import identity
 from tests.ecshare.router.fake_engine import chat, data_url, fleet
 
@@ -25,9 +25,9 @@ async def sent(payload: Payload) -> bytes:
 
 async def through(body: bytes) -> tuple[bytes, bytes]:
     """Return the JSON that is decoded, and what is sent of it; the second is complete."""
-    bulk = Bulk()
-    short = await bulk.take_out(bytearray(body))
-    payload = Payload(bulk, msgspec.json.encode(msgspec.json.decode(short)))
+    blobs = Blobs()
+    short = await blobs.extract(bytearray(body))
+    payload = Payload(blobs, msgspec.json.encode(msgspec.json.decode(short)))
     whole = await sent(payload)
     assert payload.num_bytes == len(whole)
     assert payload.whole() in (None, whole)
@@ -78,17 +78,17 @@ async def test_what_was_no_json_is_none(body: str) -> None:
 
 
 async def test_names_are_secret_and_texts_go_when_they_are_let_go_of() -> None:
-    bulk, other = Bulk(), Bulk()
-    name = bulk.add(b"QUJD")
-    assert bulk.holds(f"before {name} after")
+    blobs, other = Blobs(), Blobs()
+    name = blobs.add(b"QUJD")
+    assert blobs.holds(f"before {name} after")
     assert not other.holds(name)
     assert other.resolve(name) == name.encode()
-    assert bytes(bulk.resolve(f"{name}{name}")) == b"QUJDQUJD"
-    payload = Payload(bulk, b'"' + name.encode() + b'"')
+    assert bytes(blobs.resolve(f"{name}{name}")) == b"QUJDQUJD"
+    payload = Payload(blobs, b'"' + name.encode() + b'"')
     assert await sent(payload) == b'"QUJD"'
     held = bytearray(b"QUJD")
-    bulk.add(held)
-    bulk.clear()
+    blobs.add(held)
+    blobs.clear()
     held.append(0)  # raises BufferError while anything refers to its bytes
 
 
@@ -99,15 +99,15 @@ async def test_an_identity_is_that_of_the_whole_text(seed: int) -> None:
     at = rng.choice((3, 256 * KIB - 4, 256 * KIB - 1, 256 * KIB, len(good) - 2))
     damage = rng.choice(("", "=", "==", "A", "-", "A===", "===="))
     damaged = good[:at] + damage + good[at + rng.choice((0, len(damage))) :]
-    bulk = Bulk()
-    url = "data:image/png;base64," + bulk.add(damaged.encode())
+    blobs = Blobs()
+    url = "data:image/png;base64," + blobs.add(damaged.encode())
     try:
         content = pybase64.b64decode(damaged, validate=True)
     except ValueError:
         with pytest.raises(ValueError, match="malformed"):
-            identity("image", url, bulk)
+            identity("image", url, blobs)
     else:
-        assert identity("image", url, bulk) == identity("image", data_url(content))
+        assert identity("image", url, blobs) == identity("image", data_url(content))
 
 
 async def test_large_items_of_every_kind_reach_the_engines_whole() -> None:

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of each stage, their load, and which one is next. Pure: the clock is passed in."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+_MAX_DOUBLINGS = 6
+
+
+class Stage(StrEnum):
+    """The three steps of a request."""
+
+    ENCODE = "encode"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine, as the router sees it. Only its `EnginePool` changes it."""
+
+    url: str
+    in_flight: int = 0
+    down_until_s: float = 0.0
+    last_turn: int = 0
+    streams: bool = False
+    """Whether its last answer stated that it stores KV while it computes."""
+    is_hung: bool = False
+    """Whether it accepted requests and answered none. It gets none until its /health answers."""
+    num_hangs: int = 0
+    """How often it has hung since its last answer. Above 0 the engine is on probation: it gets one
+    request at a time, whatever its /health answers."""
+
+
+class EnginePool:
+    """The engines of one stage. Belongs to the event loop's thread; nothing here blocks."""
+
+    def __init__(
+        self, urls: Iterable[str], cool_down_s: float, clock_s: Callable[[], float]
+    ) -> None:
+        self._engines = [Engine(url) for url in urls]
+        self._cool_down_s = cool_down_s
+        self._clock_s = clock_s
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines)
+
+    def choose(self, excluded: Collection[Engine] = ()) -> Engine | None:
+        """Return the least busy available engine that is not in `excluded`, None if there is none.
+
+        Among equally busy engines it is the least recently used one, so light traffic goes round.
+        """
+        now_s = self._clock_s()
+        live = [
+            engine for engine in self._engines if _is_up(engine, now_s) and engine not in excluded
+        ]
+        return min(live, key=_by_load, default=None)
+
+    def soonest_available(self) -> Engine | None:
+        """Return the engine whose cool-down ends first; for callers without another choice."""
+        return min(self._engines, key=lambda each: (each.is_hung, each.down_until_s), default=None)
+
+    def ranked(self, number: int) -> list[Engine]:
+        """Return up to `number` available engines, the best first.
+
+        If none is available, it is the one that will be soonest.
+        """
+        now_s = self._clock_s()
+        live = [engine for engine in self._engines if _is_up(engine, now_s)]
+        soonest_available = self.soonest_available()
+        return sorted(live, key=_by_load)[:number] or [
+            each for each in (soonest_available,) if each
+        ]
+
+    @contextmanager
+    def lease(self, engine: Engine) -> Iterator[None]:
+        """Count one request in flight on `engine` while the block runs."""
+        self._turn += 1
+        engine.last_turn = self._turn
+        engine.in_flight += 1
+        try:
+            yield
+        finally:
+            engine.in_flight -= 1
+
+    def mark_failed(self, engine: Engine) -> None:
+        """Start the cool-down of `engine`: until it ends, the engine gets no request."""
+        down_until_s = self._clock_s() + self._cool_down_s
+        engine.down_until_s = max(engine.down_until_s, down_until_s)
+
+    def mark_answered(self, engine: Engine) -> None:
+        """End the cool-down of an engine that answers again, unless it has hung."""
+        if not engine.num_hangs:
+            engine.down_until_s = 0.0
+
+    def mark_hung(self, engine: Engine) -> None:
+        """Send `engine` nothing until `try_recover`. Its cool-down doubles each time."""
+        rest_s = self._cool_down_s * 2 ** min(engine.num_hangs, _MAX_DOUBLINGS)
+        engine.down_until_s = max(engine.down_until_s, self._clock_s() + rest_s)
+        engine.is_hung = True
+        engine.num_hangs += 1
+
+    def try_recover(self, engine: Engine) -> bool:
+        """Put a hung engine that is healthy again on probation. False: it is still cooling down."""
+        if self._clock_s() < engine.down_until_s:
+            return False
+        engine.is_hung = False
+        return True
+
+    def mark_alive(self, engine: Engine) -> None:
+        """Forget that `engine` hung: it has begun to answer."""
+        if engine.num_hangs:
+            engine.is_hung = False
+            engine.num_hangs = 0
+            engine.down_until_s = 0.0
+
+    def set_streams(self, engine: Engine, *, streams: bool) -> None:
+        """Remember whether `engine` stores KV while it computes."""
+        engine.streams = streams
+
+
+def _is_up(engine: Engine, now_s: float) -> bool:
+    is_busy_on_probation = engine.num_hangs > 0 and engine.in_flight > 0
+    return engine.down_until_s <= now_s and not engine.is_hung and not is_busy_on_probation
+
+
+def _by_load(engine: Engine) -> tuple[int, int]:
+    return engine.in_flight, engine.last_turn
