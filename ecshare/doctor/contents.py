@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a store: who has stored how much, is it sound, and what keeps engines apart."""
+"""What a store contains: who stored how much, whether it is intact, and what separates engines."""
 
 import time
 from collections import defaultdict
@@ -32,53 +32,55 @@ from ecshare.store.manifest import (
 )
 from ecshare.store.objects import ObjectStore, read
 
-_MOST_COUNTED = 100_000
-_LONGEST_COUNT_S = 20.0
-_MOST_NAMED = 20
-_MOST_ASKED = 1000  # manifests; whoever may write there can invent as many namespaces as they like
-_LARGEST_SAMPLED = 256 * MIB
+_MAX_COUNTED = 100_000
+_MAX_COUNT_S = 20.0
+_MAX_SHOWN = 20
+_MAX_CHECKED = 1000  # manifests; a hostile writer can create any number of namespaces
+_MAX_SAMPLED_BYTES = 256 * MIB
 _KINDS = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 
 
 @dataclass
-class Count:
-    """What was found of one namespace."""
+class NamespaceCount:
+    """What was counted in one namespace."""
 
     num_objects: int = 0
     num_bytes: int = 0
-    num_odd: int = 0
+    num_foreign: int = 0
     keys: list[str] = field(default_factory=list)
-    """Of its first objects."""
+    """The keys of its first objects."""
 
 
 async def contents(
     store: ObjectStore, kind: Kind, integrity: Integrity | None, sample: int
 ) -> AsyncIterator[Finding]:
-    """Yield what is found of a kind. `sample`: how many objects of each namespace to verify."""
+    """Yield findings about one kind of object. `sample`: how many objects of each namespace to
+    verify.
+    """
     what = _KINDS[kind]
     manifests = await list_manifests(store, kind)
-    counts, num_counted = await tally(store, kind_prefix(kind), sample)
+    counts, num_counted = await count_objects(store, kind_prefix(kind), sample)
     manifests += await _not_listed(store, kind, counts, manifests)
     orphans = await _orphans(store, kind, counts, manifests)
     if not manifests and not any(count.num_objects for count in counts.values()):
         yield Finding(what, Level.NOTE, "no engine that stores any has used this store yet")
     for manifest in manifests:
         space = manifest.namespace
-        held, is_more = counts.get(space, Count()), False
+        count, is_more = counts.get(space, NamespaceCount()), False
         if num_counted:
-            some, num_of_it = await tally(store, namespace_prefix(kind, space), sample)
-            held, is_more = some.get(space, Count()), num_of_it > 0
-        yield _held(kind, manifest, held, " or more" if is_more else "")
+            some, num_of_it = await count_objects(store, namespace_prefix(kind, space), sample)
+            count, is_more = some.get(space, NamespaceCount()), num_of_it > 0
+        yield _namespace_finding(kind, manifest, count, " or more" if is_more else "")
         if manifest.facts.get("integrity", "") == (integrity.fingerprint if integrity else ""):
-            yield await _sampled(store, kind, space, integrity, held.keys)
+            yield await _verify_sample(store, kind, space, integrity, count.keys)
         else:
             text = f"{space}: not sampled, it was written with another integrity_key"
             yield Finding(what, Level.NOTE, text)
     for finding in _without_manifest(kind, orphans, num_counted):
         yield finding
-    async for finding in _damaged(store, kind, counts, {*orphans, *_names(manifests)}):
+    async for finding in _damaged_manifests(store, kind, counts, {*orphans, *_names(manifests)}):
         yield finding
-    for finding in _compared(kind, manifests):
+    for finding in _compare(kind, manifests):
         yield finding
 
 
@@ -86,19 +88,19 @@ def _names(manifests: list[Manifest]) -> set[str]:
     return {manifest.namespace for manifest in manifests}
 
 
-async def tally(
+async def count_objects(
     store: ObjectStore, prefix: str, sample: int, now_s: Callable[[], float] = time.monotonic
-) -> tuple[dict[str, Count], int]:
-    """Count by namespace what lies below `prefix`, until very many keys or seconds have passed.
+) -> tuple[dict[str, NamespaceCount], int]:
+    """Count the objects below `prefix` by namespace, within limits of keys and seconds.
 
-    Returns also after how many keys it stopped; 0: that is all there is. `now_s`: the clock.
+    Also returns the number of keys at which it stopped; 0: it counted all. `now_s` is the clock.
     """
-    counts: dict[str, Count] = defaultdict(Count)
+    counts: dict[str, NamespaceCount] = defaultdict(NamespaceCount)
     num_listed = 0
-    ends_s = now_s() + _LONGEST_COUNT_S
+    ends_s = now_s() + _MAX_COUNT_S
     async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
         async for info in found:
-            if num_listed == _MOST_COUNTED or now_s() > ends_s:
+            if num_listed == _MAX_COUNTED or now_s() > ends_s:
                 return counts, max(1, num_listed)
             num_listed += 1
             levels = info.key.split("/")
@@ -106,7 +108,7 @@ async def tally(
                 continue
             count = counts[levels[2]]
             if not is_object_key(info.key):
-                count.num_odd += 1
+                count.num_foreign += 1
                 continue
             count.num_objects += 1
             count.num_bytes += info.num_bytes
@@ -116,18 +118,18 @@ async def tally(
 
 
 async def _orphans(
-    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], manifests: list[Manifest]
-) -> dict[str, Count]:
-    """Return the namespaces that have objects, and no manifest: not even a damaged one."""
-    doubtful = _largest(counts, but=_names(manifests))[:_MOST_ASKED]
+    store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], manifests: list[Manifest]
+) -> dict[str, NamespaceCount]:
+    """Return the namespaces that have objects but no manifest, not even a damaged one."""
+    doubtful = _largest(counts, but=_names(manifests))[:_MAX_CHECKED]
     there = await store.exists([manifest_key(kind, name) for name in doubtful])
     return {name: counts[name] for name, has in zip(doubtful, there, strict=True) if not has}
 
 
 async def _not_listed(
-    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], manifests: list[Manifest]
+    store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], manifests: list[Manifest]
 ) -> list[Manifest]:
-    """Read what no listing told, because of odd keys beside it: it is asked for by its name."""
+    """Read manifests that the listing missed because of foreign keys beside them."""
     found = []
     for name in _largest(counts, but=_names(manifests))[: MOST_READ - len(manifests)]:
         with suppress(ObjectCorrupt):
@@ -137,44 +139,44 @@ async def _not_listed(
     return found
 
 
-def _largest(counts: Mapping[str, Count], *, but: set[str]) -> list[str]:
-    """Return the namespaces with objects, the largest first, without some."""
+def _largest(counts: Mapping[str, NamespaceCount], *, but: set[str]) -> list[str]:
+    """Return the namespaces with objects, the largest first, without those in `but`."""
     names = [name for name, count in counts.items() if count.num_objects and name not in but]
     return sorted(names, key=lambda name: counts[name].num_objects, reverse=True)
 
 
-async def _damaged(
-    store: ObjectStore, kind: Kind, counts: Mapping[str, Count], known: set[str]
+async def _damaged_manifests(
+    store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], known: set[str]
 ) -> AsyncIterator[Finding]:
-    for name in _largest(counts, but=known)[:_MOST_NAMED]:
+    for name in _largest(counts, but=known)[:_MAX_SHOWN]:
         try:
-            await read_manifest(store, kind, name)  # whole: one of too many to be shown
+            await read_manifest(store, kind, name)  # intact, but beyond the number that is read
         except ObjectCorrupt:
             text = f"namespace {name}: its manifest is damaged; engines that store there replace it"
             yield Finding(_KINDS[kind], Level.NOTE, text)
 
 
 def _without_manifest(
-    kind: Kind, orphans: Mapping[str, Count], num_counted: int
+    kind: Kind, orphans: Mapping[str, NamespaceCount], num_counted: int
 ) -> Iterator[Finding]:
     what, more = _KINDS[kind], " or more" if num_counted else ""
-    for name, count in list(orphans.items())[:_MOST_NAMED]:
+    for name, count in list(orphans.items())[:_MAX_SHOWN]:
         text = (
             f"namespace {name}: {count.num_objects:,}{more} objects without a manifest: it expired "
             "or was removed; engines that run now write it again within hours (look-up buffers "
             "have none)"
         )
         yield Finding(what, Level.NOTE, text)
-    if len(orphans) > _MOST_NAMED:
-        text = f"{len(orphans) - _MOST_NAMED:,} more namespaces have objects without a manifest"
+    if len(orphans) > _MAX_SHOWN:
+        text = f"{len(orphans) - _MAX_SHOWN:,} more namespaces have objects without a manifest"
         yield Finding(what, Level.NOTE, text)
     if num_counted:
         text = f"only the first {num_counted:,} keys were searched for objects without a manifest"
         yield Finding(what, Level.NOTE, text)
 
 
-def _held(kind: Kind, manifest: Manifest, count: Count, more: str) -> Finding:
-    odd = f"{count.num_odd} files there are none of ours; engines ignore them"
+def _namespace_finding(kind: Kind, manifest: Manifest, count: NamespaceCount, more: str) -> Finding:
+    problem = f"{count.num_foreign} files there are none of ours; engines ignore them"
     age = _age(manifest.modified_s)
     facts = manifest.facts
     shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]
@@ -183,7 +185,7 @@ def _held(kind: Kind, manifest: Manifest, count: Count, more: str) -> Finding:
         Level.OK,
         f"{manifest.namespace}: {count.num_objects:,}{more} objects, "
         f"{size(count.num_bytes)}{more}; its manifest is {age}",
-        (", ".join(shown), *([odd] if count.num_odd else [])),
+        (", ".join(shown), *([problem] if count.num_foreign else [])),
     )
 
 
@@ -197,7 +199,7 @@ def _age(modified_s: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return `num_bytes` for a person."""
+    """Return `num_bytes` in a readable unit."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -205,13 +207,13 @@ def _word(value: object) -> str:
     return ascii(value)[:100]
 
 
-async def _sampled(
+async def _verify_sample(
     store: ObjectStore, kind: Kind, namespace: str, integrity: Integrity | None, keys: list[str]
 ) -> Finding:
     damaged = []
     for key in keys:
         try:
-            unseal(await read(store, key, _LARGEST_SAMPLED), key, integrity=integrity)
+            unseal(await read(store, key, _MAX_SAMPLED_BYTES), key, integrity=integrity)
         except ObjectMissing:
             continue  # expired meanwhile
         except ObjectCorrupt as exc:
@@ -222,21 +224,21 @@ async def _sampled(
     return Finding(_KINDS[kind], Level.PROBLEM if damaged else Level.OK, text, tuple(damaged[:5]))
 
 
-def _compared(kind: Kind, manifests: list[Manifest]) -> Iterator[Finding]:
-    """Say of each pair of neighbours, once, what keeps them apart."""
+def _compare(kind: Kind, manifests: list[Manifest]) -> Iterator[Finding]:
+    """Yield, once for each pair of most similar namespaces, what separates them."""
 
-    def said(manifest: Manifest) -> tuple[str, ...]:
+    def pair_of(manifest: Manifest) -> tuple[str, ...]:
         other = nearest(manifest.facts, manifests)
         return tuple(sorted((manifest.namespace, other.namespace))) if other else ()
 
     facts = {manifest.namespace: manifest.facts for manifest in manifests}
-    pairs = [pair for pair, _ in groupby(sorted(map(said, manifests))) if pair]
-    for one, two in pairs[:_MOST_NAMED]:
+    pairs = [pair for pair, _ in groupby(sorted(map(pair_of, manifests))) if pair]
+    for one, two in pairs[:_MAX_SHOWN]:
         text = f"engines of {one} and of {two} share nothing, because of:"
         lines = differences(facts[one], facts[two])
-        more = len(lines) - _MOST_NAMED
-        shown = [*lines[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+        more = len(lines) - _MAX_SHOWN
+        shown = [*lines[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         yield Finding(_KINDS[kind], Level.NOTE, text, tuple(shown))
-    if len(pairs) > _MOST_NAMED:
-        text = f"{len(pairs) - _MOST_NAMED:,} more pairs of namespaces share nothing"
+    if len(pairs) > _MAX_SHOWN:
+        text = f"{len(pairs) - _MAX_SHOWN:,} more pairs of namespaces share nothing"
         yield Finding(_KINDS[kind], Level.NOTE, text)

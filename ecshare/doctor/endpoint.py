@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answers at the endpoint of a bucket: an S3 server, something else, nobody?
+"""What answers at the endpoint of a bucket: an S3 server, another server, or nothing.
 
-Asked only when the store's own answer was odd: one plain GET, unsigned.
+Asked only after the store failed or answered wrongly: one unsigned GET.
 """
 
 import http.client
@@ -17,20 +17,20 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.secrets import masked_url
 
 _TIMEOUT_S = 5.0
-_LOOKED_AT_BYTES = 4096
-# Also without a signature S3 answers in XML, or at least with a header of its own.
+_INSPECTED_BYTES = 4096
+# Even without a signature S3 answers in XML, or at least with a header of its own.
 _S3_DOCUMENT = re.compile(rb"<(?:Error|ListBucketResult|ListAllMyBucketsResult)[\s>]")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer, too; what it leads to was not asked for."""
+    """Does not follow redirects: the redirect itself is the answer to judge."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def oddity(config: StoreConfig) -> str | None:
-    """Say what is wrong with the endpoint of `config`. None: nothing that could be seen. Blocks.
+def endpoint_problem(config: StoreConfig) -> str | None:
+    """Return what is wrong with the endpoint of `config`, None if no fault is visible. Blocks.
 
     Without an endpoint in the options or the environment it is Amazon's own, which is S3.
     """
@@ -52,7 +52,7 @@ def oddity(config: StoreConfig) -> str | None:
         cause = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         if isinstance(cause, ssl.SSLError):
             return None
-        return f"nobody answers at {shown} ({_why(cause)}); is it up, and is the endpoint right?"
+        return f"nobody answers at {shown} ({_reason(cause)}); is it up, and is the endpoint right?"
     what = f"{shown} is an HTTP server, but it answers {status} {reason} with {kind}"
     if status >= http.client.INTERNAL_SERVER_ERROR:
         return f"{what}, not as S3; is the S3 server up, and is the endpoint right?"
@@ -69,11 +69,11 @@ def _ask(opener: urllib.request.OpenerDirector, url: str) -> Any:
 def _is_s3(answer: Any) -> bool:
     if any(name.lower().startswith("x-amz-") for name in answer.headers):
         return True
-    # One look at what has come: who sends it drop by drop is not waited for.
-    return _S3_DOCUMENT.search(answer.read1(_LOOKED_AT_BYTES)) is not None
+    # A single read: a server that sends byte by byte is not waited for.
+    return _S3_DOCUMENT.search(answer.read1(_INSPECTED_BYTES)) is not None
 
 
-def _why(reason: object) -> str:
+def _reason(reason: object) -> str:
     if isinstance(reason, TimeoutError):
         return f"nothing within {_TIMEOUT_S:g} s"
     if isinstance(reason, socket.gaierror):

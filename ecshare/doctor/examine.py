@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out why engines do not share: is the store well, and do their facts agree.
+"""Finds out why engines do not share: is the store healthy, and do the engines' facts agree.
 
-Reads what lies in the store and writes one object of its own at a time, which it removes again. It
-makes no folder. Nothing in the store is believed: it is shown, bounded and escaped.
+Reads the contents of the store, and writes one object of its own at a time, which it removes again.
+It creates no folder. The contents of the store are not trusted: they are shown bounded and escaped.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ecshare.doctor.contents import contents, size
-from ecshare.doctor.findings import Finding, Level, printable, words
-from ecshare.doctor.options import Stranger, Subject
-from ecshare.doctor.trial import fix, missing_folder, try_out
+from ecshare.doctor.findings import Finding, Level, error_text, printable
+from ecshare.doctor.options import ForeignConnector, Target
+from ecshare.doctor.store_check import advice, check_store, missing_folder
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostcache.folder import check_private, default_root, fitting
@@ -28,69 +28,69 @@ from ecshare.store.secrets import masked_url
 
 
 class _Opened(NamedTuple):
-    """A subject whose options are right."""
+    """A target with valid options."""
 
-    subject: Subject
+    target: Target
     integrity: Integrity | None
     store: ObjectStore | None
-    """None: a folder that is not there."""
+    """None: a folder that does not exist."""
     same_as: str
-    """The path of an earlier subject that has the same store; else ""."""
+    """The path of an earlier target with the same store, else ""."""
 
 
 async def examine(
-    subjects: Sequence[Subject],
-    strangers: Sequence[Stranger] = (),
+    targets: Sequence[Target],
+    foreign: Sequence[ForeignConnector] = (),
     *,
     write: bool = True,
     sample: int = 20,
 ) -> AsyncIterator[Finding]:
-    """Yield what is found out about the stores of `subjects`, each finding when it is there.
+    """Yield the findings about the stores of `targets`, each as soon as it is known.
 
-    `strangers`: somebody else's connectors beside them, only named. `write`: try to store objects,
-    too. `sample`: how many objects of each namespace to read and verify.
+    `foreign` are the connectors of others beside them; they are only named. `write`: also try to
+    store objects. `sample`: how many objects of each namespace to read and verify.
 
     Raises:
-        ConfigError: an option is wrong; names it and the fix. Before the first finding.
+        ConfigError: an option is wrong; names it and the fix. Raised before the first finding.
     """
     async with AsyncExitStack() as stack:
         opened = []
-        for each in _open(subjects):
+        for each in _open(targets):
             opened.append(each)
             if each.store is not None:
                 stack.push_async_callback(each.store.close)
-        for stranger in strangers:
-            yield Finding("options", Level.NOTE, printable(f"{stranger}; left alone"))
+        for connector in foreign:
+            yield Finding("options", Level.NOTE, printable(f"{connector}; left alone"))
         for each in opened:
-            async for finding in _examined(each, write=write, sample=sample):
+            async for finding in _examine(each, write=write, sample=sample):
                 yield finding
 
 
-def _open(subjects: Sequence[Subject]) -> Iterator[_Opened]:
+def _open(targets: Sequence[Target]) -> Iterator[_Opened]:
     """Open each store once."""
     paths: dict[str, str] = {}
-    for subject in subjects:
-        config, path = subject
+    for target in targets:
+        config, path = target
         integrity = open_integrity(config.integrity_key, path)
         first = paths.setdefault(_identity(config), path)
         if first != path:
-            yield _Opened(subject, integrity, None, first)
+            yield _Opened(target, integrity, None, first)
         elif config.folder.startswith("/") and not os.path.exists(config.folder):
-            # To open it would make it.
-            yield _Opened(subject, integrity, None, "")
+            # Opening it would create it.
+            yield _Opened(target, integrity, None, "")
         else:
-            yield _Opened(subject, integrity, open_store(config, path), "")
+            yield _Opened(target, integrity, open_store(config, path), "")
 
 
 def _identity(config: StoreConfig) -> str:
-    """What makes two examinations the same."""
+    """Return what two targets have in common if one examination covers both."""
     options = json.dumps(config.storage_options, sort_keys=True, default=repr)
     host = f"{config.host_cache_dir}\n{config.host_cache_bytes}"
     return f"{config.store_id()}\n{config.integrity_key}\n{host}\n{options}"
 
 
-async def _examined(opened: _Opened, *, write: bool, sample: int) -> AsyncIterator[Finding]:
-    config, path = opened.subject
+async def _examine(opened: _Opened, *, write: bool, sample: int) -> AsyncIterator[Finding]:
+    config, path = opened.target
     text = f"{path} are well-formed; url {printable(masked_url(config.url))}"
     if opened.same_as:
         yield Finding("options", Level.OK, f"{text}, the store of {opened.same_as}")
@@ -101,11 +101,11 @@ async def _examined(opened: _Opened, *, write: bool, sample: int) -> AsyncIterat
     if opened.store is None:
         yield missing_folder(config.folder)
         return
-    async for finding in _bounded(try_out(opened.store, config, write=write), config):
+    async for finding in _bounded(check_store(opened.store, config, write=write), config):
         yield finding
         if finding.level is Level.PROBLEM:
             return
-    for finding in _host(config):
+    for finding in _examine_host_cache(config):
         yield finding
     for kind in Kind:
         found = contents(opened.store, kind, opened.integrity, sample)
@@ -116,7 +116,7 @@ async def _examined(opened: _Opened, *, write: bool, sample: int) -> AsyncIterat
 
 
 async def _bounded(findings: AsyncIterator[Finding], config: StoreConfig) -> AsyncIterator[Finding]:
-    """Pass on `findings`; a store that fails, or is silent for too long, is one more."""
+    """Pass on `findings`. A store that fails, or does not answer in time, is one more finding."""
     limit_s = config.call_timeout_s
     try:
         while True:
@@ -128,11 +128,11 @@ async def _bounded(findings: AsyncIterator[Finding], config: StoreConfig) -> Asy
     except TimeoutError:
         yield Finding("store", Level.PROBLEM, f"no answer within {limit_s:g} s; is it up?")
     except StoreError as exc:
-        yield Finding("store", Level.PROBLEM, f"{words(exc)}; {fix(exc)}")
+        yield Finding("store", Level.PROBLEM, f"{error_text(exc)}; {advice(exc)}")
 
 
-def _host(config: StoreConfig) -> Iterator[Finding]:
-    """Look at the host cache, or at the place where the first engine will make it."""
+def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
+    """Examine the host cache, or the place where the first engine will create it."""
     named = config.host_cache_dir
     root = Path(named) if named else default_root(config.host_cache_bytes)
     there = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
@@ -152,7 +152,11 @@ def _host(config: StoreConfig) -> Iterator[Finding]:
 
 
 def _check_usable(root: Path, there: Path) -> None:
-    """ConfigError: engines could not use `root`, of which `there` is what exists already."""
+    """Check that engines could use the folder `root`; `there` is the part of its path that exists.
+
+    Raises:
+        ConfigError: they could not.
+    """
     if there == root:
         check_private(root)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

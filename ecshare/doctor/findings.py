@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of the doctor's report. Whatever a server or a bucket says is shown escaped and cut."""
+"""One line of the doctor's report. Text from servers and buckets is escaped and truncated."""
 
 import re
 from enum import Enum
 from typing import NamedTuple
 
-_LONGEST_TEXT = 400
+_MAX_TEXT_CHARS = 400
 _HTTP_STATUS = re.compile(r"status code: (\d{3}(?: [A-Za-z-]+)*)")
 
 
 class Level(Enum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
@@ -18,7 +18,7 @@ class Level(Enum):
 
 
 class Finding(NamedTuple):
-    """One line of the report, and what belongs below it."""
+    """One line of the report, with its details."""
 
     topic: str
     level: Level
@@ -27,13 +27,13 @@ class Finding(NamedTuple):
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, cut, with escapes for all that a terminal could act on."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _LONGEST_TEXT + 1])
-    return shown if len(text) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]}..."
+    """Return `text` on one line, truncated, with all unprintable characters escaped."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: _MAX_TEXT_CHARS + 1])
+    return shown if len(text) <= _MAX_TEXT_CHARS else f"{shown[:_MAX_TEXT_CHARS]}..."
 
 
-def words(exc: BaseException) -> str:
-    """Return what `exc` says to a person: the server's status instead of a client's account."""
+def error_text(exc: BaseException) -> str:
+    """Return the message of `exc` for a user: rather the server's status than a client's words."""
     text = str(exc)
     status = _HTTP_STATUS.search(text)
     return f"the server answered {status[1]}" if status else printable(text)

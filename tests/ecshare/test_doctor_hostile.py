@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ecshare.doctor import contents
-from ecshare.doctor.contents import tally
+from ecshare.doctor.contents import count_objects
 from ecshare.store import manifest
 from ecshare.store.directory import DirectoryStore
 from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
@@ -50,7 +50,7 @@ def test_many_large_manifests_cost_little(
     assert status == 0
     # A few of each fact; pair by pair it would be millions.
     assert num_texts < 10 * manifest.MOST_READ * 500
-    assert said.count("share nothing, because of:") == contents._MOST_NAMED
+    assert said.count("share nothing, because of:") == contents._MAX_SHOWN
     assert "more pairs of namespaces share nothing" in said
 
 
@@ -59,7 +59,7 @@ def test_differences_are_shown_up_to_a_limit(doctor: Doctor, tmp_path: Path) -> 
         start(tmp_path, facts)
     lines = doctor("--read-only")[1].splitlines()
     shown = [line for line in lines if "(none)" in line]
-    assert len(shown) == contents._MOST_NAMED
+    assert len(shown) == contents._MAX_SHOWN
     assert any(line.strip() == "and 580 more" for line in lines)
 
 
@@ -83,14 +83,16 @@ def test_the_nearest_differs_in_the_fewest_facts_at_any_depth() -> None:
 
 @pytest.mark.parametrize("modified_s", [None, 0.0, 1e300, -1e300, float("nan")])
 def test_a_manifest_of_no_known_time_is_shown(modified_s: float | None) -> None:
-    finding = contents._held(Kind.EC, Manifest(NAMESPACE, FACTS, modified_s), contents.Count(), "")
+    finding = contents._namespace_finding(
+        Kind.EC, Manifest(NAMESPACE, FACTS, modified_s), contents.NamespaceCount(), ""
+    )
     assert "its manifest is " in finding.text
 
 
 async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow road lists a million objects in many minutes."""
     key = object_key(Kind.EC, NAMESPACE, "x")
-    seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents._LONGEST_COUNT_S + 1])
+    seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents._MAX_COUNT_S + 1])
     closed = False
 
     class Slow(DirectoryStore):
@@ -103,7 +105,9 @@ async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
                 nonlocal closed
                 closed = True
 
-    found, num_counted = await tally(Slow("/nowhere", 1.0), "ec/2/", 1, lambda: next(seconds))
+    found, num_counted = await count_objects(
+        Slow("/nowhere", 1.0), "ec/2/", 1, lambda: next(seconds)
+    )
     assert (found[NAMESPACE].num_objects, num_counted) == (2, 2)
     assert closed
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from ecshare.config import EncoderConfig
-from ecshare.doctor.options import COMES_WITH_VLLM, VLLM_TIERS, read_argument
+from ecshare.doctor.options import CONNECTORS_OF_VLLM, TIERS_OF_VLLM, read_argument
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from kvshare.config import KVConfig, TierConfig
@@ -159,8 +159,8 @@ def test_both_configurations_of_an_engine_may_be_given_at_once() -> None:
 def test_what_comes_with_vllm_is_known() -> None:
     ours = {"ECShareConnector", "KVShareConnector"}  # an engine in this process registers them
     registered = {*ECConnectorFactory._registry, *KVConnectorFactory._registry} - ours
-    assert registered <= COMES_WITH_VLLM
-    assert set(SecondaryTierFactory._registry) <= VLLM_TIERS
+    assert registered <= CONNECTORS_OF_VLLM
+    assert set(SecondaryTierFactory._registry) <= TIERS_OF_VLLM
 
 
 OURS = "ECShareConnector, KVShareConnector, KVShareTier"

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ecshare.doctor import contents, trial
+from ecshare.doctor import contents, store_check
 from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import DirectoryStore
@@ -160,7 +160,9 @@ class Slow(DirectoryStore):
 async def test_the_best_of_three_counts(tmp_path: Path) -> None:
     clock = Clock()
     store = Slow(tmp_path, clock, [0.5, 0.25, 0.375], [0.625, 0.5, 0.125])
-    assert await trial.measure(store, clock) == trial.Trial(3, 0.25, 0.125, True, True)
+    assert await store_check.measure(store, clock) == store_check.RoundTrip(
+        3, 0.25, 0.125, True, True
+    )
     assert set(store.sizes) == {8 * MIB}
     assert not list(tmp_path.iterdir())
     await store.close()
@@ -169,7 +171,7 @@ async def test_the_best_of_three_counts(tmp_path: Path) -> None:
 async def test_a_slow_store_is_measured_once(tmp_path: Path) -> None:
     clock = Clock()
     store = Slow(tmp_path, clock, [4.0, 1.0], [5.0, 1.0])
-    assert await trial.measure(store, clock) == trial.Trial(1, 4.0, 5.0, True, True)
+    assert await store_check.measure(store, clock) == store_check.RoundTrip(1, 4.0, 5.0, True, True)
     assert not list(tmp_path.iterdir())
     await store.close()
 
@@ -461,7 +463,7 @@ def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
 def test_invented_namespaces_do_not_hold_the_doctor_up(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_MOST_ASKED", 2)
+    monkeypatch.setattr(contents, "_MAX_CHECKED", 2)
     asked: list[str] = []
     exists = DirectoryStore.exists
 
@@ -486,7 +488,7 @@ def test_the_search_for_them_is_bounded(
         tmp_path, FACTS, "", *(object_key(Kind.EC, NAMESPACE, f"{n}") for n in range(num_objects))
     )
     shutil.rmtree(tmp_path / "store" / manifests_prefix(Kind.EC))
-    monkeypatch.setattr(contents, "_MOST_COUNTED", 2)
+    monkeypatch.setattr(contents, "_MAX_COUNTED", 2)
     status, text = doctor()
     assert status == 0
     assert line(NAMESPACE, 2, " or more") in text
@@ -499,7 +501,7 @@ def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
     many = [FACTS | {"epoch": f"{n}"} for n in range(3)]
     for facts in many:
         start(tmp_path, facts, "", object_key(Kind.EC, namespace_digest(facts), "picture"))
-    monkeypatch.setattr(contents, "_MOST_COUNTED", 2)
+    monkeypatch.setattr(contents, "_MAX_COUNTED", 2)
     text = doctor()[1]
     for facts in many:
         assert f"{namespace_digest(facts)}: 1 objects, 0.0 MB; its manifest is of 20" in text
@@ -508,7 +510,7 @@ def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
 def test_many_of_them_are_not_all_named(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_MOST_NAMED", 1)
+    monkeypatch.setattr(contents, "_MAX_SHOWN", 1)
     for n, num_objects in enumerate((1, 2)):
         facts = FACTS | {"epoch": f"{n}"}
         names = [f"{n}" for n in range(num_objects)]

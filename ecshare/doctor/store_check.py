@@ -9,67 +9,68 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
-from ecshare.doctor.endpoint import oddity
-from ecshare.doctor.findings import Finding, Level, printable, words
+from ecshare.doctor.endpoint import endpoint_problem
+from ecshare.doctor.findings import Finding, Level, error_text, printable
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
 from ecshare.store.fsspec_store import FsspecStore
 from ecshare.store.objects import Memory, ObjectStore, probe
 from ecshare.store.secrets import masked_url
 
-_LOOK_UPS = 5
+_LOOKUPS = 5
 _ROUNDS = 3
-_ENOUGH_S = 3.0  # a slow store is not asked for another round
+_MAX_MEASURE_S = 3.0  # a slow store gets no further round
 _LARGE_BYTES = 8 * MIB
 
 
-class Trial(NamedTuple):
-    """What came of storing and reading a large object a few times."""
+class RoundTrip(NamedTuple):
+    """The results of storing and reading a large object a few times."""
 
     num_rounds: int
     put_s: float
-    """The shortest of them; so is `get_s`."""
+    """The shortest of all rounds, as is `get_s`."""
     get_s: float
     is_same: bool
-    """Whether the bytes that came back are those that were put."""
+    """Whether the bytes that were read are those that were stored."""
     creates_once: bool
     """Whether a second put of a key was refused."""
     left: str = ""
-    """The key of an object that could not be removed, and why; "": they all were."""
+    """The key of an object that could not be removed, and why. "": all were removed."""
 
 
-async def try_out(
+async def check_store(
     store: ObjectStore, config: StoreConfig, *, write: bool
 ) -> AsyncIterator[Finding]:
-    """Yield what is found; after a problem nothing more. `write`: store objects, too.
+    """Yield findings about the store; nothing more after a problem. `write`: also store objects.
 
-    Raises StoreError: it fails later than at first.
+    Raises:
+        StoreError: the store failed after its first answers.
     """
     try:
         if isinstance(store, FsspecStore) and not await store.has_root():
-            yield missing_folder(config.url)  # on a server of files, where a put would make it
+            yield missing_folder(config.url)  # on a file server, where a put would create it
             return
-        # As an engine does at start. A listing tells a bucket that is missing from an empty one.
+        # As engines do at start. A listing distinguishes a missing bucket from an empty one.
         await probe(store, write=False)
-        median_s = await _look_up(store)
+        median_s = await _lookup_s(store)
     except StoreError as exc:
-        odd = await asyncio.to_thread(oddity, config)
-        yield Finding("store", Level.PROBLEM, odd or f"{words(exc)}; {fix(exc)}")
+        problem = await asyncio.to_thread(endpoint_problem, config)
+        yield Finding("store", Level.PROBLEM, problem or f"{error_text(exc)}; {advice(exc)}")
         return
     if median_s is None:
-        odd = await asyncio.to_thread(oddity, config)
-        text = odd or "says of a key that nobody ever used that it is there; do not use it"
+        problem = await asyncio.to_thread(endpoint_problem, config)
+        text = problem or "says of a key that nobody ever used that it is there; do not use it"
         yield Finding("store", Level.PROBLEM, text)
         return
-    text = f"answers; a look-up takes {median_s * 1e3:.1f} ms (median of {_LOOK_UPS})"
+    text = f"answers; a look-up takes {median_s * 1e3:.1f} ms (median of {_LOOKUPS})"
     yield Finding("store", Level.OK, text)
     if write:
-        async for finding in _stored(store):
+        async for finding in _check_writes(store):
             yield finding
 
 
 def missing_folder(folder: str) -> Finding:
-    """Say that the store is a folder that is not there."""
+    """Return the finding that the store is a folder that does not exist."""
     text = (
         f"there is no folder {printable(masked_url(folder))}, or this user may not see it; is the "
         "name right, and the volume mounted? An engine would make it, and find nothing there"
@@ -77,8 +78,8 @@ def missing_folder(folder: str) -> Finding:
     return Finding("store", Level.PROBLEM, text)
 
 
-def fix(exc: StoreError) -> str:
-    """Say what to do about `exc`, for somebody who has just written the options."""
+def advice(exc: StoreError) -> str:
+    """Return what to do about `exc`, for a user who has just written the options."""
     text = str(exc)
     if "bucket does not exist" in text:
         return "it is the first part of the url"
@@ -90,22 +91,23 @@ def fix(exc: StoreError) -> str:
     return "check the url and storage_options"
 
 
-async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotonic) -> Trial:
-    """Put, read and remove a large object, under a new key each time; return the best figures.
+async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotonic) -> RoundTrip:
+    """Store, read and remove a large object, under a new key each time; return the best figures.
 
-    `now_s`: the clock. It stops after a few seconds, with what it has, or when an object cannot be
-    removed again.
+    `now_s` is the clock. It stops after a few seconds with the figures so far, and when an object
+    cannot be removed.
 
-    Raises StoreError: the store failed. What was put is removed, as far as it lets us.
+    Raises:
+        StoreError: the store failed. What was stored is removed as far as the store allows.
     """
     body = secrets.token_bytes(_LARGE_BYTES)
     puts_s: list[float] = []
     gets_s: list[float] = []
     is_same = creates_once = True
     left = ""
-    ends_s = now_s() + _ENOUGH_S
+    ends_s = now_s() + _MAX_MEASURE_S
     while len(gets_s) < _ROUNDS and not left and (not gets_s or now_s() < ends_s):
-        # Not below a level of its own: a folder store would keep an empty folder.
+        # No slash in the key: a folder store would keep an empty folder.
         key = f"doctor-{secrets.token_hex(8)}"
         try:
             started_s = now_s()
@@ -125,14 +127,16 @@ async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotoni
         try:
             await store.delete([key])
         except StoreError as exc:
-            left = f"{key} ({words(exc)})"
-    return Trial(len(gets_s), min(puts_s), min(gets_s), is_same, creates_once, left)
+            left = f"{key} ({error_text(exc)})"
+    return RoundTrip(len(gets_s), min(puts_s), min(gets_s), is_same, creates_once, left)
 
 
-async def _look_up(store: ObjectStore) -> float | None:
-    """Return how long a look-up takes, in seconds. None: a key that never was is there."""
+async def _lookup_s(store: ObjectStore) -> float | None:
+    """Return the median time of a look-up in seconds. None: the store reports a key that never
+    existed.
+    """
     key, seconds = f"doctor-{secrets.token_hex(8)}", []
-    for _ in range(_LOOK_UPS):
+    for _ in range(_LOOKUPS):
         started_s = time.monotonic()
         (is_there,) = await store.exists([key])
         seconds.append(time.monotonic() - started_s)
@@ -141,29 +145,35 @@ async def _look_up(store: ObjectStore) -> float | None:
     return statistics.median(seconds)
 
 
-async def _stored(store: ObjectStore) -> AsyncIterator[Finding]:
+async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
     try:
-        trial = await measure(store)
+        round_trip = await measure(store)
     except StoreDenied as exc:
-        text = f"may be read, but not written: {words(exc)}; engines that only load need no more, "
-        yield Finding("store", Level.PROBLEM, f"{text}and --read-only does not try it")
+        text = (
+            f"may be read, but not written: {error_text(exc)}; engines that only load need no more"
+        )
+        yield Finding("store", Level.PROBLEM, f"{text}, and --read-only does not try it")
         return
     except ObjectMissing:
         yield Finding("store", Level.PROBLEM, "does not find what was just stored; do not use it")
         return
-    if not trial.is_same:
+    if not round_trip.is_same:
         yield Finding("store", Level.PROBLEM, "returns other bytes than were put; do not use it")
         return
-    if trial.left:
+    if round_trip.left:
         text = "takes objects and gives them back, but does not remove them; engines could not"
-        yield Finding("store", Level.PROBLEM, f"{text} replace damaged ones. Left: {trial.left}")
+        yield Finding(
+            "store", Level.PROBLEM, f"{text} replace damaged ones. Left: {round_trip.left}"
+        )
         return
-    put, get = (_LARGE_BYTES / max(each, 1e-9) / 1e6 for each in (trial.put_s, trial.get_s))
+    put, get = (
+        _LARGE_BYTES / max(each, 1e-9) / 1e6 for each in (round_trip.put_s, round_trip.get_s)
+    )
     text = (
         "takes objects, gives them back, removes them; "
-        f"put {put:,.0f}, get {get:,.0f} MB/s (best of {trial.num_rounds})"
+        f"put {put:,.0f}, get {get:,.0f} MB/s (best of {round_trip.num_rounds})"
     )
     yield Finding("store", Level.OK, text)
-    if not trial.creates_once:
+    if not round_trip.creates_once:
         text = "ignores create-only puts: two engines that store the same object both send it"
         yield Finding("store", Level.NOTE, text)
