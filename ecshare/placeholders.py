@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 _REMEMBERED_ITEMS = 10_000
-# What models of the Qwen2.5-VL and Omni families compute token positions from, though vLLM
-# publishes neither, and the value that they take where it is absent: with any other one, a consumer
-# without the video would answer from wrong positions. Processors may add them to items without one.
+# Fields from which models of the Qwen2.5-VL and Omni families compute token positions, though vLLM
+# publishes neither, and the value they assume if a field is absent. With any other value a consumer
+# without the video would use wrong positions. Processors may add them to items without video.
 _ASSUMED = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
 
 
 class Placeholders:
-    """Knows the placeholder metadata of items. Ownership: vLLM's scheduler thread."""
+    """The placeholder metadata of media items. Ownership: vLLM's scheduler thread."""
 
     def __init__(self, model_config: "ModelConfig") -> None:
-        """Ask vLLM which fields the model needs, when the first item of a modality comes."""
+        """Prepare to ask vLLM which fields the model needs, once for each modality."""
         self._resolver = PlaceholderMetadataResolver(model_config)
         self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the item comes with pixels (or sound), not with placeholder metadata alone."""
+        """Whether the item contains pixels or sound, not only placeholder metadata."""
         if feature.data is None:
             return False
         fields = self._resolver.fields_for(feature.modality)
-        # Twice for every item of every request: past UserDict's own iteration, which is ten times
-        # slower than its dict's.
+        # Called twice for every item of every request. Iterating over the UserDict itself is ten
+        # times slower than over its dict.
         for name, element in feature.data.data.items():
             if element.data is not None and name not in fields and name not in _ASSUMED:
                 return True
@@ -46,8 +46,8 @@ class Placeholders:
     def metadata(self, feature: "MultiModalFeatureSpec") -> dict[str, Any]:
         """Return what a consumer needs to size the item's placeholder, and remember it.
 
-        Empty: a consumer needs the media itself. vLLM leaves `feature.data` out where a later
-        process has it cached, hence the memory.
+        Empty: a consumer needs the media itself. vLLM omits `feature.data` if a later process has
+        it cached, so the metadata must be remembered.
         """
         (entry,) = collect_ec_item_metadata([feature], self._resolver).values()
         metadata = self._checked(feature, entry["metadata"])
@@ -58,7 +58,9 @@ class Placeholders:
         return metadata
 
     def announcement(self, features: "Sequence[MultiModalFeatureSpec]") -> dict[str, Any]:
-        """Return vLLM's `ec_transfer_params` of a request: by identifier, each item's metadata."""
+        """Return a request's `ec_transfer_params` for vLLM: the metadata of each item, by
+        identifier.
+        """
         entries: dict[str, Any] = collect_ec_item_metadata(list(features), self._resolver)
         for feature in features:
             entry = entries[feature.identifier]
@@ -68,13 +70,15 @@ class Placeholders:
     def _checked(
         self, feature: "MultiModalFeatureSpec", collected: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the metadata that vLLM has `collected`, or what is right instead."""
+        """Return the metadata that vLLM has `collected`, corrected where vLLM lacks or omits
+        fields.
+        """
         if self._falls_short(feature):
             return {}
         return collected or self._known.get(feature.identifier, {})
 
     def _falls_short(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the item's tokens lie elsewhere than a consumer with the metadata would think."""
+        """Whether the metadata would give a consumer wrong token positions for the item."""
         if feature.data is None:
             return False
         published = self._resolver.fields_for(feature.modality)

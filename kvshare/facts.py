@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecshare.plugin.compat import cpu_attention_kernel
-from ecshare.plugin.model_facts import Namespace, media_facts, model_facts, plain, weights_of
+from ecshare.plugin.model_facts import (
+    Namespace,
+    json_value,
+    media_facts,
+    model_facts,
+    weights_identity,
+)
 from ecshare.store.keys import Kind
 from kvshare.layers import LayerSet
 from kvshare.prefix import Grid, HashFunction
@@ -64,7 +70,7 @@ def kv_namespace(
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
         "page": _page_format(vllm_config),
-        "other_dtype_layers": plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "other_dtype_layers": json_value(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }
@@ -86,7 +92,7 @@ def _context_facts(model: Any) -> list[Any]:
         facts.append(model.max_model_len > int(original or 0))
     if any(name.startswith("Llama4") for name in model.architectures):
         said = model.try_get_generation_config() | model.override_generation_config
-        facts.append(plain(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
+        facts.append(json_value(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
     return facts
 
 
@@ -106,7 +112,7 @@ def _draft_facts(vllm_config: Any) -> list[str]:
     # Where nothing or a part of the model itself guesses, vLLM names the model here.
     if draft is None or draft.model == vllm_config.model_config.model:
         return []
-    return [str(draft.model), str(draft.revision or ""), weights_of(draft, vllm_config)]
+    return [str(draft.model), str(draft.revision or ""), weights_identity(draft, vllm_config)]
 
 
 def _page_format(vllm_config: Any) -> str:

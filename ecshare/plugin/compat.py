@@ -112,3 +112,12 @@ def register_once(factory: Any, name: str, module_path: str) -> None:
     except ValueError as exc:
         if "already registered" not in str(exc):
             raise
+
+
+def option(config: Any, name: str) -> Any:
+    """Return the field `name` of a vLLM config object.
+
+    None: the field is not set, this release has no such field, or `config` itself is None, as
+    the multimodal config of a text model is.
+    """
+    return getattr(config, name, None)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware for vLLM's API server: what names media or transfers comes from the router alone.
+"""ASGI middleware for vLLM's API server: only the router may name media or transfers.
 
     export ECSHARE_ROUTER_KEY=file:/etc/ecshare/router.key
     vllm serve ... --middleware ecshare.plugin.gate.RouterGate
 
-vLLM takes a client's `uuid` for the content of a picture: embeddings and KV are stored by it for
-the whole fleet, so whoever chooses it chooses what others get. Nothing behind the API server can
-tell such a name from a hash that vLLM has made itself, hence this. Requests of the router, which
-shows that it has the key, pass; so does what names nothing. The rest is refused.
+vLLM takes a client's `uuid` for the content of a picture. Embeddings and KV are stored by it for
+the whole fleet, so a client that chooses it chooses what others get. Behind the API server such a
+name cannot be distinguished from a hash that vLLM made, so it is checked here. Requests with the
+router's key pass, and so do requests that name nothing. All others are refused.
 
-vLLM imports this by name and makes one object in each API server process.
+vLLM imports this class by name and creates one object in each API server process.
 """
 
 import hmac
@@ -29,35 +29,36 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# vLLM itself has no limit; this one is for who has shown no key yet.
+# vLLM itself has no limit. This one is for clients that have not shown the key.
 _MAX_BODY_BYTES = 256 << 20
-# A body without these says nothing that is to be refused, whatever its encoding: names in JSON may
-# be escaped, and UTF-16 has a zero in every bracket.
-_WORTH_READING = (b"uuid", b"mm_hashes", b"transfer_params", b"\\u", b"\0")
-_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+# A body without any of these contains nothing to refuse, whatever its encoding: names in JSON may
+# be escaped, and UTF-16 has a zero byte in every bracket.
+_MARKERS = (b"uuid", b"mm_hashes", b"transfer_params", b"\\u", b"\0")
+_TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _MEDIA = re.compile("image|audio|video|vision|embed")
-# Schemas, which may describe anything; no media are read from them.
+# Schemas may describe anything, and vLLM reads no media from them.
 _SCHEMAS = ("tools", "functions")
 
 
 class RouterGate:
-    """Lets requests through that are the router's or that name nothing; refuses others with 400.
+    """Passes requests that are the router's or that name nothing; refuses others with 400.
 
-    Any task of the server's event loop; holds nothing but the key.
+    Any task of the server's event loop may call. The only state is the key.
     """
 
     def __init__(self, app: App) -> None:
-        """Guard `app`. Without the environment variable ECSHARE_ROUTER_KEY nobody is the router.
+        """Guard `app`. Without the environment variable ECSHARE_ROUTER_KEY no client is the router.
 
         Raises:
-            ConfigError: the variable holds no good key, and names no file that does.
+            ConfigError: the variable is set, but neither holds a valid key nor names a file with
+                one.
         """
         self._app = app
         key = os.environ.get(KEY_VARIABLE, "")
         self._token = router_token(read_key(key, KEY_VARIABLE)).encode() if key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection, as ASGI has it."""
+        """Serve one ASGI connection."""
         if scope["type"] != "http" or self._is_router(scope):
             await self._app(scope, receive, send)
             return
@@ -65,11 +66,11 @@ class RouterGate:
         if body is None:
             await _refuse(send, 413, "The body is too large.")
             return
-        claim = claim_in(body)
-        if claim is not None:
-            await _refuse(send, 400, f"`{claim}` is not accepted from clients; leave it out.")
+        field = forbidden_field(body)
+        if field is not None:
+            await _refuse(send, 400, f"`{field}` is not accepted from clients; leave it out.")
             return
-        await self._app(scope, _again(body, receive), send)
+        await self._app(scope, _replaying(body, receive), send)
 
     def _is_router(self, scope: Scope) -> bool:
         name = TOKEN_HEADER.encode()
@@ -77,33 +78,33 @@ class RouterGate:
         return bool(self._token) and len(shown) == 1 and hmac.compare_digest(shown[0], self._token)
 
 
-def claim_in(body: bytes) -> str | None:
-    """Return the first field of a request by which it names media or transfers; None: none.
+def forbidden_field(body: bytes) -> str | None:
+    """Return the first field of a request that names media or transfers, None if there is none.
 
-    What is no JSON holds none: vLLM reads bodies with the same parser, in whatever encoding.
+    A body that is not JSON contains none: vLLM uses the same parser, in every encoding.
     """
-    if not any(word in body for word in _WORTH_READING):
+    if not any(word in body for word in _MARKERS):
         return None
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    for part in _objects(request):
+    for part in _json_objects(request):
         if part.get("uuid") is not None and _is_media(part):
             return "uuid"
-        for name in (*_TRANSFERS, "mm_hashes"):
+        for name in (*_TRANSFER_FIELDS, "mm_hashes"):
             if part.get(name) is not None:
                 return name
     return None
 
 
 def _is_media(part: dict[str, Any]) -> bool:
-    """Whether vLLM may read this object as a content part that holds media, or names them."""
+    """Whether vLLM may read this object as a content part that holds or names media."""
     return any(_MEDIA.search(name) for name in (*part, str(part.get("type"))))
 
 
-def _objects(request: Any) -> Iterator[dict[str, Any]]:
-    """Yield every object in a JSON value but those in schemas."""
+def _json_objects(request: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a JSON value, except those in schemas."""
     left = [request]
     while left:
         value = left.pop()
@@ -115,7 +116,7 @@ def _objects(request: Any) -> Iterator[dict[str, Any]]:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Return the whole body, as far as it has come when the client leaves; None: too large."""
+    """Return the whole body, or what arrived before the client left. None: it is too large."""
     body, goes_on = bytearray(), True
     while goes_on:
         message = await receive()
@@ -126,13 +127,13 @@ async def _read(receive: Receive) -> bytes | None:
     return bytes(body)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives `body`, which was taken, and then what comes after it."""
-    taken = [body]
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields `body`, which was already read, and then what follows it."""
+    unread = [body]
 
     async def receive_again() -> Message:
-        if taken:
-            return {"type": "http.request", "body": taken.pop(), "more_body": False}
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
         return await receive()
 
     return receive_again

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the suite's log lines where vLLM's own are: same stream, same format, same level."""
+"""Sends our log lines where vLLM sends its own: same stream, format and level."""
 
 import logging
 
@@ -8,16 +8,16 @@ from ecshare.store.secrets import masked_url
 
 logger = logging.getLogger(__name__)
 
-# kvshare is its own package and logs under its own name.
+# kvshare is a package of its own, and logs under its own name.
 _NAMES = ("ecshare", "kvshare")
 
 
 def log_as_vllm() -> None:
     """Give our loggers vLLM's handlers and level, unless the user has configured logging.
 
-    Left to Python's defaults, a warning is one import away from silence: packages that vLLM loads
-    were seen to raise the root logger's level (model_hosting_container_standards, with 0.30).
-    Call it where a connector starts: by then vLLM has configured its own logger.
+    With Python's defaults our warnings may vanish: packages that vLLM loads have raised the root
+    logger's level (model_hosting_container_standards, with 0.30). Call it where a connector starts:
+    vLLM has configured its own logger by then.
     """
     theirs = logging.getLogger("vllm")
     for name in _NAMES:
@@ -26,15 +26,15 @@ def log_as_vllm() -> None:
             ours.setLevel(theirs.level)
         if not ours.handlers and not logging.getLogger().handlers:
             ours.handlers = list(theirs.handlers)
-            ours.propagate = theirs.propagate  # not twice, should the root get a handler later
+            ours.propagate = theirs.propagate  # no line twice if the root gets a handler later
 
 
 def log_sharing(
     what: str, config: StoreConfig, namespace: str, *, saves: bool, loads: bool
 ) -> None:
-    """Say what this engine shares, and where: the line that tells a user that it works.
+    """Log what this engine shares, and where, so that a user sees that sharing works.
 
-    `what`: "embeddings" or "KV blocks". Nothing is said where it does neither.
+    `what`: "embeddings" or "KV blocks". Logs nothing if the engine neither saves nor loads.
     """
     does = " and ".join(verb for verb, is_so in (("saves", saves), ("loads", loads)) if is_so)
     if does:

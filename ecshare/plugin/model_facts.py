@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VllmConfig -> the facts that change bytes -> a namespace.
+"""The facts of a VllmConfig that change stored bytes, and the namespace that they define.
 
 Two engines share objects if and only if these facts agree. Where an engine computes (device,
-attention kernel, parallelism) is left out on purpose: it changes the last bits at most, and a fleet
-is seldom of one kind. KV blocks are the exception: kernels differ in how they lay out a block.
+attention kernel, parallelism) is left out on purpose: it changes the last bits at most, and fleets
+are often mixed. KV blocks are the exception, because kernels differ in how they lay out a block.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ecshare.plugin.compat import option
 from ecshare.plugin.weights import fingerprint
 from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
 
@@ -30,27 +31,27 @@ class Namespace:
 
     @classmethod
     def of(cls, kind: Kind, facts: Mapping[str, Any]) -> "Namespace":
-        """Return the namespace of `facts`, which JSON can hold."""
+        """Return the namespace of `facts`, which must be JSON values."""
         return cls(kind, namespace_digest(facts), facts)
 
     def key(self, name: str | bytes, part: str = "") -> str:
-        """Return the object key of `name`, which may be hostile: it is hashed."""
+        """Return the object key of `name`. The name may be hostile: it is hashed."""
         return object_key(self.kind, self.digest, name, part)
 
 
 def model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]:
-    """Return what says which model computes; options as for `ecshare.facts.encoder_namespace`."""
+    """Return the facts about the model. Arguments are as for `ecshare.facts.encoder_namespace`."""
     model = vllm_config.model_config
     return {
         "format": FORMAT_VERSION,
         "model": str(model.model),
         "revision": str(model.revision or ""),
-        "weights": weights_of(model, vllm_config),
-        "config": str(getattr(model, "hf_config_path", None) or ""),
+        "weights": weights_identity(model, vllm_config),
+        "config": str(option(model, "hf_config_path") or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
-        "quantization_config": plain(getattr(model, "quantization_config", None)),
-        "hf_overrides": plain(model.hf_overrides),
+        "quantization_config": json_value(option(model, "quantization_config")),
+        "hf_overrides": json_value(model.hf_overrides),
         "tower_lora": has_tower_adapters(vllm_config),
         "epoch": epoch,
         # Engines with different keys reject each other's objects, and must not replace them.
@@ -62,34 +63,35 @@ def media_facts(vllm_config: Any) -> dict[str, Any]:
     """Return the options that change what the encoder sees, but not vLLM's hash of the media."""
     multimodal = vllm_config.model_config.multimodal_config
     return {
-        "mm_processor_kwargs": _anywhere(getattr(multimodal, "mm_processor_kwargs", None)),
-        "media_io_kwargs": _anywhere(getattr(multimodal, "media_io_kwargs", None)),
-        "mm_encoder_attn_dtype": plain(getattr(multimodal, "mm_encoder_attn_dtype", None)),
-        "mm_encoder_fp8_scales": _file_digest(
-            getattr(multimodal, "mm_encoder_fp8_scale_path", None)
-        ),
-        "video_pruning_rate": plain(getattr(multimodal, "video_pruning_rate", None)),
-        "video_pruning_method": plain(getattr(multimodal, "video_pruning_method", None)),
+        "mm_processor_kwargs": _without_placement(option(multimodal, "mm_processor_kwargs")),
+        "media_io_kwargs": _without_placement(option(multimodal, "media_io_kwargs")),
+        "mm_encoder_attn_dtype": json_value(option(multimodal, "mm_encoder_attn_dtype")),
+        "mm_encoder_fp8_scales": _file_digest(option(multimodal, "mm_encoder_fp8_scale_path")),
+        "video_pruning_rate": json_value(option(multimodal, "video_pruning_rate")),
+        "video_pruning_method": json_value(option(multimodal, "video_pruning_method")),
     }
 
 
-def _anywhere(options: Any) -> Any:
-    """Return options for media without what says where an engine prepares them.
+def _without_placement(options: Any) -> Any:
+    """Return media options without those that say where an engine prepares media.
 
-    vLLM itself has encode engines alone do so on their GPU, and decode videos there by torchcodec.
+    vLLM itself lets only encode engines prepare media on a GPU, and decode videos there by
+    torchcodec.
     """
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        return plain(options)
+        return json_value(options)
     here = options.get("device") is not None and options.get("backend") == "torchcodec"
     where = {"device", "backend"} if here else {"device"}
-    kept = {str(name): _anywhere(value) for name, value in options.items() if name not in where}
+    kept = {
+        str(name): _without_placement(value) for name, value in options.items() if name not in where
+    }
     return {name: value for name, value in kept.items() if value != {}}
 
 
 def _file_digest(path: str | None) -> str:
-    """Return what identifies a file by its content; its name if it cannot be read, "" if none."""
+    """Return a digest of the file's content; its path if it cannot be read, "" without a path."""
     if not path:
         return ""
     try:
@@ -99,14 +101,14 @@ def _file_digest(path: str | None) -> str:
 
 
 def has_tower_adapters(vllm_config: Any) -> bool:
-    """Whether LoRA adapters change embeddings: they do where the encoder takes adapters too."""
-    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
+    """Whether LoRA adapters change embeddings, because they apply to the encoder too."""
+    return bool(option(vllm_config.lora_config, "enable_tower_connector_lora"))
 
 
-def weights_of(model: Any, vllm_config: Any) -> str:
-    """Fingerprint the weights of `model`, the engine's own or the one that guesses.
+def weights_identity(model: Any, vllm_config: Any) -> str:
+    """Fingerprint the weights of `model`: the engine's own or its draft model.
 
-    Where they cannot be read: the options that say where they are, if any do.
+    If the files cannot be read, return the options that name their place, if there are any.
     """
     load = vllm_config.load_config
     found = weights_fingerprint(
@@ -115,13 +117,13 @@ def weights_of(model: Any, vllm_config: Any) -> str:
         str(load.download_dir or ""),
         f"{load.load_format}:{model.seed}",
     )
-    elsewhere = getattr(model, "model_weights", None), load.model_loader_extra_config
-    return found or (repr(plain(elsewhere)) if any(elsewhere) else "")
+    elsewhere = option(model, "model_weights"), load.model_loader_extra_config
+    return found or (repr(json_value(elsewhere)) if any(elsewhere) else "")
 
 
 @lru_cache(maxsize=4)
 def weights_fingerprint(model: str, revision: str, download_dir: str, load_format: str) -> str:
-    """Fingerprint the files behind `model`; both connectors of an engine ask, so remember it."""
+    """Fingerprint the files of `model`. Cached, because both connectors of an engine ask."""
     if load_format.partition(":")[0].endswith("dummy"):
         return load_format
     folder = Path(model)
@@ -148,12 +150,12 @@ def weights_fingerprint(model: str, revision: str, download_dir: str, load_forma
         return ""
 
 
-def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it; what is no JSON is named by its repr."""
+def json_value(value: Any) -> Any:
+    """Return `value` as JSON values. Values that JSON cannot hold become their repr."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return repr(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes, and which share of the heads it holds."""
+"""Which rank writes, and the name of its share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This worker's place in its engine."""
+    """This worker's rank in its engine."""
 
     tp_rank: int
     tp_size: int
@@ -21,13 +21,13 @@ class Rank:
 
     @property
     def part(self) -> str:
-        """The name of this rank's share of an object that ranks hold in shares."""
+        """The name of this rank's share of an object that is split over ranks."""
         name = f"t{self.tp_rank}of{self.tp_size}"
         return name if self.pp_size == 1 else f"{name}-p{self.pp_rank}of{self.pp_size}"
 
 
 def worker_rank(vllm_config: Any) -> Rank:
-    """Return the rank of this worker process, once vLLM has set up its process groups."""
+    """Return the rank of this worker process. vLLM must have initialised its process groups."""
     from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config

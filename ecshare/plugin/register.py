@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.general_plugins` entry point: makes the connectors known by their short names."""
+"""The `vllm.general_plugins` entry point: registers the connectors by their short names."""
 
 from ecshare.plugin.compat import register_once
 
@@ -7,10 +7,10 @@ from ecshare.plugin.compat import register_once
 def register() -> None:
     """Register `ECShareConnector` and `KVShareConnector` with vLLM's factories.
 
-    vLLM calls this in every process, in some twice. Nothing of the connectors is imported until
-    one of them is asked for by name.
+    vLLM calls this in every process, in some twice. The connectors themselves are imported only
+    when an engine asks for one by name.
     """
-    # Inside, because vLLM is still being imported when it collects entry points.
+    # Imported here, because vLLM itself is still being imported when it loads entry points.
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

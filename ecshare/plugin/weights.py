@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of a model's files: cheap to take, different when the weights are.
+"""A fingerprint of a model's files: cheap to compute, different for different weights.
 
 Two checkpoints of one architecture have the same names, sizes and headers, so those are not enough.
-Training changes practically every number of a tensor it touches, so a short sample from each tensor
-tells two checkpoints apart, for some thousand small reads instead of many gigabytes.
+Training changes nearly every number of a tensor, so short samples of each tensor distinguish two
+checkpoints, for a few thousand small reads instead of many gigabytes.
 """
 
 import hashlib
@@ -25,38 +25,38 @@ _CONFIG_FILES = (
 )
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLE_BYTES = 512
-_BLIND_SAMPLES = 256
-# A safetensors header longer than this is not one (the format's own limit).
+_EVEN_SAMPLES = 256
+# The safetensors format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def fingerprint(folder: Path) -> str:
     """Return 32 hex digits that identify the model in `folder`; equal on every host.
 
-    File names, sizes, the whole of the small configuration files, safetensors headers, and samples
-    of every tensor enter; paths and times do not.
+    They cover file names, sizes, the small configuration files, safetensors headers, and samples of
+    every tensor, but neither paths nor times.
 
     Raises:
-        OSError: a file cannot be read, or none holds weights: they are somewhere else.
+        OSError: a file cannot be read, or the folder contains no weights.
         ValueError: a file is malformed.
     """
     digest, num_weight_files = hashlib.sha256(), 0
     for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if path.name in _CONFIG_FILES:
-            if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would hang
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
                 raise ValueError(f"{path.name} is not a file")
-            _feed(digest, path.name, path.read_bytes())
+            _update(digest, path.name, path.read_bytes())
         elif path.suffix in _WEIGHT_SUFFIXES and path.is_file():
             num_weight_files += 1
             for piece in _samples(path):
-                _feed(digest, path.name, piece)
+                _update(digest, path.name, piece)
     if not num_weight_files:
         raise FileNotFoundError(f"{folder} holds no weights")
     return digest.hexdigest()[:32]
 
 
-def _feed(digest: "hashlib._Hash", name: str, content: bytes) -> None:
-    """Add one piece, framed by lengths so that no two sequences of pieces read alike."""
+def _update(digest: "hashlib._Hash", name: str, content: bytes) -> None:
+    """Add one piece with its lengths, so that no two sequences of pieces hash alike."""
     label = name.encode()
     digest.update(len(label).to_bytes(8, "little") + label)
     digest.update(len(content).to_bytes(8, "little") + content)
@@ -69,8 +69,8 @@ def _samples(path: Path) -> Iterator[bytes]:
         yield size.to_bytes(8, "little")
         header = _safetensors_header(descriptor, size) if path.suffix == ".safetensors" else None
         if header is None:
-            # No map of the tensors: evenly spaced samples.
-            step = max(1, size // _BLIND_SAMPLES)
+            # The positions of the tensors are unknown: take evenly spaced samples.
+            step = max(1, size // _EVEN_SAMPLES)
             for offset in range(0, size, step):
                 yield os.pread(descriptor, _SAMPLE_BYTES, offset)
             return
@@ -94,7 +94,8 @@ def _safetensors_header(descriptor: int, size: int) -> bytes | None:
 def _tensor_ranges(header: bytes, num_bytes: int, file: str) -> Iterator[tuple[int, int]]:
     """Yield the byte range of each tensor, within the `num_bytes` that follow the header.
 
-    ValueError: it is no header of a safetensors `file`.
+    Raises:
+        ValueError: the header of `file` is malformed.
     """
     try:
         tensors = json.loads(header)

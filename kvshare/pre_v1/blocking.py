@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking calls to a store: one thread with an event loop, for callers that have none."""
+"""A blocking client of a store: one thread with an event loop, for callers that have none."""
 
 import asyncio
 import threading
@@ -16,20 +16,20 @@ T = TypeVar("T")
 _CLOSED = "the buffer is closed"
 
 
-class BlockingSession:
-    """Runs coroutines over `store`, which it closes at the end. Any thread may call.
+class BlockingClient:
+    """Runs coroutines over `store`, which it owns and closes. Any thread may call.
 
-    The lock is held while a coroutine is handed to the loop: what comes after the end is refused,
-    and what came before is known to the loop and ended by it.
+    The lock is held while a coroutine is handed to the loop. So a call after `close` is refused,
+    and the loop knows every earlier call and cancels it.
     """
 
     def __init__(self, store: ObjectStore, limit_s: float) -> None:
-        """`limit_s`: what a call may take, of one or a few operations."""
+        """`limit_s`: the time limit of a call, which makes one or a few operations."""
         self._store = store
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._is_closed = False
-        self._beside: list[Future[None]] = []
+        self._background: list[Future[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvshare-session", daemon=True
@@ -37,26 +37,36 @@ class BlockingSession:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Block until `work` is done. Raises what it raises; TimeoutError; RuntimeError: closed."""
+        """Block until `work` is done, and return its result.
+
+        Raises:
+            TimeoutError: it took too long.
+            RuntimeError: the client is closed.
+            Exception: whatever `work` raises.
+        """
         try:
             return self._submit(work, self._limit_s).result()
         except CancelledError as exc:
             raise RuntimeError(_CLOSED) from exc
 
     def start(self, work: Coroutine[Any, Any, T], option: str) -> T:
-        """As `run`, at start-up: ConfigError names `option` where the store fails."""
+        """Run `work` as `run` does, at start-up.
+
+        Raises:
+            ConfigError: the store failed; names `option`.
+        """
         try:
             return self.run(work)
         except (StoreError, TimeoutError) as exc:
             reason = str(exc) or f"no answer within {self._limit_s:g} s"
             raise ConfigError(f"{option}: the store cannot be used: {reason}") from exc
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` and return; it may take as long as the session lives."""
-        self._beside.append(self._submit(work, None))  # a loop itself may lose what nobody holds
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work` and return. It may run until the client is closed."""
+        self._background.append(self._submit(work, None))  # loops refer to tasks weakly
 
     def close(self) -> None:
-        """End what is running, close the store and end the thread; once."""
+        """Cancel what is running, close the store and end the thread. Safe to call twice."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV buffers of the time before V1, over the object store.
+"""vLLM's KV buffers from before V1, over the object store.
 
-`KVStoreBufferBase` is a dictionary of tensors. `KVLookupBufferBase` finds KV caches by the tokens
-they belong to, and hands each to one taker only. The bases are declared here, with the names and
-signatures that vLLM gave them, because vLLM 0.32 has them no more.
+`KVStoreBufferBase` is a dictionary of tensors. `KVLookupBufferBase` finds KV caches by their
+tokens, and hands each one to a single taker. The base classes are declared here with vLLM's names
+and signatures, because vLLM 0.32 no longer has them.
 
-A fault of the store is a miss, or a tensor that is not stored, and is counted; it never raises.
-Objects go straight to the store: what can be replaced or taken must not lie in a host cache.
+A store fault is counted and never raised: a read is a miss, and a write is skipped. Objects bypass
+the host cache, because they can be replaced or taken.
 """
 
 import logging
@@ -29,30 +29,30 @@ from ecshare.store.open import open_store
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
 from ecshare.transfer.staging import as_tensor, dtype_name
 from kvshare.config import KVConfig
-from kvshare.pre_v1.blocking import BlockingSession
-from kvshare.pre_v1.index import Entry, matches, pack, unpack
+from kvshare.pre_v1.blocking import BlockingClient
+from kvshare.pre_v1.index import EntryName, matches, pack, unpack
 from kvshare.pre_v1.take_once import TakeOnce
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 8
-_MOST_DAMAGED = 10_000  # that are remembered
+_MAX_ATTEMPTS = 8
+_MAX_REMEMBERED_DAMAGED = 10_000
 
 
 class KVCacheBufferBase(ABC):
-    """Something that keeps KV caches."""
+    """A buffer of KV caches."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all resources."""
+        """Release all resources."""
 
 
 class KVStoreBufferBase(KVCacheBufferBase):
-    """Tensors under unique text keys: a key, value or hidden state tensor each."""
+    """Tensors under unique text keys: each is a key, value or hidden state tensor."""
 
     @abstractmethod
     def put(self, key: str, value: Tensor | None) -> None:
-        """Keep `value` under `key`; None deletes what is there."""
+        """Store `value` under `key`. None deletes the tensor."""
 
     @abstractmethod
     def get(self, key: str) -> Tensor | None:
@@ -66,15 +66,15 @@ class KVLookupBufferBase(KVCacheBufferBase):
     def insert(
         self, input_tokens: Tensor, roi: Tensor, key: Tensor, value: Tensor, hidden: Tensor
     ) -> None:
-        """Keep the KV cache (`key`, `value`) and the last hidden states of these tokens."""
+        """Store the KV cache (`key`, `value`) and the last hidden states of these tokens."""
 
     @abstractmethod
     def drop_select(self, input_tokens: Tensor | None, roi: Tensor | None) -> list[Tensor | None]:
-        """Take a KV cache that fits these tokens out of the buffer; two None: any one."""
+        """Remove and return a KV cache that matches these tokens; with two None, any one."""
 
 
 class _Buffer:
-    """What both buffers share: a store, a thread for it, and counters."""
+    """What both buffers share: a store, a blocking client and counters."""
 
     _kind: ClassVar[str]
     _format: ClassVar[int] = 1
@@ -89,11 +89,12 @@ class _Buffer:
     ) -> None:
         """`options`: as in `kv_connector_extra_config`; `path`: where the user wrote them.
 
-        ConfigError names a wrong one.
+        Raises:
+            ConfigError: an option is wrong, or the store cannot be used; names the option.
         """
         config = parse(KVConfig, options, path)
         self.counters: Counter[str] = Counter()
-        """Events since the start, by name: what a caller may publish. Any thread may read."""
+        """Event counts since the start, by name. Any thread may read them."""
         self._integrity = open_integrity(config.integrity_key, path)
         self._facts = {
             "buffer": self._kind,
@@ -104,37 +105,50 @@ class _Buffer:
         }
         self._namespace = namespace_digest(self._facts)
         self._store: ObjectStore = open_store(config, path)
-        self._session = BlockingSession(self._store, config.call_timeout_s)
+        self._client = BlockingClient(self._store, config.call_timeout_s)
         self._device = torch.device(device)
         try:
             self._start(path)
         except BaseException:
-            self._session.close()
+            self._client.close()
             raise
 
     def _start(self, path: str) -> None:
-        """Try the store. ConfigError names `path`.url."""
-        self._session.start(probe(self._store, write=True), f"{path}.url")
+        """Try the store.
+
+        Raises:
+            ConfigError: the store cannot be used; names `path`.url.
+        """
+        self._client.start(probe(self._store, write=True), f"{path}.url")
 
     def close(self) -> None:
-        """End the thread and the connections, once. Calls after it raise RuntimeError."""
-        self._session.close()
+        """Close the connections and end the thread. Later calls raise RuntimeError."""
+        self._client.close()
 
-    def _failed(self, event: str, exc: BaseException) -> None:
+    def _count_failure(self, event: str, exc: BaseException) -> None:
         self.counters[event] += 1
         logger.warning("KV buffer: %s: %s", event, exc)
 
-    async def _sealed(self, key: str) -> Tensor:
-        """Return the verified tensor under `key`, on the CPU, its own copy."""
+    async def _read_tensor(self, key: str) -> Tensor:
+        """Return the verified tensor under `key`, on the CPU, as a copy of its own.
+
+        Raises:
+            StoreError: it is missing or damaged, or the store failed.
+        """
         body = await read(self._store, key, MAX_OBJECT_BYTES)
         sealed = unseal(body, key, integrity=self._integrity)
         try:
             return as_tensor(sealed.payload, sealed.facts).clone()
-        except (ValueError, RuntimeError) as exc:  # a dtype, or a shape
+        except (ValueError, RuntimeError) as exc:  # an unknown dtype or an impossible shape
             raise ObjectCorrupt(f"corrupt object: torch has no such tensor: {exc}") from exc
 
-    def _body(self, key: str, tensor: Tensor) -> memoryview:
-        """Return `tensor` as an object. _TooLarge; ValueError: a dtype that no object can hold."""
+    def _object_of(self, key: str, tensor: Tensor) -> memoryview:
+        """Return `tensor` as an object.
+
+        Raises:
+            _TooLarge: it exceeds the size of an object.
+            ValueError: its dtype cannot be stored.
+        """
         facts = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), {})
         _check_size(PROLOGUE_BYTES + facts.num_bytes)
         body = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
@@ -145,36 +159,40 @@ class _Buffer:
 
 
 class KVStoreBuffer(_Buffer, KVStoreBufferBase):
-    """Tensors under text keys, for all processes that give the same store and `name`.
+    """Tensors under text keys, for all processes with the same store and `name`.
 
-    Threads: any, one call at a time each. Tensors come back on `device`, as copies of their own.
+    Any thread may call, each one call at a time. Tensors are returned on `device`, as copies of
+    their own.
     """
 
     _kind = "store"
 
     def put(self, key: str, value: Tensor | None) -> None:
-        """Keep a copy of `value` under `key` (any text); None deletes.
+        """Store a copy of `value` under `key`, which may be any text. None deletes.
 
-        A tensor that is there already is replaced; in between, a reader may find none. Of writers
-        at the same moment one wins. Raises ValueError: a dtype that no object can hold.
+        An existing tensor is replaced; in between, a reader may find none. Of concurrent writers
+        one wins.
+
+        Raises:
+            ValueError: the dtype cannot be stored.
         """
         object_name = object_key(Kind.KV, self._namespace, key)
         try:
-            body = None if value is None else self._body(object_name, value)
-            self._session.run(self._replace(object_name, body))
+            body = None if value is None else self._object_of(object_name, value)
+            self._client.run(self._replace(object_name, body))
             self.counters["deleted" if value is None else "stored"] += 1
         except (StoreError, TimeoutError) as exc:
-            self._failed("not deleted" if value is None else "not stored", exc)
+            self._count_failure("not deleted" if value is None else "not stored", exc)
 
     def get(self, key: str) -> Tensor | None:
-        """Return the tensor under `key`; None: there is none, or it cannot be had."""
+        """Return the tensor under `key`. None: there is none, or the store failed."""
         try:
-            tensor = self._session.run(self._sealed(object_key(Kind.KV, self._namespace, key)))
+            tensor = self._client.run(self._read_tensor(object_key(Kind.KV, self._namespace, key)))
         except ObjectMissing:
             self.counters["missing"] += 1
             return None
         except (StoreError, TimeoutError) as exc:
-            self._failed("corrupt" if isinstance(exc, ObjectCorrupt) else "unavailable", exc)
+            self._count_failure("corrupt" if isinstance(exc, ObjectCorrupt) else "unavailable", exc)
             return None
         self.counters["found"] += 1
         return tensor.to(self._device)
@@ -183,7 +201,7 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
         if body is None:
             await self._store.delete([key])
             return
-        for _ in range(_TRIES):  # others may write it, too
+        for _ in range(_MAX_ATTEMPTS):  # other writers may interfere
             if await self._store.put(key, body):
                 return
             await self._store.delete([key])
@@ -192,17 +210,17 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
 class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     """KV caches by their tokens, each taken once, by one of all processes that share the buffer.
 
-    What is compared are the tokens of interest, `input_tokens[roi]`, of an entry and a question.
-    They match if one of them begins with all of the other. Of several matches the one with the most
-    tokens in common is taken; of those, one with no token too many before others. A shorter match
-    covers the beginning of the question only; the caller computes the rest.
+    An entry and a query are compared by their tokens of interest, `input_tokens[roi]`. They match
+    if one is a prefix of the other. Of several matches the one with the most tokens in common is
+    taken, and of those preferably one without further tokens. A shorter match covers only the
+    beginning of the query; the caller computes the rest.
 
-    Exactly once: taking an entry means to make an object that says so; the store lets one process
-    only make it. It must refuse to overwrite (folders with hard links, S3 itself and most of its
-    servers do): ConfigError otherwise. That object stays for an hour, for an entry may come back
-    when a put of it was sent twice; then each buffer that is open removes it, and what is left of
-    the entry. A process that dies while it takes an entry, or whose store fails then, may take that
-    entry with it; whoever dies before leaves it to others.
+    Exactly once: a process takes an entry by creating a marker object, which the store lets only
+    one process do. So the store must refuse to overwrite, as folders with hard links, S3 and most
+    S3 servers do; otherwise the constructor raises ConfigError. A marker stays for an hour, because
+    an entry may reappear if a put of it was sent twice. Then any open buffer removes the marker and
+    what remains of the entry. If a process dies while it takes an entry, or its store fails then,
+    that entry may be lost. If it dies earlier, the entry stays for others.
     """
 
     _kind = "lookup"
@@ -211,18 +229,21 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     def _start(self, path: str) -> None:
         super()._start(path)
         markers = namespace_digest({**self._facts, "what": "taken"})
-        self._taker = TakeOnce(self._store, self._namespace, markers)
+        self._take_once = TakeOnce(self._store, self._namespace, markers)
         self._damaged: OrderedDict[str, None] = OrderedDict()
-        self._session.start(self._taker.check(path), f"{path}.url")
-        self._session.run_beside(self._taker.keep_swept())
+        self._client.start(self._take_once.check(path), f"{path}.url")
+        self._client.run_in_background(self._take_once.sweep_forever())
 
     def insert(
         self, input_tokens: Tensor, roi: Tensor, key: Tensor, value: Tensor, hidden: Tensor
     ) -> None:
-        """Keep copies of the tensors of these tokens, for one taker.
+        """Store copies of the tensors of these tokens, for one taker.
 
-        `input_tokens`: [n], integers. `roi`: [n], True for each token that `key` and `value`, of
-        any shape, are about; at least one. Raises ValueError: tokens or mask of another form.
+        `input_tokens`: [n], integers. `roi`: [n], True for each token that `key` and `value` cover,
+        at least one. `key`, `value` and `hidden` may have any shape.
+
+        Raises:
+            ValueError: tokens or mask have another form.
         """
         tensors = {
             "input_tokens": input_tokens,
@@ -232,20 +253,23 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
             "hidden": hidden,
         }
         tokens = tokens_of_interest(input_tokens, roi)
-        entry = Entry.new(self._namespace, tokens)
+        entry = EntryName.new(self._namespace, tokens)
         try:
             _check_size(sum(tensor.nbytes for tensor in tensors.values()))
-            body = self._body(entry.key, pack(tokens, tensors))
-            self._session.run(self._store.put(entry.key, body))
+            body = self._object_of(entry.key, pack(tokens, tensors))
+            self._client.run(self._store.put(entry.key, body))
             self.counters["inserted"] += 1
         except (StoreError, TimeoutError) as exc:
-            self._failed("not inserted", exc)
+            self._count_failure("not inserted", exc)
 
     def drop_select(self, input_tokens: Tensor | None, roi: Tensor | None) -> list[Tensor | None]:
-        """Take the best match out of the buffer; two None: any entry.
+        """Remove the best match from the buffer and return it; with two None, any entry.
 
-        Returns its [input_tokens, roi, key, value, hidden], or five None: nothing matches, or the
-        store fails. Raises ValueError: tokens or mask of another form, or only one of them None.
+        Returns [input_tokens, roi, key, value, hidden] of the entry, or five None if nothing
+        matches or the store fails.
+
+        Raises:
+            ValueError: tokens or mask have another form, or only one of them is None.
         """
         if (input_tokens is None) != (roi is None):
             raise ValueError("input_tokens and roi: give both, or neither to take any entry")
@@ -253,9 +277,9 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         if input_tokens is not None and roi is not None:
             wanted = tokens_of_interest(input_tokens, roi)
         try:
-            tensors = self._session.run(self._take(wanted))
+            tensors = self._client.run(self._take(wanted))
         except (StoreError, TimeoutError) as exc:
-            self._failed("unavailable", exc)
+            self._count_failure("unavailable", exc)
             tensors = None
         if tensors is None:
             self.counters["missing"] += 1
@@ -266,50 +290,66 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
     async def _take(self, wanted: tuple[int, ...] | None) -> list[Tensor] | None:
         async with aclosing(matches(self._store, self._namespace, wanted)) as entries:  # type: ignore[type-var]
             async for entry in entries:
-                tensors = await self._offered(entry.key)
-                if tensors and entry.covers(tensors, wanted) and await self._taker.take(entry.key):
+                tensors = await self._read_untaken(entry.key)
+                if (
+                    tensors
+                    and entry.covers(tensors, wanted)
+                    and await self._take_once.take(entry.key)
+                ):
                     return tensors
         return None
 
-    async def _offered(self, key: str) -> list[Tensor] | None:
+    async def _read_untaken(self, key: str) -> list[Tensor] | None:
         """Return an entry's tensors. None: it is taken, or was found damaged.
 
-        A damaged entry stays: it may be damaged on its way to this host alone. It is not read
-        again here.
+        A damaged entry stays in the store, because the damage may concern only this host's reads.
+        This process does not read it again.
         """
-        if key in self._damaged or await self._taker.is_taken(key):
+        if key in self._damaged or await self._take_once.is_taken(key):
             return None
         try:
             return await self._read(key)
         except ObjectMissing:
             return None
         except ObjectCorrupt as exc:
-            self._failed("corrupt", exc)
+            self._count_failure("corrupt", exc)
             self._damaged[key] = None
-            if len(self._damaged) > _MOST_DAMAGED:
+            if len(self._damaged) > _MAX_REMEMBERED_DAMAGED:
                 self._damaged.popitem(last=False)
             return None
 
     async def _read(self, key: str) -> list[Tensor]:
-        """As `_sealed`, of an entry. ObjectCorrupt: twice; once may be damage on the way."""
+        """Return an entry's tensors.
+
+        Raises:
+            ObjectCorrupt: it was damaged in two reads; damage in one may have happened in transit.
+        """
         try:
-            return unpack(await self._sealed(key))
+            return unpack(await self._read_tensor(key))
         except ObjectCorrupt:
-            return unpack(await self._sealed(key))
+            return unpack(await self._read_tensor(key))
 
 
 class _TooLarge(StoreError):
-    """No reader would take such an object."""
+    """The object would be larger than readers accept."""
 
 
 def _check_size(num_bytes: int) -> None:
-    """_TooLarge: an object of so many bytes."""
+    """Check the size of an object.
+
+    Raises:
+        _TooLarge: it is larger than readers accept.
+    """
     if num_bytes > MAX_OBJECT_BYTES:
         raise _TooLarge(f"it has {num_bytes} bytes, an object at most {MAX_OBJECT_BYTES}")
 
 
 def tokens_of_interest(input_tokens: Tensor, roi: Tensor) -> tuple[int, ...]:
-    """Return `input_tokens[roi]`. ValueError names what has another form."""
+    """Return `input_tokens[roi]`.
+
+    Raises:
+        ValueError: an argument has another form, or no token is of interest.
+    """
     if input_tokens.ndim != 1 or input_tokens.is_floating_point():
         raise ValueError(
             f"input_tokens: expected integers in one dimension, got {_form(input_tokens)}"

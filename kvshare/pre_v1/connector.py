@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV connector of the time before V1, on the look-up buffer.
+"""vLLM's KV connector from before V1, on the look-up buffer.
 
-A prefill process sends what it computed for each prompt of a batch: the KV of its tokens, and their
-hidden states. A decode process receives them before its model runs: where it gets all of a batch it
-need not run the model at all.
+A prefill process sends the KV and the hidden states that it computed for each prompt of a batch. A
+decode process receives them before its model runs. If it receives all of a batch, it need not run
+the model at all.
 
-The base is declared here under the name and signatures that vLLM gave it, because vLLM 0.32 has it
-no more; what is read of `model_input` is written down in `kvshare.pre_v1.model_input`.
+The base class is declared here with vLLM's name and signatures, because vLLM 0.32 no longer has it.
+`kvshare.pre_v1.model_input` documents what is read of `model_input`.
 """
 
 import logging
@@ -34,14 +34,14 @@ States = Tensor | IntermediateTensors
 
 
 class KVConnectorBase(ABC):
-    """Moves KV caches and hidden states between engines, around the runs of a model."""
+    """Moves KV caches and hidden states between engines, before and after the model runs."""
 
     @abstractmethod
     def __init__(self, rank: int, local_rank: int, config: "VllmConfig") -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all resources."""
+        """Release all resources."""
 
     @abstractmethod
     def send_kv_caches_and_hidden_states(
@@ -51,29 +51,32 @@ class KVConnectorBase(ABC):
         kv_caches: list[Tensor],
         hidden_or_intermediate_states: States,
     ) -> None:
-        """After the model ran: send what it computed."""
+        """Send what the model has computed. Called after it ran."""
 
     @abstractmethod
     def recv_kv_caches_and_hidden_states(
         self, model_executable: torch.nn.Module, model_input: Any, kv_caches: list[Tensor]
     ) -> tuple[States | None, bool, Any]:
-        """Before the model runs: fill the caches; say whether it need run, and on what."""
+        """Before the model runs: fill the caches; return whether it must run, and on what."""
 
 
 class KVShareLegacyConnector(KVConnectorBase):
     """Sends and receives through the store of `kv_connector_extra_config`.
 
-    One object a rank, each with its own share of heads and layers. KV caches: one tensor a layer,
-    [2, blocks, block size, heads, head size]. Each prompt that is sent is received once.
+    Each rank stores one object for each prompt, with its own share of heads and layers. KV caches
+    are one tensor for each layer, [2, blocks, block size, heads, head size]. Each sent prompt is
+    received once.
 
-    Threads: the model runner's. Nothing here raises because of the store: what cannot be sent is
-    not stored, what cannot be received is computed. `counters` tell.
+    Threads: the model runner's. Store faults raise nothing: what cannot be sent is not stored, and
+    what cannot be received is computed. `counters` count both.
     """
 
     def __init__(self, rank: int, local_rank: int, config: "VllmConfig") -> None:
-        """Open the store. ConfigError names a wrong option.
+        """Open the store. `rank` counts all processes of this engine; `local_rank` is not used.
 
-        `rank` of all processes of this engine; `local_rank` is not used, and there for vLLM.
+        Raises:
+            ConfigError: an option is wrong; names it.
+            ValueError: there is no `kv_transfer_config`.
         """
         del local_rank
         role = config.kv_transfer_config
@@ -91,11 +94,11 @@ class KVShareLegacyConnector(KVConnectorBase):
 
     @property
     def counters(self) -> Counter[str]:
-        """Prompts by what became of them, beside the look-up buffer's own events."""
+        """Counts of prompts by outcome, and the events of the look-up buffer."""
         return self._buffer.counters
 
     def close(self) -> None:
-        """Close the store's connections; once."""
+        """Close the connections to the store."""
         self._buffer.close()
 
     def send_kv_caches_and_hidden_states(
@@ -105,11 +108,11 @@ class KVShareLegacyConnector(KVConnectorBase):
         kv_caches: list[Tensor],
         hidden_or_intermediate_states: States,
     ) -> None:
-        """Store the KV and the states of each whole prompt in the batch; decodes are left out.
+        """Store KV and states of each whole prompt in the batch; decoding sequences are skipped.
 
         Blocks until they are stored. `hidden_or_intermediate_states`: [n, ...], or a set of such
-        tensors, for the n tokens of the batch. `model_executable` is not used: `kv_caches` are the
-        layers of this rank.
+        tensors, for the n tokens of the batch. `kv_caches`: the layers of this rank.
+        `model_executable` is not used.
         """
         del model_executable
         if not self._sends:
@@ -117,12 +120,12 @@ class KVShareLegacyConnector(KVConnectorBase):
         batch = Batch(model_input)
         for prompt in batch.prompts:
             if not prompt.is_whole:
-                self.counters["prompts/partial"] += 1  # it cannot be named by its tokens
+                self.counters["prompts/partial"] += 1  # its tokens do not identify it
                 continue
             tokens = batch.tokens[prompt.start : prompt.end]
             slots = batch.slots[prompt.start : prompt.end]
-            keys, values = _gather(kv_caches, slots)
-            states = _packed(hidden_or_intermediate_states, prompt)
+            keys, values = _read_slots(kv_caches, slots)
+            states = _packed_states(hidden_or_intermediate_states, prompt)
             roi = torch.ones_like(tokens, dtype=torch.bool)
             self._buffer.insert(tokens, roi, keys, values, states)
             self.counters["prompts/sent"] += 1
@@ -132,10 +135,10 @@ class KVShareLegacyConnector(KVConnectorBase):
     ) -> tuple[States | None, bool, Any]:
         """Fill the caches with what is stored of the batch's prompts.
 
-        Returns (states, True, model_input) where all of the batch was received: states as they were
-        sent, of all its tokens. Else (None, False, adjusted): run the model on `adjusted`, which
-        leaves out the tokens whose KV is in the caches now; at least one a sequence is left. Where
-        states of such tokens are asked for it leaves out nothing.
+        Returns (states, True, model_input) if the whole batch was received: the states as they were
+        sent, for all its tokens. Otherwise (None, False, adjusted): run the model on `adjusted`,
+        which omits the tokens whose KV is now in the caches; at least one of each sequence remains.
+        It omits nothing if the states of such tokens are needed.
         """
         del model_executable
         batch = Batch(model_input)
@@ -143,20 +146,20 @@ class KVShareLegacyConnector(KVConnectorBase):
             return None, False, model_input
         received = [self._receive(batch, prompt, kv_caches) for prompt in batch.prompts]
         counts, states = [count for count, _ in received], [state for _, state in received]
-        if not _are_alike(states):
-            counts = batch.but_last(counts)  # here and so on all ranks
-        counts = _agreed(counts)
+        if not _can_be_joined(states):
+            counts = batch.leaving_one_token(counts)  # the same on all ranks
+        counts = _minimum_over_ranks(counts)
         if batch.is_prefill_only and counts == [prompt.num_tokens for prompt in batch.prompts]:
             return _joined(states), True, model_input
-        computed = batch.but_last(counts)
+        computed = batch.leaving_one_token(counts)
         if not any(computed):
             return None, False, model_input
-        return None, False, batch.without(computed, kv_caches[0].shape[2])
+        return None, False, batch.without_computed(computed, kv_caches[0].shape[2])
 
     def _receive(
         self, batch: Batch, prompt: Prompt, kv_caches: list[Tensor]
     ) -> tuple[int, States | None]:
-        """Receive one prompt; return how many of its first tokens, and their states."""
+        """Receive one prompt; return the number of its first tokens received, and their states."""
         if not prompt.is_whole:
             return 0, None
         tokens = batch.tokens[prompt.start : prompt.end]
@@ -166,17 +169,17 @@ class KVShareLegacyConnector(KVConnectorBase):
             self.counters["prompts/missing"] += 1
             return 0, None
         count = min(len(found_roi), prompt.num_tokens)
-        states = _unpacked(packed, count, batch.tokens.device)
+        states = _unpacked_states(packed, count, batch.tokens.device)
         slots = batch.slots[prompt.start : prompt.start + count]
-        is_fit = states is not None and bool(found_roi.bool().all())
-        if not is_fit or not _scatter(kv_caches, slots, keys, values):
+        fits = states is not None and bool(found_roi.bool().all())
+        if not fits or not _write_slots(kv_caches, slots, keys, values):
             self.counters["prompts/unfit"] += 1
             return 0, None
         self.counters["prompts/received"] += 1
         return count, states
 
 
-def _gather(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
+def _read_slots(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and the values in `slots`: [layers, tokens, heads, head size] each."""
     block_size = kv_caches[0].shape[2]
     blocks, offsets = slots // block_size, slots % block_size
@@ -184,13 +187,13 @@ def _gather(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]:
     return pages[:, 0], pages[:, 1]
 
 
-def _scatter(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Write keys and values, as `_gather` returns them, into `slots`. False: they do not fit."""
+def _write_slots(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Write keys and values, as `_read_slots` returns them, to `slots`. False: no fit."""
     like, count = kv_caches[0], len(slots)
     form = (len(kv_caches), like.shape[3], like.shape[4])
     for tensor in (keys, values):
-        is_fit = tensor.ndim == 4 and (tensor.shape[0], *tensor.shape[2:]) == form
-        if not is_fit or tensor.shape[1] < count or tensor.dtype != like.dtype:
+        fits = tensor.ndim == 4 and (tensor.shape[0], *tensor.shape[2:]) == form
+        if not fits or tensor.shape[1] < count or tensor.dtype != like.dtype:
             return False
     blocks, offsets = slots // like.shape[2], slots % like.shape[2]
     for layer, cache in enumerate(kv_caches):
@@ -199,8 +202,8 @@ def _scatter(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tenso
     return True
 
 
-def _packed(states: States, prompt: Prompt) -> Tensor:
-    """Return the states of one prompt as one tensor; several are packed into bytes."""
+def _packed_states(states: States, prompt: Prompt) -> Tensor:
+    """Return the states of one prompt as one tensor; several tensors are packed into bytes."""
     part = slice(prompt.start, prompt.end)
     if isinstance(states, Tensor):
         return states[part]
@@ -208,8 +211,8 @@ def _packed(states: States, prompt: Prompt) -> Tensor:
     return torch.frombuffer(bytearray(as_file(named)), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor, count: int, device: torch.device) -> States | None:
-    """Return the states of the first `count` tokens of what `_packed` made; None: not so many."""
+def _unpacked_states(packed: Tensor, count: int, device: torch.device) -> States | None:
+    """Return the states of the first `count` tokens from `_packed_states`. None: too few."""
     if packed.dtype != torch.uint8:
         return packed[:count].to(device) if packed.ndim and len(packed) >= count else None
     try:
@@ -221,21 +224,21 @@ def _unpacked(packed: Tensor, count: int, device: torch.device) -> States | None
     return IntermediateTensors({name: each[:count].to(device) for name, each in named.items()})
 
 
-def _are_alike(states: list[States | None]) -> bool:
-    """Whether all are there and can be joined."""
+def _can_be_joined(states: list[States | None]) -> bool:
+    """Whether all states are there and have one form."""
     forms = [_form(each) for each in states]
     return forms[0] is not None and all(form == forms[0] for form in forms)
 
 
 def _form(states: States | None) -> object:
-    """What two prompts' states have in common if they are of the same model."""
+    """Return what the states of two prompts have in common if they are of the same model."""
     if states is None or isinstance(states, Tensor):
         return None if states is None else (states.dtype, states.shape[1:])
     return {name: _form(each) for name, each in states.tensors.items()}
 
 
 def _joined(states: list[States | None]) -> States:
-    """Return the states of a whole batch."""
+    """Return the states of the whole batch."""
     if isinstance(states[0], Tensor):
         return torch.cat([each for each in states if isinstance(each, Tensor)])
     several = [each for each in states if isinstance(each, IntermediateTensors)]
@@ -245,8 +248,8 @@ def _joined(states: list[States | None]) -> States:
     )
 
 
-def _agreed(counts: list[int]) -> list[int]:
-    """Return what all ranks of this engine have: they must run the model on the same tokens."""
+def _minimum_over_ranks(counts: list[int]) -> list[int]:
+    """Return the minima over all ranks, which must run the model on the same tokens."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that a model runner of the time before V1 is about to run."""
+"""The batch that a model runner from before V1 is about to run."""
 
 import copy
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Where one prompt lies in a batch."""
+    """The position of one prompt in a batch."""
 
     start: int
     end: int
     is_whole: bool
-    """Whether the batch holds it from its first token, knows the slot of each, and nothing but the
-    tokens tells what their KV is."""
+    """Whether the batch contains it from its first token, with the slots of all tokens, and its KV
+    depends on the tokens alone."""
 
     @property
     def num_tokens(self) -> int:
-        """Of this batch."""
+        """The number of its tokens in this batch."""
         return self.end - self.start
 
 
-# Fields that change the KV of the same tokens: pictures, adapters.
-_BESIDE_TOKENS = (
+# Inputs besides tokens that change KV: pictures and adapters.
+_EXTRA_INPUTS = (
     "multi_modal_kwargs",
     "inputs_embeds",
     "lora_requests",
@@ -36,20 +36,20 @@ _BESIDE_TOKENS = (
 
 
 class Batch:
-    """What this connector reads of vLLM's `model_input`, which it does not change.
+    """The parts of vLLM's `model_input` that the connector reads. It changes nothing in place.
 
-    `input_tokens` [n]: of all sequences, one behind the other. `input_positions` [n].
-    `attn_metadata.seq_lens`: list, tokens of each sequence, those computed earlier included.
-    `attn_metadata.slot_mapping` [n]: the cache slot of each token, block * block size + offset,
-    -1 for padding. `attn_metadata.num_prefill_tokens`: prompts lie first, sequences that decode
-    behind them. `attn_metadata.query_start_loc` [sequences + 1]: where each begins, if it is known;
-    else they lie as `seq_lens` say.
+    `input_tokens` [n]: of all sequences, concatenated. `input_positions` [n].
+    `attn_metadata.seq_lens`: list, tokens of each sequence, including those computed earlier.
+    `attn_metadata.slot_mapping` [n]: the cache slot of each token, block * block size + offset, -1
+    for padding. `attn_metadata.num_prefill_tokens`: prompts come first, decoding sequences after
+    them. `attn_metadata.query_start_loc` [sequences + 1]: where each sequence begins; without it,
+    `seq_lens` tells.
 
-    Where they are, these are corrected as well: `query_lens`; `sampling_metadata`: which tokens'
+    These are adjusted as well where they exist: `query_lens`; `sampling_metadata`: the tokens whose
     states are sampled from, `selected_token_indices` [m], and its `seq_groups[].query_len`;
     `attn_metadata.block_tables` [sequences, blocks], `context_lens_tensor` [sequences].
 
-    Of a batch with pictures or adapters (`multi_modal_kwargs`, `inputs_embeds`, `lora_requests`,
+    In a batch with pictures or adapters (`multi_modal_kwargs`, `inputs_embeds`, `lora_requests`,
     `prompt_adapter_requests`) no prompt counts as whole.
     """
 
@@ -65,8 +65,8 @@ class Batch:
     def _prompts(self) -> list[Prompt]:
         starts = self._starts()
         positions = getattr(self.model_input, "input_positions", None)
-        beside = (getattr(self.model_input, name, None) for name in _BESIDE_TOKENS)
-        is_told = all(
+        beside = (getattr(self.model_input, name, None) for name in _EXTRA_INPUTS)
+        depends_on_tokens_alone = all(
             each is None or (not isinstance(each, Tensor) and not each) for each in beside
         )
         prompts = []
@@ -75,7 +75,7 @@ class Batch:
                 break
             is_first = positions is None or not positions[..., start].any()
             has_slots = bool((self.slots[start:end] >= 0).all())
-            prompts.append(Prompt(start, end, is_told and is_first and has_slots))
+            prompts.append(Prompt(start, end, depends_on_tokens_alone and is_first and has_slots))
         return prompts
 
     def _starts(self) -> list[int]:
@@ -87,20 +87,21 @@ class Batch:
             starts.append(starts[-1] + int(length))
         return starts
 
-    def but_last(self, counts: list[int]) -> list[int]:
-        """Return `counts` of first tokens, less where one is a whole prompt: the model must run."""
+    def leaving_one_token(self, counts: list[int]) -> list[int]:
+        """Return `counts`, reduced so that at least one token of each prompt remains to be
+        computed.
+        """
         return [
             min(count, prompt.num_tokens - 1)
             for count, prompt in zip(counts, self.prompts, strict=True)
         ]
 
-    def without(self, computed: list[int], block_size: int) -> Any:
-        """Return a model input that leaves out the first `computed` tokens of each prompt.
+    def without_computed(self, computed: list[int], block_size: int) -> Any:
+        """Return a model input without the first `computed` tokens of each prompt.
 
-        Fields that follow from which tokens there are, where there are any, say so; `block_size` is
-        that of the caches. The runner's own objects stay as they are. The input as it is, where the
-        states of a token that would be left out are asked for (log probabilities of the prompt) and
-        where a mapping tells adapters by token.
+        Fields that depend on the set of tokens are adjusted; `block_size` is that of the caches.
+        The runner's own objects stay unchanged. Returns the input itself if the states of a removed
+        token are needed (log probabilities of the prompt), or if adapters are mapped by token.
         """
         if getattr(self.model_input, "lora_mapping", None) is not None:
             return self.model_input
@@ -121,24 +122,24 @@ class Batch:
         if getattr(self.model_input, "query_lens", None) is not None:
             fields["query_lens"] = lengths
         fields["attn_metadata"] = self._attention(index, skipped, lengths, block_size)
-        return _changed(self.model_input, fields)
+        return _replaced(self.model_input, fields)
 
     def _sampling(self, sampling: Any, kept: Tensor, lengths: list[int]) -> Any:
-        """Return where the states lie that are sampled from."""
+        """Return `sampling_metadata` for the remaining tokens."""
         selected = sampling.selected_token_indices
         fields: dict[str, Any] = {
             "selected_token_indices": (kept.cumsum(0) - 1)[selected.cpu()].to(selected)
         }
         if groups := getattr(sampling, "seq_groups", None):  # prompts first; one sequence each
             prompts = zip(groups, lengths[: len(self.prompts)], strict=False)
-            adjusted = [_changed(group, {"query_len": length}) for group, length in prompts]
+            adjusted = [_replaced(group, {"query_len": length}) for group, length in prompts]
             fields["seq_groups"] = [*adjusted, *groups[len(adjusted) :]]
-        return _changed(sampling, fields)
+        return _replaced(sampling, fields)
 
     def _attention(
         self, index: Tensor, skipped: list[int], lengths: list[int], block_size: int
     ) -> Any:
-        """Return `attn_metadata` of the tokens at `index`."""
+        """Return `attn_metadata` for the tokens at `index`."""
         before = self.attention
         fields: dict[str, Any] = {
             "slot_mapping": self.slots[index.to(self.slots.device)],
@@ -154,11 +155,11 @@ class Batch:
             fields["block_tables"] = self._tables(tables, block_size)
         for name in ("_cached_prefill_metadata", "_cached_decode_metadata"):
             if hasattr(before, name):
-                fields[name] = None  # vLLM's own, made of the fields above
-        return _changed(before, fields)
+                fields[name] = None  # vLLM's caches of values derived from the fields above
+        return _replaced(before, fields)
 
     def _tables(self, tables: Tensor, block_size: int) -> Tensor:
-        """Return the blocks of each sequence; vLLM gives none of a prompt that begins."""
+        """Return the block table of each sequence. vLLM gives none for a new prompt."""
         rows = [*tables.unbind()]
         for number, prompt in enumerate(self.prompts):
             if prompt.is_whole:
@@ -167,8 +168,8 @@ class Batch:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def _changed(thing: Any, fields: dict[str, Any]) -> Any:
-    """Return a copy of `thing` with other `fields`; some of vLLM's classes are frozen."""
+def _replaced(thing: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy of `thing` with other `fields`. Some of vLLM's classes are frozen."""
     changed = copy.copy(thing)
     for name, value in fields.items():
         object.__setattr__(changed, name, value)

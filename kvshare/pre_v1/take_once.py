@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taking an object out of a store, by exactly one of many processes.
+"""Takes objects out of a store, each exactly once among many processes.
 
-Who takes an object makes a marker, whose key is the object's in another namespace. Stores let only
-one process make an object, so only one succeeds; then the object goes. The marker stays, for the
-object may come back: a store's client that lost the answer to a put sends it once more, and a disk
-of another host is seen late. An hour later nothing comes back, and whoever sweeps removes both.
+A process takes an object by creating a marker, whose key is the object's in another namespace.
+Stores let only one process create an object, so only one succeeds. It then removes the object. The
+marker stays, because the object may reappear: a store client that lost the answer to a put repeats
+it, and another host's disk may show it late. After an hour nothing reappears, and a sweep removes
+both.
 
-A name that was taken must not be given to another object.
+The name of a taken object must not be given to another object.
 """
 
 import asyncio
@@ -27,15 +28,14 @@ from ecshare.store.objects import ObjectInfo, ObjectStore, read
 logger = logging.getLogger(__name__)
 
 _MARKER_BYTES = 4096
-# Longer than any process that is alive takes from its marker to its last step, and than any put
-# that was sent is on its way.
-_OLD_S = 3600.0
+# Longer than a live process needs from its marker to its last step, and than a put can be delayed.
+_SWEEP_AGE_S = 3600.0
 _SWEEP_S = 1800.0
-_SWEPT = 256  # at once: the store bounds the time of one call
+_SWEPT_AT_ONCE = 256  # the store limits the time of one call
 
 
 class TakeOnce:
-    """Takes the objects of one namespace of a store. Several processes and threads may."""
+    """Takes the objects of one namespace of a store. Several processes and threads may do so."""
 
     def __init__(self, store: ObjectStore, namespace: str, markers: str) -> None:
         """`namespace`: of the objects; `markers`: another one, of their markers alone."""
@@ -45,7 +45,12 @@ class TakeOnce:
         self._markers = namespace_prefix(Kind.KV, markers)
 
     async def check(self, path: str) -> None:
-        """ConfigError, naming `path`.url: the store overwrites, so nothing is taken only once."""
+        """Check that the store refuses to overwrite; otherwise objects could be taken twice.
+
+        Raises:
+            ConfigError: it overwrites; names `path`.url.
+            StoreError: the store failed.
+        """
         key = f"probe/taking-{secrets.token_hex(8)}"
         try:
             await self._store.put(key, b"1")
@@ -59,53 +64,57 @@ class TakeOnce:
             await self._store.delete([key])
 
     async def is_taken(self, key: str) -> bool:
-        """Whether it would be in vain to read the object first. No promise either way."""
+        """Whether the object is marked as taken, so that reading it is useless. Only a hint."""
         (is_marked,) = await self._store.exists([self._marker(key)])
         return is_marked
 
     async def take(self, key: str) -> bool:
-        """Remove the object under `key`; whether this call, and no other anywhere, did.
+        """Remove the object under `key`; return whether this call, and no other anywhere, took it.
 
-        An object that the store does not remove is taken all the same. Raises StoreError: nobody
-        knows; the object may be lost.
+        An object that the store fails to remove is taken all the same.
+
+        Raises:
+            StoreError: the result is unknown; the object may be lost.
         """
         marker = self._marker(key)
-        if not await self._mark(marker):
+        if not await self._put_marker(marker):
             return False
         try:
             (is_there,) = await self._store.exists([key])
         except StoreError:
             with suppress(StoreError):
-                await self._store.delete([marker])  # so that others may take it
+                await self._store.delete([marker])  # so that another process may take it
             raise
         if is_there:
-            with suppress(StoreError):  # the marker guards it until it is swept
+            with suppress(StoreError):  # the marker protects it until the sweep
                 await self._store.delete([key])
         return is_there
 
-    async def keep_swept(self) -> None:
-        """Sweep now, and from time to time, for ever."""
+    async def sweep_forever(self) -> None:
+        """Sweep now and then periodically. Never returns."""
         while True:
             try:
                 await self.sweep()
-            except Exception as exc:  # noqa: BLE001 — nobody would see it end, and sweeping with it
+            except Exception as exc:  # noqa: BLE001 — the task would end silently
                 logger.warning("KV buffer: what was taken is not swept: %s", exc)
             await asyncio.sleep(_SWEEP_S)
 
     async def sweep(self) -> None:
-        """Remove old markers, and before each what is left of the object it names."""
+        """Remove old markers, each after what remains of its object."""
         now, found = await self._marked()
-        old = [each.key for each in found if now and now.modified_s - each.modified_s > _OLD_S]
-        for start in range(0, len(old), _SWEPT):
-            some = old[start : start + _SWEPT]
+        old = [
+            each.key for each in found if now and now.modified_s - each.modified_s > _SWEEP_AGE_S
+        ]
+        for start in range(0, len(old), _SWEPT_AT_ONCE):
+            some = old[start : start + _SWEPT_AT_ONCE]
             names = (marker.removeprefix(self._markers) for marker in some)
             await self._store.delete([self._objects + name for name in names])
             await self._store.delete(some)
 
     async def _marked(self) -> tuple[ObjectInfo | None, list[ObjectInfo]]:
-        """Return a marker made now, of nothing, and all others.
+        """Return a marker created now, for no object, and all other markers.
 
-        It tells the time by the store's clock: that of this host may be wrong.
+        It tells the time by the store's clock; this host's clock may be wrong.
         """
         now = object_key(Kind.KV, self._namespace, secrets.token_hex(16))
         await self._store.put(now, b"now")
@@ -119,19 +128,19 @@ class TakeOnce:
     def _marker(self, key: str) -> str:
         return self._markers + key.removeprefix(self._objects)
 
-    async def _mark(self, marker: str) -> bool:
+    async def _put_marker(self, marker: str) -> bool:
         body = secrets.token_hex(16).encode("ascii")
         try:
             if await self._store.put(marker, body):
                 return True
         except StoreUnavailable:
-            if not await self._is(marker, body):
+            if not await self._holds(marker, body):
                 raise
             return True
-        # A client that sent it twice, because the first answer was lost, is told that it is there.
-        return await self._is(marker, body)
+        # A client that lost the first answer and repeated the put gets "exists".
+        return await self._holds(marker, body)
 
-    async def _is(self, marker: str, body: bytes) -> bool:
+    async def _holds(self, marker: str, body: bytes) -> bool:
         try:
             return bytes(await read(self._store, marker, _MARKER_BYTES)) == body
         except (ObjectMissing, ObjectCorrupt):

@@ -10,12 +10,12 @@ from ecshare.store.keys import FORMAT_VERSION, Kind
 def tier_namespace(
     offloading_spec: Any, chunk_bytes: int, epoch: str, integrity: str = ""
 ) -> Namespace:
-    """Return the namespace of what vLLM's own offloading keeps; options as for `encoder_namespace`.
+    """Return the namespace of what vLLM's own offloading keeps.
 
     `offloading_spec`: all that vLLM tells a tier. `chunk_bytes`: size of a chunk, padding included.
-    A chunk holds the bytes of all ranks, one after the other, in an order that is vLLM's affair:
-    its version counts, and so do the parallel sizes, even where vLLM calls the bytes independent of
-    them. What it does not tell is in `epoch`.
+    `epoch` and `integrity` are as for `encoder_namespace`. A chunk contains the bytes of all ranks
+    in an order that vLLM defines. So vLLM's version counts, and so do the parallel sizes, even
+    where vLLM calls the bytes independent of them. `epoch` stands for what vLLM does not tell.
     """
     from vllm import __version__
     from vllm.platforms import current_platform

@@ -9,9 +9,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 class LookupResults:
     """The answer to each request for each chunk; RETRY until there is one.
 
-    Several requests that ask for a chunk at one time wait for one question to the store. A request
-    keeps its answer for life, or vLLM would never come to an end with it; whoever comes later asks
-    anew, for the chunk may have been stored meanwhile. Bounded by the requests that live.
+    Requests that ask for a chunk at the same time share one query to the store. A request keeps its
+    answer for life, because vLLM would otherwise never finish its look-up. Later requests query
+    again, as the chunk may have been stored meanwhile. The size is bounded by the live requests.
 
     Ownership: the scheduler thread.
     """
@@ -22,12 +22,12 @@ class LookupResults:
         self._asked: set[OffloadKey] = set()  # not answered yet
         self._unsent: dict[str, list[OffloadKey]] = {}
 
-    def verdict(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Return what the request is told now. O(1)."""
-        told = self._of_key.setdefault(key, {})
-        if request_id in told:
-            return told[request_id]
-        told[request_id] = LookupResult.RETRY
+    def result(self, key: OffloadKey, request_id: str) -> LookupResult:
+        """Return the present answer for a request. O(1)."""
+        results = self._of_key.setdefault(key, {})
+        if request_id in results:
+            return results[request_id]
+        results[request_id] = LookupResult.RETRY
         self._of_request.setdefault(request_id, []).append(key)
         if key not in self._asked:
             self._asked.add(key)
@@ -35,28 +35,28 @@ class LookupResults:
         return LookupResult.RETRY
 
     def take_questions(self) -> list[tuple[OffloadKey, ...]]:
-        """Return what is to be asked of the store, by request, each chunk once."""
+        """Return the chunks to query from the store, grouped by request, each chunk once."""
         unsent, self._unsent = self._unsent, {}
         return [tuple(keys) for keys in unsent.values()]
 
     def answer(self, key: OffloadKey, *, is_there: bool) -> None:
-        """Tell all who wait for it whether the chunk is there."""
+        """Give the answer to all requests that wait for the chunk."""
         self._asked.discard(key)
-        told = self._of_key.get(key, {})
-        for request_id, verdict in told.items():
-            if verdict is LookupResult.RETRY:
-                told[request_id] = LookupResult.HIT if is_there else LookupResult.MISS
+        results = self._of_key.get(key, {})
+        for request_id, result in results.items():
+            if result is LookupResult.RETRY:
+                results[request_id] = LookupResult.HIT if is_there else LookupResult.MISS
 
     def lost(self, keys: Iterable[OffloadKey]) -> None:
-        """Tell all who were told of these chunks that they cannot be had after all."""
+        """Change the answers for these chunks to MISS: they cannot be loaded after all."""
         for key in keys:
-            told = self._of_key.get(key, {})
-            told.update(dict.fromkeys(told, LookupResult.MISS))
+            results = self._of_key.get(key, {})
+            results.update(dict.fromkeys(results, LookupResult.MISS))
 
     def forget(self, request_id: str) -> None:
-        """Let go of the request; once is enough."""
+        """Drop the request. Call once."""
         for key in self._of_request.pop(request_id, ()):
-            told = self._of_key[key]
-            del told[request_id]
-            if not told:
+            results = self._of_key[key]
+            del results[request_id]
+            if not results:
                 del self._of_key[key]

@@ -152,7 +152,7 @@ class KVShareTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether the chunk is stored; RETRY until the store has answered, or `wait_s`."""
-        return self._verdicts.verdict(key, req_context.req_id)
+        return self._verdicts.result(key, req_context.req_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start to fill places of the CPU tier; `get_finished_jobs` says which could be."""

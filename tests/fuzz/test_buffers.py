@@ -14,7 +14,7 @@ from hypothesis.strategies import DrawFn
 
 from ecshare.store.errors import ObjectCorrupt
 from kvshare.pre_v1 import connector
-from kvshare.pre_v1.index import NAMES, Entry, pack, unpack
+from kvshare.pre_v1.index import NAMES, EntryName, pack, unpack
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import mutated, written
 
@@ -79,16 +79,18 @@ def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
     with contextlib.suppress(ObjectCorrupt):
         tensors = unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         for wanted in WANTED:
-            Entry("key", NUM_TOKENS, "digest").covers(tensors, wanted)
+            EntryName("key", NUM_TOKENS, "digest").covers(tensors, wanted)
         input_tokens, _, keys, values, hidden = tensors
         caches = [torch.zeros(2, 4, BLOCK, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
         if input_tokens.ndim:
             slots = torch.arange(min(len(input_tokens), NUM_TOKENS))
-            connector._scatter(caches, slots, keys, values)
-        connector._unpacked(hidden, BLOCK, torch.device("cpu"))
+            connector._write_slots(caches, slots, keys, values)
+        connector._unpacked_states(hidden, BLOCK, torch.device("cpu"))
 
 
 @fuzzed(100)
 @given(st.binary(min_size=1, max_size=100) | entries())
 def test_odd_states_are_refused_or_understood(raw: bytes) -> None:
-    connector._unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu"))
+    connector._unpacked_states(
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu")
+    )

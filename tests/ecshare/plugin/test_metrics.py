@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[3]
 SOURCES = {
     "ecshare": [*ROOT.glob("ecshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
     "kvshare": [
-        *(path for path in ROOT.glob("kvshare/*.py") if path.name != "tier.py"),
+        *ROOT.glob("kvshare/*.py"),
         *ROOT.glob("ecshare/transfer/*.py"),
     ],
-    "kvshare_tier": [ROOT / "kvshare" / "tier.py", *ROOT.glob("ecshare/transfer/*.py")],
+    "kvshare_tier": [*ROOT.glob("kvshare/tier/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
 }
 
 

@@ -100,6 +100,11 @@ async def test_nothing_is_fetched_while_no_decode_can_say() -> None:
 GONE = "http://127.0.0.1:9"
 
 
+async def background() -> None:
+    """Wait for the checks that go on behind requests."""
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+
 class Decode:
     """Says what it is told to; counts how often it is asked."""
 
@@ -120,8 +125,8 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() ->
     decode.answer = refusal = RefusalError(401, b"", "")
     clock.now_s += clients._FRESH_S
     await known.check(GOOD)
-    while len(decode.asked) < 2 or known._asking:
-        await asyncio.sleep(0)
+    await background()
+    assert len(decode.asked) == 2
     with pytest.raises(RefusalError) as caught:
         await known.check(GOOD)
     assert caught.value is refusal
@@ -150,7 +155,6 @@ async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.Monk
     names = [f"Bearer {number}" for number in range(4)]
     for name in names:
         await known.check({"Authorization": name})
-    assert len(known._accepted_s) == 3
     assert "Bearer" not in repr(vars(known))
     for name in (*names[1:], names[0]):
         await known.check({"Authorization": name})
@@ -158,12 +162,13 @@ async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.Monk
 
 
 async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
-    asked, let_go = [], asyncio.Event()
+    asked, asked_again = [], asyncio.Event()
 
     async def ask(headers: clients.Headers) -> None:
         asked.append(headers)
         if len(asked) > 1:
-            await let_go.wait()
+            asked_again.set()
+            await asyncio.Event().wait()
 
     clock = Clock()
     known = KnownClients(ask, clock)
@@ -171,7 +176,7 @@ async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
     clock.now_s += clients._FRESH_S
     for _ in range(3):
         await known.check(GOOD)
-        await asyncio.sleep(0)
+        await asked_again.wait()
     assert len(asked) == 2
     await known.close()
-    assert not known._asking
+    assert asyncio.all_tasks() == {asyncio.current_task()}

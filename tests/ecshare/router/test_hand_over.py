@@ -106,7 +106,6 @@ async def test_times_tell_of_p_where_it_was_done() -> None:
     async with known() as f:
         asked, p, d = await both_asked(f, prefilled, decoded)
         p.let_go.set()
-        await asyncio.sleep(0)
         while (await f.health())[1]["stages"]["prefill"][0]["in_flight"]:
             pass
         d.let_go.set()

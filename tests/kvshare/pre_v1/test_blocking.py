@@ -10,12 +10,12 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.open import open_store
-from kvshare.pre_v1.blocking import BlockingSession
+from kvshare.pre_v1.blocking import BlockingClient
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> BlockingSession:
-    return BlockingSession(open_store(StoreConfig(url=str(tmp_path)), "options"), 600.0)
+def client(tmp_path: Path) -> BlockingClient:
+    return BlockingClient(open_store(StoreConfig(url=str(tmp_path)), "options"), 600.0)
 
 
 def told(call: Callable[[], object], words: list[str]) -> threading.Thread:
@@ -32,32 +32,34 @@ def told(call: Callable[[], object], words: list[str]) -> threading.Thread:
     return thread
 
 
-def test_closing_ends_the_calls_that_are_running(session: BlockingSession) -> None:
+def test_closing_ends_the_calls_that_are_running(client: BlockingClient) -> None:
     begun, words = threading.Event(), list[str]()
 
     async def endless() -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    thread = told(lambda: session.run(endless()), words)
+    thread = told(lambda: client.run(endless()), words)
     begun.wait()
-    session.run_beside(endless())
-    session.close()
+    client.run_in_background(endless())
+    client.close()
     thread.join(10)
     assert words == ["the buffer is closed"]
 
 
-def test_calls_that_come_while_it_closes_return(session: BlockingSession) -> None:
-    words = list[str]()
+def test_calls_that_come_while_it_closes_return(client: BlockingClient) -> None:
+    words, calling = list[str](), threading.Barrier(9)
 
     def call_on() -> None:
+        client.run(asyncio.sleep(0))
+        calling.wait(10)
         while True:
-            session.run(asyncio.sleep(0))
+            client.run(asyncio.sleep(0))
 
     threads = [told(call_on, words) for _ in range(8)]
-    session.run(asyncio.sleep(0.05))
-    session.close()
-    session.close()
+    calling.wait(10)
+    client.close()
+    client.close()
     for thread in threads:
         thread.join(10)
     assert words == ["the buffer is closed"] * 8

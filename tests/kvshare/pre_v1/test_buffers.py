@@ -22,7 +22,7 @@ from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.objects import Memory
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
-from kvshare.pre_v1.index import NAMES, Entry
+from kvshare.pre_v1.index import NAMES, EntryName
 from lab.servers.s3 import Rclone, SeaweedFS
 from tests.conftest import LOGS
 from tests.engines.chat import wait_until
@@ -310,7 +310,7 @@ def whole_reads(
     whole, parts, real = list[str](), list[str](), type(buffer._store).get
 
     async def get(store: Any, key: str, sink: Any) -> None:
-        if key.startswith(buffer._taker._objects):
+        if key.startswith(buffer._take_once._objects):
             (whole if isinstance(sink, Memory) else parts).append(key)
         await real(store, key, sink)
 
@@ -340,11 +340,11 @@ def test_entries_of_other_first_tokens_are_not_read(
 ) -> None:
     """Those that lie beside what is asked for: the name's first two digits are the same."""
     buffer = opened(KVLookupBuffer, folder)
-    beside = Entry.new(buffer._namespace, TOKENS).key.rpartition("/")[0]
+    beside = EntryName.new(buffer._namespace, TOKENS).key.rpartition("/")[0]
     other = next(
         [number, *TOKENS]
         for number in range(10_000)
-        if Entry.new(buffer._namespace, [number, *TOKENS]).key.startswith(beside)
+        if EntryName.new(buffer._namespace, [number, *TOKENS]).key.startswith(beside)
     )
     insert(buffer, other, 1.0)
     whole, parts = whole_reads(buffer, monkeypatch)
@@ -381,7 +381,7 @@ def test_damage_on_the_way_costs_no_entry(
 
     async def get(store: Any, key: str, sink: Any) -> None:
         await real(store, key, sink)
-        if key.startswith(buffer._taker._objects) and damage:
+        if key.startswith(buffer._take_once._objects) and damage:
             sink.write(5000, damage.pop())
 
     monkeypatch.setattr(type(buffer._store), "get", get)
@@ -399,7 +399,7 @@ def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
 
     async def get(store: Any, key: str, sink: Any) -> None:
         await real(store, key, sink)
-        if store is buffer._store and key.startswith(buffer._taker._objects):
+        if store is buffer._store and key.startswith(buffer._take_once._objects):
             sink.write(5000, b"\xff")
             reads.append(key)
 
@@ -528,7 +528,7 @@ def test_an_entry_of_anything_is_no_match(
     tokens: list[int] | None,
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
-    key = Entry.new(buffer._namespace, [7]).key
+    key = EntryName.new(buffer._namespace, [7]).key
     path = tmp_path / "store" / key
     path.parent.mkdir(parents=True)
     path.write_bytes(sealed(key, TensorSpec("U8", (len(payload),)), payload))
@@ -542,7 +542,7 @@ def test_an_entry_of_anything_is_no_match(
 def test_tokens_that_torch_cannot_index_are_no_match() -> None:
     """Some releases of safetensors know such a dtype, others do not."""
     tensor = torch.empty(1, dtype=torch.float4_e2m1fn_x2)
-    assert not Entry("key", 1, "digest").covers([tensor] * 5, None)
+    assert not EntryName("key", 1, "digest").covers([tensor] * 5, None)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "BOOL"])
@@ -550,7 +550,7 @@ def test_an_entry_that_is_not_bytes_is_damaged(
     opened: Open, folder: dict[str, Any], tmp_path: Path, dtype: str
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
-    key = Entry.new(buffer._namespace, [7]).key
+    key = EntryName.new(buffer._namespace, [7]).key
     facts = TensorSpec(dtype, (20,))
     path = tmp_path / "store" / key
     path.parent.mkdir(parents=True)
@@ -638,7 +638,7 @@ def test_what_the_dead_left_is_swept_after_an_hour(
     died, real = RuntimeError("killed"), type(buffer._store).delete
 
     async def die(store: Any, keys: list[str]) -> None:
-        if keys[0].startswith(buffer._taker._objects):
+        if keys[0].startswith(buffer._take_once._objects):
             raise died
         await real(store, keys)
 
@@ -698,7 +698,7 @@ def test_what_is_old_is_told_by_the_stores_clock(
     for wrong_s, num_left in ((86_400, 1), (-86_400, 0)):
         with monkeypatch.context() as patch:
             patch.setattr("time.time", lambda wrong_s=wrong_s: now_s + wrong_s)
-            buffer._session.run(buffer._taker.sweep())
+            buffer._client.run(buffer._take_once.sweep())
         assert len(files(tmp_path)) == num_left
         age(tmp_path)
 
@@ -715,7 +715,7 @@ def test_a_store_that_fails_while_an_entry_is_taken(
     async def fail(store: Any, keys: list[str]) -> Any:
         nonlocal asked
         asked += 1
-        if keys[0].startswith(buffer._taker._objects):
+        if keys[0].startswith(buffer._take_once._objects):
             raise StoreUnavailable("for a moment")
         return await real(store, keys)
 

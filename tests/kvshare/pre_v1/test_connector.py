@@ -222,7 +222,7 @@ def test_states_that_cannot_be_joined_are_computed(
         told.append(counts)
         return counts
 
-    monkeypatch.setattr("kvshare.pre_v1.connector._agreed", agreed)
+    monkeypatch.setattr("kvshare.pre_v1.connector._minimum_over_ranks", agreed)
     caches = fresh_caches()
     received = receive(connector, [ONE, TWO], caches)
     assert (received[1], len(received[2].input_tokens)) == (False, 2)
