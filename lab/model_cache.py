@@ -10,9 +10,12 @@ RECIPES = Path(__file__).with_name("models")
 
 
 def model(cache: Path, family: str = "qwen2.5-vl", seed: int = 0) -> Path:
-    """Where in `cache` the model is; makes it there if needed, in about six seconds.
+    """Return the folder in `cache` with the model; create it if needed, in about six seconds.
 
-    A changed recipe makes a new one. Raises RuntimeError, with what it said, if that fails.
+    A changed recipe creates a new one.
+
+    Raises:
+        RuntimeError: it could not be created; quotes the output.
     """
     recipes = b"".join(file.read_bytes() for file in sorted(RECIPES.glob("*.py")))
     recipe = hashlib.sha256(recipes).hexdigest()[:12]

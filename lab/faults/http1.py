@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of HTTP/1.1 as a proxy needs: where a message begins, and where its body ends."""
+"""The parts of HTTP/1.1 that a proxy needs: where a message begins, and where its body ends."""
 
 from asyncio import IncompleteReadError, StreamReader
 from collections.abc import AsyncIterator
@@ -12,7 +12,7 @@ _NO_BODY = {"204", "304"}
 
 @dataclass(frozen=True)
 class Head:
-    """The first line and the fields of a request or an answer, as they came."""
+    """The first line and the fields of a request or an answer, unchanged."""
 
     raw: bytes
     line: tuple[str, str, str]
@@ -22,7 +22,7 @@ class Head:
 
     @property
     def is_interim(self) -> bool:
-        """Whether it is an answer before the answer, such as 100 Continue."""
+        """Whether it is an interim answer, such as 100 Continue."""
         return self.line[1].startswith("1")
 
     @property
@@ -32,7 +32,7 @@ class Head:
 
 
 async def read_head(reader: StreamReader) -> Head | None:
-    """The next message's head; None if the connection ended before it."""
+    """Return the head of the next message. None: the connection ended before it."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except IncompleteReadError as exc:
@@ -46,7 +46,11 @@ async def read_head(reader: StreamReader) -> Head | None:
 
 
 async def request_body(reader: StreamReader, head: Head) -> AsyncIterator[bytes]:
-    """The body of the request `head`, piece by piece. Raises EOFError if it breaks off."""
+    """Yield the body of the request `head`, piece by piece.
+
+    Raises:
+        EOFError: it breaks off.
+    """
     if "transfer-encoding" in head.fields:
         pieces = _chunked(reader)
     else:
@@ -56,7 +60,11 @@ async def request_body(reader: StreamReader, head: Head) -> AsyncIterator[bytes]
 
 
 async def answer_body(reader: StreamReader, head: Head, method: str) -> AsyncIterator[bytes]:
-    """The body of the answer `head` to a `method` request. Raises EOFError if it breaks off."""
+    """Yield the body of the answer `head` to a `method` request.
+
+    Raises:
+        EOFError: it breaks off.
+    """
     if method == "HEAD" or head.line[1] in _NO_BODY:
         return
     if "transfer-encoding" in head.fields:
@@ -79,7 +87,7 @@ async def _counted(reader: StreamReader, num_bytes: int) -> AsyncIterator[bytes]
 
 
 async def _chunked(reader: StreamReader) -> AsyncIterator[bytes]:
-    """Chunks with their framing, then the trailer."""
+    """Yield the chunks with their framing, then the trailer."""
     num_bytes = -1
     while num_bytes:
         line = await reader.readuntil(b"\r\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy in front of an S3 server that fails as networks and servers do.
+"""A proxy in front of an S3 server that injects faults of networks and servers.
 
     with FaultProxy("127.0.0.1", 8333) as proxy:        # a thread of this process
         client = connect(proxy.url)
@@ -7,8 +7,8 @@
         proxy.fail(Fault.cut(5000), on="GET", key="ec/")    # ...of these objects; the latest wins
         proxy.heal()
 
-It reads HTTP/1.1, passes every message on as it came, so signatures stay right, and does to those
-that a fault is meant for what the fault says. `num_hits` counts the messages that met one.
+It parses HTTP/1.1 and forwards every message unchanged, so that signatures stay valid, except those
+that a fault applies to. `num_hits` counts the requests that a fault has affected.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from lab.faults.http1 import HEAD_LIMIT_BYTES, Head, answer_body, read_head, request_body
-from lab.faults.kinds import Fault, Kind, Side, error_answer, spoiled
+from lab.faults.kinds import Fault, FaultKind, Side, error_answer, with_fault
 from lab.servers.processes import LOOPBACK, Port
 
 Method = Literal["any", "GET", "PUT", "HEAD", "DELETE", "POST"]
 
-_WITHIN_S = 10.0
-# The kernel then drops what is unsent and sends a reset instead of an orderly end.
+_CALL_TIMEOUT_S = 10.0
+# The kernel then drops unsent bytes and sends a reset instead of an orderly end.
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -44,15 +44,15 @@ class _Rule:
 
 
 class FaultProxy:
-    """Passes HTTP requests on to `host`:`port`, except where it shall fail; see the module.
+    """Forwards HTTP requests to `host`:`port`, unless a fault applies; see the module.
 
-    Ownership: `_rules`, `_open` and the listening socket belong to the proxy's thread; the methods
-    without an underscore may be called from any other, and return when it is done.
+    Ownership: `_rules`, `_open` and the listening socket belong to the proxy's thread. The public
+    methods may be called from any other thread, and return when the work is done.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
-        self._port = Port()  # kept while nobody listens: a refusing proxy must not lose it
+        self._port = Port()  # reserved also while the proxy refuses connections
         self._rules: list[_Rule] = []
         self._open: set[StreamWriter] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -68,28 +68,36 @@ class FaultProxy:
 
     @property
     def num_hits(self) -> int:
-        """How many requests have met a fault so far, refused connections not counted."""
+        """How many requests a fault has affected so far, without refused connections."""
         with self._counted:
             return self._num_hits
 
     def wait_hit(self, num_hits: int, timeout_s: float) -> None:
-        """Block until `num_hits` requests have met a fault. Raises TimeoutError."""
+        """Block until faults have affected `num_hits` requests.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
         with self._counted:
             if not self._counted.wait_for(lambda: self._num_hits >= num_hits, timeout_s):
                 raise TimeoutError(f"{self._num_hits} requests met a fault, not {num_hits}")
 
     def fail(self, fault: Fault, on: Method = "any", key: str = "") -> None:
-        """From now on do this to each `on` request whose target contains `key`."""
-        if fault.kind is Kind.REFUSE and (on != "any" or key):
-            raise ValueError("who refuses connections cannot know what they are for")
+        """From now on apply `fault` to each `on` request whose target contains `key`.
+
+        Raises:
+            ValueError: refused connections cannot be selected by request.
+        """
+        if fault.kind is FaultKind.REFUSE and (on != "any" or key):
+            raise ValueError("a refused connection has no request to select by")
         self._do(self._add(_Rule(fault, on, key)))
 
     def heal(self) -> None:
-        """Forget all faults; what was held back goes on."""
+        """Remove all faults, and let held-back messages continue."""
         self._do(self._forget())
 
     def disconnect(self) -> None:
-        """Reset all connections of this moment, with what they hold back."""
+        """Reset all open connections, and drop what they hold back."""
         self._do(self._reset_all())
 
     def __enter__(self) -> Self:
@@ -105,7 +113,7 @@ class FaultProxy:
         self._port.release()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(_WITHIN_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_TIMEOUT_S)
 
     # --- the proxy's thread ---
 
@@ -120,13 +128,13 @@ class FaultProxy:
 
     async def _add(self, rule: _Rule) -> None:
         self._rules.insert(0, rule)
-        if rule.fault.kind is Kind.REFUSE:
+        if rule.fault.kind is FaultKind.REFUSE:
             self._server.close()
             await self._reset_all()
 
     async def _forget(self) -> None:
         self._rules.clear()
-        self._healed.set()  # for those that wait now
+        self._healed.set()  # for requests that wait now
         self._healed = asyncio.Event()
         if not self._server.is_serving():
             await self._listen()
@@ -148,17 +156,17 @@ class FaultProxy:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Pass on one connection's requests until either side ends it."""
+        """Forward the requests of one connection until either side ends it."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._opened(writer))
             far: tuple[StreamReader, StreamWriter] | None = None
             try:
                 while (head := await read_head(reader)) is not None:
                     fault = next((rule.fault for rule in self._rules if rule.is_for(head)), None)
-                    if fault is not None and fault.kind is Kind.ANSWER:
+                    if fault is not None and fault.kind is FaultKind.ANSWER:
                         goes_on = await self._answer(fault, head, reader, writer)
                     else:
-                        # A server that was started again has ended what was open before.
+                        # A restarted server has closed its earlier connections.
                         if far is None or far[0].at_eof() or far[1].is_closing():
                             far = await asyncio.open_connection(*self._target)
                             stack.enter_context(self._opened(far[1]))
@@ -173,7 +181,8 @@ class FaultProxy:
 
     @contextlib.contextmanager
     def _opened(self, writer: StreamWriter) -> Iterator[None]:
-        writer.transport.set_write_buffer_limits(0)  # then `drain` means: the kernel has it all
+        # So that `drain` waits until the kernel has everything.
+        writer.transport.set_write_buffer_limits(0)
         self._open.add(writer)
         try:
             yield
@@ -184,12 +193,12 @@ class FaultProxy:
     async def _answer(
         self, fault: Fault, head: Head, reader: StreamReader, writer: StreamWriter
     ) -> bool:
-        """Answer instead of the server; whether the connection can be used again."""
+        """Answer instead of the server. Returns whether the connection can be used again."""
         is_uploaded = "expect" not in head.fields
         if is_uploaded:
             async for _ in request_body(reader, head):
                 pass
-        self._hit()
+        self._count_hit()
         writer.write(error_answer(fault, head, keep_alive=is_uploaded))
         await writer.drain()
         return is_uploaded
@@ -201,9 +210,9 @@ class FaultProxy:
         near: tuple[StreamReader, StreamWriter],
         far: tuple[StreamReader, StreamWriter],
     ) -> bool:
-        """Pass on one request and its answer; whether the connections can be used again."""
+        """Forward one request and its answer. Returns whether the connections can be used again."""
         far[1].write(head.raw)
-        # Beside each other: a server may answer before it has the whole body, or want to be asked.
+        # Concurrently: a server may answer before it has the whole body, or ask for it first.
         up = self._loop.create_task(self._pass_on(head, fault, near[0], far[1]))
         back = self._loop.create_task(self._pass_back(head, fault, far[0], near[1]))
         try:
@@ -216,8 +225,8 @@ class FaultProxy:
     async def _pass_on(
         self, head: Head, fault: Fault | None, reader: StreamReader, writer: StreamWriter
     ) -> None:
-        async for piece in self._spoiled(request_body(reader, head), fault, "upload"):
-            # A server that has heard enough says so in its answer, which the other task reads.
+        async for piece in self._with_fault(request_body(reader, head), fault, "upload"):
+            # A server that stops reading says why in its answer, which the other task reads.
             with contextlib.suppress(ConnectionError):
                 writer.write(piece)
                 await writer.drain()
@@ -225,38 +234,38 @@ class FaultProxy:
     async def _pass_back(
         self, request: Head, fault: Fault | None, reader: StreamReader, writer: StreamWriter
     ) -> Head:
-        """Pass on the answer to `request`, and return its head."""
+        """Forward the answer to `request`, and return its head."""
         while (head := await read_head(reader)) is not None and head.is_interim:
             writer.write(head.raw)
         if head is None:
             raise EOFError("no answer")
-        if fault is not None and fault.kind is Kind.SLOW:
-            self._hit()
+        if fault is not None and fault.kind is FaultKind.SLOW:
+            self._count_hit()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._healed.wait(), fault.seconds)
         writer.write(head.raw)
         body = answer_body(reader, head, request.line[0])
-        async for piece in self._spoiled(body, fault, "answer"):
+        async for piece in self._with_fault(body, fault, "answer"):
             writer.write(piece)
             await writer.drain()
         await writer.drain()
         return head
 
-    def _spoiled(
+    def _with_fault(
         self, body: AsyncIterator[bytes], fault: Fault | None, side: Side
     ) -> AsyncIterator[bytes]:
-        if fault is None or fault.kind is Kind.SLOW or fault.side != side:
+        if fault is None or fault.kind is FaultKind.SLOW or fault.side != side:
             return body
-        return spoiled(body, fault, self._hit, self._healed)
+        return with_fault(body, fault, self._count_hit, self._healed)
 
-    def _hit(self) -> None:
+    def _count_hit(self) -> None:
         with self._counted:
             self._num_hits += 1
             self._counted.notify_all()
 
 
 def _reset(writer: StreamWriter) -> None:
-    """End a connection with a reset, at once."""
+    """Reset a connection at once."""
     end: socket.socket | None = writer.get_extra_info("socket")
     if end is not None:
         with contextlib.suppress(OSError):  # closed already

@@ -15,8 +15,8 @@ Side = Literal["answer", "upload"]
 _CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}
 
 
-class Kind(Enum):
-    """What a fault does; see the function of `Fault` that makes it."""
+class FaultKind(Enum):
+    """What a fault does; see the constructors of `Fault`."""
 
     REFUSE = auto()
     ANSWER = auto()
@@ -29,13 +29,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to fail. Made by the functions below.
+    """One fault. The class methods below create it.
 
-    Where a fault is in a body, `at_byte` counts that body's bytes on the wire from 0, `side` says
-    which body, and a body too short to reach that byte is left alone.
+    For faults within a body, `at_byte` counts the bytes of the body on the wire from 0, and `side`
+    selects the body. A body that is too short to contain that byte is not affected.
     """
 
-    kind: Kind
+    kind: FaultKind
     status: int = 0
     code: str = ""
     seconds: float = 0.0
@@ -44,49 +44,51 @@ class Fault:
 
     @classmethod
     def refuse(cls) -> Self:
-        """Nobody listens, and open connections are reset. For all requests or none."""
-        return cls(Kind.REFUSE)
+        """Refuse new connections and reset open ones. For all requests or none."""
+        return cls(FaultKind.REFUSE)
 
     @classmethod
     def answer(cls, status: int, code: str = "") -> Self:
-        """Answer with S3's error `code` (by default the usual one) without asking the server."""
-        return cls(Kind.ANSWER, status=status, code=code or _CODES[status])
+        """Answer with S3's error `code` (default: the usual one) without asking the server."""
+        return cls(FaultKind.ANSWER, status=status, code=code or _CODES[status])
 
     @classmethod
     def slow(cls, seconds: float) -> Self:
-        """Let the server do its work, and hold its answer back for so long."""
-        return cls(Kind.SLOW, seconds=seconds)
+        """Forward the request, and delay the server's answer by so many seconds."""
+        return cls(FaultKind.SLOW, seconds=seconds)
 
     @classmethod
     def cut(cls, at_byte: int, side: Side = "answer") -> Self:
-        """Close both connections in good order before the whole body is through."""
-        return cls(Kind.CUT, at_byte=at_byte, side=side)
+        """Close both connections in an orderly way in the middle of the body."""
+        return cls(FaultKind.CUT, at_byte=at_byte, side=side)
 
     @classmethod
     def reset(cls, at_byte: int, side: Side = "answer") -> Self:
-        """Reset both connections before the whole body is through."""
-        return cls(Kind.RESET, at_byte=at_byte, side=side)
+        """Reset both connections in the middle of the body."""
+        return cls(FaultKind.RESET, at_byte=at_byte, side=side)
 
     @classmethod
     def stall(cls, at_byte: int, side: Side = "answer") -> Self:
-        """Fall silent in the body, with both connections open. `heal` lets the rest through."""
-        return cls(Kind.STALL, at_byte=at_byte, side=side)
+        """Stop sending in the middle of the body, with both connections open, until `heal`."""
+        return cls(FaultKind.STALL, at_byte=at_byte, side=side)
 
     @classmethod
     def flip(cls, at_byte: int, side: Side = "answer") -> Self:
-        """Turn the lowest bit of one byte over."""
-        return cls(Kind.FLIP, at_byte=at_byte, side=side)
+        """Flip the lowest bit of one byte."""
+        return cls(FaultKind.FLIP, at_byte=at_byte, side=side)
 
 
-async def spoiled(
+async def with_fault(
     body: AsyncIterator[bytes],
     fault: Fault,
-    hit: Callable[[], None],
+    count_hit: Callable[[], None],
     healed: asyncio.Event,
 ) -> AsyncIterator[bytes]:
-    """Yield `body` as `fault` leaves it; `hit` is called when the fault's byte has come.
+    """Yield `body` with `fault` applied. `count_hit` is called when the fault's byte arrives.
 
-    Raises EOFError where the connection shall end, ConnectionResetError where it shall be reset.
+    Raises:
+        EOFError: the connection must be closed.
+        ConnectionResetError: the connection must be reset.
     """
     begin = 0
     async for piece in body:
@@ -95,14 +97,14 @@ async def spoiled(
         if not 0 <= at < len(piece):
             yield piece
             continue
-        hit()
+        count_hit()
         yield piece[:at]
         match fault.kind:
-            case Kind.CUT:
+            case FaultKind.CUT:
                 raise EOFError("cut, as asked for")
-            case Kind.RESET:
+            case FaultKind.RESET:
                 raise ConnectionResetError("reset, as asked for")
-            case Kind.STALL:
+            case FaultKind.STALL:
                 await healed.wait()
                 yield piece[at:]
             case _:
@@ -110,7 +112,7 @@ async def spoiled(
 
 
 def error_answer(fault: Fault, request: Head, *, keep_alive: bool) -> bytes:
-    """S3's whole answer to `request` when it fails as `fault` says."""
+    """Return S3's complete answer to `request` for the fault."""
     target = escape(request.line[1].partition("?")[0])
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'

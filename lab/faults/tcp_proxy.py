@@ -26,23 +26,23 @@ from typing import Self
 
 from lab.servers.processes import LOOPBACK
 
-# What one direction of a connection may hold before its sender is held back: far more than
-# bandwidth x delay on loopback, far less than memory.
+# The bytes that one direction may queue before its sender is paused: far more than bandwidth x
+# delay on loopback, far less than memory.
 _QUEUE_BYTES = 256 << 20
 _READY_WITHIN_S = 10.0
 
 
-class _End(asyncio.Protocol):
-    """One end of a proxied connection. What it receives leaves, later, through `other`."""
+class _Endpoint(asyncio.Protocol):
+    """One end of a proxied connection. Data that it receives leaves, later, through `other`."""
 
     transport: asyncio.Transport
 
-    def __init__(self, proxy: "Proxy", other: "_End | None" = None) -> None:
+    def __init__(self, proxy: "Proxy", other: "_Endpoint | None" = None) -> None:
         """`other`: for the far end; the near one is its own until the far one is connected."""
         self.other = other or self
         self._proxy = proxy
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[tuple[float, bytes]] = deque()  # when due, what; b"" is end of file
+        self._queue: deque[tuple[float, bytes]] = deque()  # (due time, data); b"" is end of file
         self._queued_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_full = False
@@ -70,7 +70,7 @@ class _End(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self.data_received(b"")
-        return True  # the other direction may still have something to say
+        return True  # the other direction may still send
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -83,10 +83,10 @@ class _End(asyncio.Protocol):
         self._proxy.ends.discard(self)
         self._queue.clear()
         if not (self._has_ended and self.other._has_ended):
-            self.other.transport.abort()  # else it closes once its last bytes have left
+            self.other.transport.abort()  # otherwise it closes after its last bytes
 
     def deliver(self) -> None:
-        """Send what is due, and come back for the rest."""
+        """Send what is due, and schedule the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -114,9 +114,9 @@ class _End(asyncio.Protocol):
 
 
 class Proxy:
-    """Forwards TCP connections to `host`:`port`, late; see the module. One thread of its own.
+    """Forwards TCP connections to `host`:`port` with a delay; see the module. Runs one thread.
 
-    Ownership: `ends` and `is_stalled` belong to that thread; `round_trip_s` may be set by any.
+    Ownership: `ends` and `is_stalled` belong to that thread. Any thread may set `round_trip_s`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Proxy:
         self.round_trip_s = round_trip_s
         self.bytes_per_s = bytes_per_s
         self.is_stalled = False
-        self.ends: set[_End] = set()
+        self.ends: set[_Endpoint] = set()
         self._target = (host, port)
         self._loop = asyncio.new_event_loop()
         self._opening: set[asyncio.Task[None]] = set()
@@ -142,16 +142,16 @@ class Proxy:
         return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def stall(self) -> None:
-        """Let nothing through from now on."""
+        """Stop forwarding."""
         self._do(self._set_stalled, True)
 
     def resume(self) -> None:
-        """Let through what was held back, and all that follows."""
+        """Forward what was held back, and all that follows."""
         self._do(self._set_stalled, False)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        accepting = self._loop.create_server(lambda: _End(self), LOOPBACK, 0)
+        accepting = self._loop.create_server(lambda: _Endpoint(self), LOOPBACK, 0)
         self._server = asyncio.run_coroutine_threadsafe(accepting, self._loop).result()
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
@@ -163,7 +163,7 @@ class Proxy:
         self._loop.close()
 
     def _do(self, call: Callable[..., None], *args: object) -> None:
-        """Run `call` on the proxy's thread and wait until it has."""
+        """Run `call` on the proxy's thread and wait for it."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -178,17 +178,19 @@ class Proxy:
         for end in tuple(self.ends):
             end.deliver()
 
-    def connect(self, near: _End) -> None:
-        """Give an accepted connection its far end. The proxy's thread."""
+    def connect(self, near: _Endpoint) -> None:
+        """Connect an accepted connection to the target. Runs on the proxy's thread."""
         opening = self._loop.create_task(self._connect(near))
         self._opening.add(opening)
         opening.add_done_callback(self._opening.discard)
 
-    async def _connect(self, near: _End) -> None:
+    async def _connect(self, near: _Endpoint) -> None:
         try:
-            _, far = await self._loop.create_connection(lambda: _End(self, near), *self._target)
+            _, far = await self._loop.create_connection(
+                lambda: _Endpoint(self, near), *self._target
+            )
         except OSError:
-            near.transport.abort()  # nobody there
+            near.transport.abort()  # nothing listens there
             return
         near.other = far
         near.transport.resume_reading()
@@ -216,30 +218,30 @@ class ProxyProcess:
         return f"http://{LOOPBACK}:{self.port}"
 
     def stall(self) -> None:
-        """Let nothing through from now on."""
-        self._say("stall")
+        """Stop forwarding."""
+        self._send_command("stall")
 
     def resume(self) -> None:
-        """Let through what was held back, and all that follows."""
-        self._say("resume")
+        """Forward what was held back, and all that follows."""
+        self._send_command("resume")
 
     def __enter__(self) -> Self:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, text=True, bufsize=1, start_new_session=True
         )
-        self.port = int(self._heard())
+        self.port = int(self._read_reply())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.communicate(timeout=_READY_WITHIN_S)  # end of file is its word to go
+        self._process.communicate(timeout=_READY_WITHIN_S)  # it stops at end of file
 
-    def _say(self, word: str) -> None:
+    def _send_command(self, word: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
-        self._heard()
+        self._read_reply()
 
-    def _heard(self) -> str:
+    def _read_reply(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that see, hear or only read, made on the spot: random weights, seeded, no network.
+"""Small models with random weights, for tests and demos.
 
 They are real checkpoints of real architectures, a few MB each, so that every stage of vLLM runs,
 also with `--tensor-parallel-size 2`. Their answers mean nothing, but they depend on the prompt, the
-picture or sound and the seed (see `building.draw_weights`): whoever loses an embedding or a KV
-block gets other tokens.
+media and the seed (see `building.draw_weights`): an engine that loses an embedding or a KV block
+answers with other tokens.
 
     python -m lab.models qwen2.5-vl DIR [--seed N]
 
-Each family has something the others have not: `qwen2.5-vl` pictures of any size and videos,
-`qwen3-vl` embeddings wider than the language model (DeepStack), `llava` no way to do without the
-pixels, `qwen2-audio` sound. `qwen2` reads text alone, and so do
-`gemma3`, whose layers look back over a window but for every third, and `deepseek-v2`, whose
-attention is latent (MLA).
+Each family adds a feature: `qwen2.5-vl` pictures of any size and videos, `qwen3-vl` embeddings
+wider than the language model (DeepStack), `llava` prompts that cannot be laid out without the
+pixels, `qwen2-audio` sound. `qwen2` is text-only, and so are `gemma3`, in which two of three layers
+have a sliding window, and `deepseek-v2`, whose attention is latent (MLA).
 """
 
 from collections.abc import Callable
@@ -36,8 +35,8 @@ __all__ = [
     "make_qwen25_vl",
 ]
 
-# Each writes a checkpoint to a folder that is not there yet, and returns it; the same seed gives
-# the same files. Raises FileExistsError if the folder is there.
+# Each writes a checkpoint to a new folder and returns it; equal seeds give equal files. Raises
+# FileExistsError if the folder exists.
 FAMILIES: dict[str, Callable[[Path, int], Path]] = {
     "deepseek-v2": make_deepseek_v2,
     "gemma3": make_gemma3,

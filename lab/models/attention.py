@@ -13,14 +13,14 @@ from transformers import (
 from lab.models.building import finish, text_config, text_tokenizer
 
 WINDOW = 80
-# What vLLM's CPU kernel for latent attention is compiled for: together 576 numbers a token.
+# vLLM's CPU kernel for latent attention is compiled for these: together 576 elements a token.
 LATENT, ROTARY = 512, 64
 
 
 def make_gemma3(path: str | Path, seed: int = 0) -> Path:
     """Write a Gemma 3 checkpoint of about 4 MB to `path` and return it.
 
-    Two of three layers look back over the last `WINDOW` tokens; vLLM keeps KV in three groups.
+    Two of three layers attend to the last `WINDOW` tokens only; vLLM keeps KV in three groups.
     """
     tokenizer = text_tokenizer()
     config = Gemma3TextConfig(
@@ -38,7 +38,7 @@ def make_gemma3(path: str | Path, seed: int = 0) -> Path:
 def make_deepseek_v2(path: str | Path, seed: int = 0) -> Path:
     """Write a DeepSeek-V2 checkpoint of about 5 MB to `path` and return it.
 
-    Its attention is latent (MLA): KV is one vector a token, the same on every rank.
+    Its attention is latent (MLA): KV is one vector for each token, the same on every rank.
     """
     tokenizer = text_tokenizer()
     config = DeepseekV2Config(
@@ -51,7 +51,7 @@ def make_deepseek_v2(path: str | Path, seed: int = 0) -> Path:
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
-        # vLLM asks for both; the configuration has neither by default.
+        # vLLM requires both; the configuration has neither by default.
         n_group=1,
         topk_group=1,
         moe_intermediate_size=64,

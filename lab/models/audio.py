@@ -20,7 +20,7 @@ MEL_BINS = 32
 def make_qwen2_audio(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen2-Audio checkpoint of about 4 MB to `path` and return it.
 
-    As in the real one, every sound is padded to 30 s before it is encoded.
+    As in the real model, all audio is padded to 30 s before it is encoded.
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     audio = {

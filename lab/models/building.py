@@ -21,17 +21,17 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 MAX_POSITIONS = 8192
-# Twice what keeps variances equal. At once, attention is nearly uniform: the mean over a picture's
-# tokens is the same for every picture, and so is the answer.
+# Twice the value that keeps variances equal. With that value attention is nearly uniform: the mean
+# over a picture's tokens, and so the answer, is the same for every picture.
 ATTENTION_GAIN = 2.0
 BIAS_STD = 0.08
 MAX_LEARNED_TOKENS = 1024
-BLANK = "\u0120"  # as byte-level vocabularies write it
+BLANK = "\u0120"  # the blank in byte-level vocabularies
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 CHAT_TOKENS = (END_OF_TEXT, "<|im_start|>", END_OF_TURN)
-# Any English gives a usable vocabulary. Bytes that no merge covers are tokens of their own.
+# Any English text gives a usable vocabulary. Bytes without a merge are tokens of their own.
 TRAINING_TEXT = (
     "You are a helpful assistant. Describe this picture. What is in the picture? What is the "
     "difference between these two pictures? Compare the first picture with the second picture. "
@@ -44,9 +44,9 @@ TRAINING_TEXT = (
 
 
 def chat_template(placeholders: Mapping[str, str]) -> str:
-    """The template of a chat; `placeholders` says what stands for a media item: modality -> text.
+    """Return a chat template. `placeholders`: the text that stands for a media item, by modality.
 
-    A part may be named as vLLM names it (`image`) or as its API does (`image_url`).
+    A part may have vLLM's type name (`image`) or that of its API (`image_url`).
     """
     media = "".join(
         f"{{%- elif part['type'] in ('{modality}', '{modality}_url') -%}}{{{{ '{text}' }}}}"
@@ -66,7 +66,7 @@ def chat_template(placeholders: Mapping[str, str]) -> str:
 
 
 def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: every text has tokens, and the same ones each time."""
+    """Return a byte-level BPE tokenizer: it encodes every text, and always in the same way."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,12 +89,12 @@ def train_tokenizer(media_tokens: Sequence[str], template: str) -> PreTrainedTok
 
 
 def text_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of a model that only reads, with its chat template."""
+    """Return the tokenizer of a text-only model, with its chat template."""
     return train_tokenizer((), chat_template({}))
 
 
 def text_config(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:
-    """A language model of 4 layers; two kv heads, so that two ranks can share it."""
+    """Return the config of a language model with 4 layers, and KV heads for two ranks."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -116,19 +116,22 @@ def finish(
     seed: int,
     published_names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draw the weights of `model` and write all of it to `path`, which must not be there.
+    """Draw the weights of `model` and write everything to `path`, which must not exist.
 
-    `published_names`: where transformers no longer writes the names that published checkpoints have
-    and vLLM reads, its prefix -> theirs. `processor`: of a model that only reads, its tokenizer.
+    `published_names`: prefixes of weight names, from those that transformers writes to those that
+    published checkpoints have and vLLM reads. `processor`: for a text-only model, its tokenizer.
+
+    Raises:
+        FileExistsError: `path` exists.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     draw_weights(model, seed)
-    _silence(model.get_output_embeddings(), tokenizer)
+    _mute_non_words(model.get_output_embeddings(), tokenizer)
     ends = {
         "bos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
         "eos_token_id": tokenizer.convert_tokens_to_ids(END_OF_TURN),
     }
-    with _whole_or_not_at_all(Path(path)) as built:
+    with _atomic_folder(Path(path)) as built:
         model.save_pretrained(built)
         if published_names:
             _rename(built / SAFE_WEIGHTS_NAME, published_names)
@@ -138,11 +141,11 @@ def finish(
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Draw every matrix and bias from one seeded stream; norms stay at one.
+    """Draw every matrix and bias from one seeded generator; norms stay at one.
 
-    Matrices keep variances equal (std = 1 / sqrt(inputs)), those of attention are wider (where a
-    norm takes that away again, it gives it back), and embeddings have unit variance, so that no
-    token is drowned by the layers above it.
+    Matrices preserve variances (std = 1 / sqrt(inputs)). Those of attention are wider; where a norm
+    would cancel this, the norm restores it. Embeddings have unit variance, so that the layers above
+    do not drown a token.
     """
     stream = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -154,7 +157,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             if parameter.dim() == 1:
                 std = BIAS_STD
             elif "embed_tokens" in name:
-                # Some models multiply their embeddings.
+                # Some models scale their embeddings.
                 std = 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
             else:
                 inputs = parameter[0].numel()
@@ -162,16 +165,17 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             parameter.normal_(0.0, std, generator=stream)
 
 
-def _silence(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give all tokens but words a logit of zero, so that greedy answers do not stop.
+def _mute_non_words(lm_head: nn.Linear, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give all tokens except words a logit of zero, so that greedy answers do not stop.
 
-    A word is a blank and letters. So the text of an answer has the same tokens again: a
-    conversation goes on with the tokens that were computed, as it mostly does with trained models.
+    A word is a blank and letters. So the text of an answer is tokenized to the generated tokens
+    again, and a conversation goes on with the computed tokens, as it mostly does with trained
+    models.
     """
-    silent = torch.ones(lm_head.weight.shape[0], dtype=torch.bool)
-    silent[list(_words(tokenizer))] = False
+    muted = torch.ones(lm_head.weight.shape[0], dtype=torch.bool)
+    muted[list(_words(tokenizer))] = False
     with torch.no_grad():
-        lm_head.weight[silent] = 0.0
+        lm_head.weight[muted] = 0.0
 
 
 def _words(tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
@@ -183,7 +187,7 @@ def _words(tokenizer: PreTrainedTokenizerFast) -> Iterator[int]:
 
 
 def _rename(file: Path, published_names: Mapping[str, str]) -> None:
-    """Give the tensors in a safetensors file other prefixes."""
+    """Rename the prefixes of the tensors in a safetensors file."""
     renamed = {}
     for name, tensor in load_file(file).items():
         prefix = next((prefix for prefix in published_names if name.startswith(prefix)), "")
@@ -192,8 +196,12 @@ def _rename(file: Path, published_names: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _whole_or_not_at_all(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write to, which becomes `path` in the end."""
+def _atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder beside `path` to write to. It becomes `path` if the block succeeds.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
     if path.exists():
         raise FileExistsError(f"{path} is there already; remove it or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,14 +71,14 @@ def make_qwen25_vl(path: str | Path, seed: int = 0) -> Path:
 def make_qwen3_vl(path: str | Path, seed: int = 0) -> Path:
     """Write a Qwen3-VL checkpoint of about 5 MB to `path` and return it.
 
-    The features of two layers go along with those of the last: an embedding is three times as wide
+    An embedding concatenates the features of two layers and the last, and so is three times as wide
     as the language model.
     """
     tokenizer = train_tokenizer(MEDIA_TOKENS, CHAT_TEMPLATE)
     text = text_config(
         tokenizer,
         head_dim=32,
-        # As above; the frequencies of the three axes take turns.
+        # As above, with interleaved axes.
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10_000.0,
@@ -119,5 +119,5 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def _pixels(side: int) -> dict[str, Any]:
-    """The limits of a picture, where a token covers `side` x `side` pixels."""
+    """Return the limits of a picture, in which a token covers `side` x `side` pixels."""
     return {"min_pixels": 4 * side * side, "max_pixels": MAX_TOKENS_PER_ITEM * side * side}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2: text alone. And LoRA adapters for it."""
+"""Qwen2, text only, and LoRA adapters for it."""
 
 import json
 import math
@@ -12,14 +12,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lab.models.building import finish, text_config, text_tokenizer
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Enough for other greedy tokens than the model gives without it.
+# Large enough to change greedy tokens.
 ADAPTER_GAIN = 4.0
 
 
 def make_qwen2(path: str | Path, seed: int = 0, **sizes: int) -> Path:
     """Write a Qwen2 checkpoint of about 3 MB to `path` and return it.
 
-    `sizes`: other ones than `text_config` gives, by their names in the model's configuration.
+    `sizes` override those of `text_config`, by their names in the model's configuration.
     """
     tokenizer = text_tokenizer()
     config = Qwen2Config(**text_config(tokenizer, **sizes), dtype="float32")
@@ -27,9 +27,9 @@ def make_qwen2(path: str | Path, seed: int = 0, **sizes: int) -> Path:
 
 
 def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) -> Path:
-    """Write a LoRA adapter for a `make_qwen2` model to `path`, in PEFT's form, and return it.
+    """Write a LoRA adapter for a `make_qwen2` model to `path`, in PEFT's format, and return it.
 
-    One that is there is overwritten, as training does. Another seed, other tokens.
+    An existing adapter is overwritten, as training does. Another seed gives other tokens.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def make_adapter(path: str | Path, model: Path, seed: int = 0, rank: int = 8) ->
 
 
 def _factors(model: Path, seed: int, rank: int) -> dict[str, torch.Tensor]:
-    """The two factors of what is added to each projection."""
+    """Return the two factors of the update to each projection."""
     config = json.loads((model / "config.json").read_text())
     width = config["hidden_size"]
     kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]

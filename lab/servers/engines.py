@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines, started for a test or a demo.
 
-`EngineProcess` runs vLLM's OpenAI server. On a CPU with a model of `lab.models` it is
-ready in 25 to 30 s, almost all of it imports, and takes about 3 GB, 1 GB of which is KV cache.
+`EngineProcess` runs vLLM's OpenAI server. On a CPU with a model of `lab.models` it is ready in 25
+to 30 s, almost all of it imports, and takes about 3 GB, 1 GB of which is KV cache.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.servers.processes import LOOPBACK, Server
 
-# What makes an engine start fast and stay small; whatever is passed after it wins.
+# Makes an engine start fast and stay small. Later arguments take precedence.
 SMALL_ENGINE = (
     "--dtype=float32",  # greedy tokens are compared exactly: no rounding that depends on batching
     "--enforce-eager",
@@ -25,20 +25,20 @@ SMALL_ENGINE = (
 )
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
-    # One thread an engine, on any core. By default each pins one to every core: engines beside
-    # each other then wait a second at a time for a thread that is not scheduled.
+    # One thread for each engine, on any core. By default an engine pins one to every core, and
+    # engines on one machine then wait up to a second for a thread that is not scheduled.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",  # a log that ends where the engine ended
+    "PYTHONUNBUFFERED": "1",  # so that the log is complete when the engine ends
 }
 
 
 class EngineProcess(Server):
-    """One vLLM API server and everything it starts.
+    """One vLLM API server with all its child processes.
 
-    `arguments` go on vLLM's command line; with connectors, for example, they are
+    `arguments` are those of vLLM's command line; with connectors, for example, they are
     `(*SMALL_ENGINE, ec_argument("producer", url))`.
     """
 
@@ -64,13 +64,13 @@ class EngineProcess(Server):
         return [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *(f"--model={self.model}", f"--host={LOOPBACK}", f"--port={self.port.number}"),
-            "--enable-prompt-tokens-details",  # answers say how much of a prompt was not computed
+            "--enable-prompt-tokens-details",  # answers tell how much of a prompt was cached
             *self._arguments,
         ]
 
     def environment(self) -> dict[str, str]:
-        """What vLLM finds in its environment beside ours."""
-        # vLLM leaves the sockets between its processes behind: they get a folder that we remove.
+        """Return the environment variables to set for vLLM."""
+        # vLLM does not remove the sockets between its processes: they get a folder that we remove.
         sockets = {} if self._sockets is None else {"VLLM_RPC_BASE_PATH": self._sockets.name}
         return {**ENVIRONMENT, **sockets, **self._environment}
 
@@ -87,7 +87,7 @@ class EngineProcess(Server):
 
 
 def ec_argument(role: str, url: str, **options: Any) -> str:
-    """The flag that loads ECShareConnector; `role`: producer, consumer or both.
+    """Return the option that loads ECShareConnector. `role`: producer, consumer or both.
 
     `options` are those of docs/config.md, `storage_options` for example.
     """
@@ -96,18 +96,18 @@ def ec_argument(role: str, url: str, **options: Any) -> str:
 
 
 def kv_argument(role: str, url: str, **options: Any) -> str:
-    """The flag that loads KVShareConnector; as `ec_argument`."""
+    """Return the option that loads KVShareConnector; arguments as for `ec_argument`."""
     extra = {"url": url, **options}
     return _transfer_argument("kv", role, "KVShareConnector", extra)
 
 
 def example_argument(role: str, folder: str | Path) -> str:
-    """The flag that loads vLLM's own ECExampleConnector, to compare with."""
+    """Return the option that loads vLLM's own ECExampleConnector, for comparison."""
     return _transfer_argument("ec", role, "ECExampleConnector", _example_options(folder))
 
 
 def kv_example_argument(role: str, folder: str | Path) -> str:
-    """The flag that loads vLLM's own ExampleConnector, to compare with."""
+    """Return the option that loads vLLM's own ExampleConnector, for comparison."""
     return _transfer_argument("kv", role, "ExampleConnector", _example_options(folder))
 
 

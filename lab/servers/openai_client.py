@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a server of OpenAI's chat API and get tokens back, not only text; and read its counters."""
+"""A client of OpenAI's chat API that returns tokens, not only text, and reads metrics."""
 
 import base64
 import io
@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 TIMEOUT_S = 300.0
-SAMPLES_PER_S = 16_000  # what speech models take; others would be converted first
+SAMPLES_PER_S = 16_000  # the rate of speech models; others would be resampled
 # One line of Prometheus text: name, labels if any, value.
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -32,27 +32,30 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one question."""
+    """The answer to one question."""
 
     token_ids: tuple[int, ...]
     text: str
     path: tuple[str, ...] = ()
-    """The stages it went through, where a router answered."""
+    """The stages it went through, if a router answered."""
     stage_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage, from the router's Server-Timing."""
     usage: dict[str, Any] = field(default_factory=dict)
 
 
 def picture(seed: int, size: int = 448) -> str:
-    """A PNG of `size` x `size` pixels as a data url; every seed is another picture."""
+    """Return a PNG of `size` x `size` pixels as a data: url. Each seed gives another picture."""
     png = io.BytesIO()
     _draw(seed, size).save(png, "PNG")
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
 def video(seed: int, frames_per_s: int = 2, frames: int = 4, size: int = 112) -> str:
-    """An MP4 of `frames` pictures as a data url; every seed is another video. Needs OpenCV."""
-    import cv2  # vLLM brings it along; nothing else here needs it
+    """Return an MP4 of `frames` pictures as a data: url. Each seed gives another one.
+
+    Needs OpenCV.
+    """
+    import cv2  # installed with vLLM; nothing else here needs it
 
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         film = cv2.VideoWriter(
@@ -65,7 +68,7 @@ def video(seed: int, frames_per_s: int = 2, frames: int = 4, size: int = 112) ->
 
 
 def sound(seed: int, seconds: float = 1.0) -> str:
-    """A WAV of three tones, one after the other, as a data url; every seed is another sound."""
+    """Return a WAV of three successive tones as a data: url. Each seed gives other tones."""
     pitches_hz = [200 + (seed * 83 + step * 271) % 1800 for step in range(3)]
     num_samples = int(seconds * SAMPLES_PER_S)
     samples = array("h")
@@ -98,7 +101,7 @@ def _colour(seed: int) -> tuple[int, int, int]:
 
 
 def question(text: str, pictures: Sequence[str] = (), max_tokens: int = 16) -> dict[str, Any]:
-    """The body of a greedy chat request: the pictures' urls, then the text."""
+    """Return the body of a greedy chat request: the pictures' urls, then the text."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": url}} for url in pictures
     ]
@@ -111,7 +114,11 @@ def question(text: str, pictures: Sequence[str] = (), max_tokens: int = 16) -> d
 
 
 def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
-    """Send `body` and return the whole answer. Raises RequestFailed."""
+    """Send `body` and return the complete answer.
+
+    Raises:
+        RequestFailed: there was no answer, or an error.
+    """
     with _post(f"{base_url}/v1/chat/completions", {**body, "stream": stream}) as reply:
         replies = list(_events(reply)) if stream else [json.load(reply)]
         path, timing = (reply.headers.get(h) for h in ("x-ecshare-path", "Server-Timing"))
@@ -134,7 +141,11 @@ def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
 
 
 def stream(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Send `body` and yield the answer's chunks as they come. Raises RequestFailed."""
+    """Send `body` and yield the chunks of the answer as they arrive.
+
+    Raises:
+        RequestFailed: there was no answer, or an error.
+    """
     with _post(f"{base_url}/v1/chat/completions", {**body, "stream": True}) as reply:
         yield from _events(reply)
 
@@ -145,8 +156,8 @@ def _post(url: str, body: dict[str, Any]) -> HTTPResponse:
     try:
         reply: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:500]
-        raise RequestFailed(f"{url} answered HTTP {error.code}: {said}") from None
+        text = error.read().decode(errors="replace")[:500]
+        raise RequestFailed(f"{url} answered HTTP {error.code}: {text}") from None
     except OSError as error:
         raise RequestFailed(f"{url} did not answer: {error}") from error
     return reply
@@ -160,13 +171,13 @@ def _events(reply: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def counters(base_url: str) -> dict[tuple[str, str], float]:
-    """The samples of a server's /metrics, as `read_counters` gives them."""
+    """Return the samples of a server's /metrics in the form of `read_counters`."""
     with urllib.request.urlopen(f"{base_url}/metrics", timeout=TIMEOUT_S) as reply:
         return read_counters(reply.read().decode())
 
 
 def read_counters(page: str) -> dict[tuple[str, str], float]:
-    """The samples of Prometheus text: (name, label) -> value, summed over all other labels.
+    """Return the samples of Prometheus text: (name, label) -> value, summed over all other labels.
 
     The label is the value of `event` or `source`, whichever the sample has, or "".
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are started for a while: a log file each, a port each, and nothing left behind."""
+"""Servers that run for a test: each has a log file and a port, and nothing outlives it."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from typing import Self
 
 from lab.servers.reaper import descendants
 
-GUARD = Path(__file__).parent / "reaper.py"
+REAPER = Path(__file__).parent / "reaper.py"
 LOOPBACK = "127.0.0.1"
 QUOTED_LINES = 15
 STOP_MARGIN_S = 15.0
@@ -32,11 +32,14 @@ class ServerFailed(RuntimeError):
 
 
 class Port:
-    """A free TCP port on loopback, or this one; held until `release`, so nobody else is given it.
+    """A TCP port on loopback, free or chosen; reserved until `release`.
 
     The socket stays bound but never listens. Linux lets a server that sets SO_REUSEADDR (all do)
-    bind and listen on it meanwhile, while the kernel gives it to no one who asks for any port.
-    Raises OSError or OverflowError if the wanted number cannot be had.
+    bind and listen on it meanwhile, but the kernel assigns it to nobody who asks for any port.
+
+    Raises:
+        OSError: the chosen port is taken.
+        OverflowError: it is no port number.
     """
 
     def __init__(self, wanted: int = 0) -> None:
@@ -46,24 +49,24 @@ class Port:
         self.number: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Let others have the port. Safe to call twice."""
+        """Free the port. Safe to call twice."""
         self._socket.close()
 
     def __del__(self) -> None:
-        # Whoever holds a stopped server may start it again, so nobody else knows when it is over.
+        # A stopped server may be started again, so only its destruction ends the reservation.
         self._socket.close()
 
 
 class Server:
-    """One program that answers HTTP, run under `guard.py`.
+    """A program that serves HTTP, run under `reaper.py`.
 
-    `start` returns at once, so several can come up side by side; `wait_ready` blocks until
-    `health_url` answers 200. `stop` ends it and all that came from it. As a context manager it
-    starts, waits, and stops. It is stopped as well if this process dies, however it dies.
+    `start` returns at once, so that several can start in parallel; `wait_ready` blocks until
+    `health_url` answers 200. `stop` ends the program with all its child processes. As a context
+    manager it starts, waits and stops. The program also ends if this process dies, in whatever way.
     """
 
     ready_within_s = 60.0
-    grace_s = 0.0  # for an orderly end, before it is killed
+    grace_s = 0.0  # time to end in an orderly way before it is killed
 
     def __init__(self, name: str, log_dir: str | Path) -> None:
         self.name = name
@@ -87,7 +90,7 @@ class Server:
 
     @property
     def health_url(self) -> str:
-        """What answers 200 once it serves."""
+        """The url that answers 200 once the server is ready."""
         return f"{self.base_url}/health"
 
     def start(self) -> None:
@@ -96,17 +99,21 @@ class Server:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(GUARD), str(self.grace_s), *self.command()],
+                [sys.executable, str(REAPER), str(self.grace_s), *self.command()],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment()},
-                # A Ctrl-C in the terminal is ours to act on: it must not reach servers first.
+                # Ctrl-C in the terminal must reach this process, not its servers.
                 start_new_session=True,
             )
 
     def is_ready(self) -> bool:
-        """Whether it serves. Raises ServerFailed if it ended, or is late and was stopped."""
+        """Whether it is ready.
+
+        Raises:
+            ServerFailed: it ended, or was stopped because it took too long.
+        """
         if self._answers():
             return True
         if not self.is_running():
@@ -117,7 +124,11 @@ class Server:
         return False
 
     def wait_ready(self) -> Self:
-        """Block until it serves. Raises ServerFailed, and stops it, if it does not come up."""
+        """Block until it is ready.
+
+        Raises:
+            ServerFailed: it ended, or was stopped because it took too long.
+        """
         while not self.is_ready():
             time.sleep(POLL_S)
         return self
@@ -130,11 +141,11 @@ class Server:
             return False
 
     def is_running(self) -> bool:
-        """Whether it was started and has not ended yet."""
+        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def failure(self, what: str) -> ServerFailed:
-        """An error that says what happened, names the log file and quotes its last lines."""
+        """Return an error with what happened, the log file and its last lines."""
         lines = []
         with contextlib.suppress(OSError):
             lines = self.log_path.read_text(errors="replace").splitlines()[-QUOTED_LINES:]
@@ -146,21 +157,21 @@ class Server:
         self._end()
 
     def kill(self) -> None:
-        """End it as a crash would: every process at once, none is asked. It can start again."""
+        """End it as a crash would: SIGKILL to all processes at once. It can be started again."""
         self._signal(signal.SIGKILL)
         self._end()
 
     def pause(self) -> None:
-        """Stop all its processes where they are; what they have open stays open.
+        """Stop all its processes; their files and connections stay open.
 
-        When this returns, none of their threads runs any more.
+        When this returns, none of their threads is running.
         """
         self._signal(signal.SIGSTOP)
         while any(map(_is_running, self.processes())):
             time.sleep(PAUSE_POLL_S)
 
     def resume(self) -> None:
-        """Let it go on after `pause`."""
+        """Let its processes continue after `pause`."""
         self._signal(signal.SIGCONT)
 
     def _end(self) -> None:
@@ -171,7 +182,7 @@ class Server:
             self._process = None
 
     def processes(self) -> list[int]:
-        """The ids of all its processes, while it runs."""
+        """Return the ids of all its processes while it runs."""
         assert self._process is not None
         return descendants(self._process.pid)
 
@@ -198,9 +209,9 @@ class Server:
 
 
 def _is_running(process: int) -> bool:
-    """Whether a thread of it may still run: a signal reaches those of a busy machine in time."""
+    """Whether a thread of the process may still run. On a busy machine signals take effect late."""
     for stat in Path(f"/proc/{process}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             state = stat.read_text(errors="replace").rpartition(")")[2].split()[0]
             if state not in "TtZX":
                 return True
@@ -208,7 +219,11 @@ def _is_running(process: int) -> bool:
 
 
 def program(name: str) -> str:
-    """Where the program `name` is: beside this Python first. Raises FileNotFoundError."""
+    """Return the path of the program `name`, preferably beside this Python.
+
+    Raises:
+        FileNotFoundError: it is not installed.
+    """
     beside = Path(sys.executable).parent
     found = shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small process between us and a server we start, which leaves nothing of it behind.
+"""A small process between us and a server, which ensures that nothing of the server outlives us.
 
-    python guard.py GRACE_S COMMAND [ARGUMENT...]
+    python reaper.py GRACE_S COMMAND [ARGUMENT...]
 
-It runs COMMAND in a session of its own and ends it, with every process that came from it, when
-its standard input reaches end of file, on SIGTERM, or when COMMAND ends by itself. Whoever starts
-it holds the other end of that pipe, so the end comes even if the starter is killed with SIGKILL:
-the kernel closes the pipe. (A parent-death signal would not do: it is tied to the *thread* that
-started the child, and grandchildren do not get it.)
+It runs COMMAND in a session of its own. It ends COMMAND and all its descendants at end of file on
+standard input, on SIGTERM, or when COMMAND itself ends. The starter holds the other end of that
+pipe, so this works even if the starter is killed with SIGKILL: the kernel closes the pipe. (A
+parent-death signal would not do: it is tied to the *thread* that started the child, and
+grandchildren do not inherit it.)
 
-As a child subreaper it inherits orphans, whatever session they made for themselves. Standard
-library only, and run as a file, so that it costs 10 MB and starts in 30 ms.
+As a child subreaper it adopts orphans, whatever session they created. It uses only the standard
+library and runs as a file, so that it takes 10 MB and starts in 30 ms.
 """
 
 import contextlib
@@ -25,25 +25,29 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-LAST_WORDS_S = 1.0  # between SIGTERM and SIGKILL for what the command itself left running
+TERM_GRACE_S = 1.0  # between SIGTERM and SIGKILL for processes that the command left running
 
 
 def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; raises OSError if the kernel refuses."""
+    """Call Linux's prctl.
+
+    Raises:
+        OSError: the kernel refused.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The ids of all processes that came from that one, children before grandchildren."""
+    """Return the ids of all descendants of a process, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # "ID (NAME) STATE PARENT ...", and NAME may hold spaces and brackets itself.
+            # "ID (NAME) STATE PARENT ..."; NAME may contain spaces and brackets.
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
         children.setdefault(parent, []).append(int(stat.parent.name))
     found = list(children.get(ancestor, []))
     for process in found:
@@ -52,14 +56,14 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def reap() -> None:
-    """Collect what has ended, so that it no longer counts as running."""
+    """Collect ended children, so that they no longer count as running."""
     with contextlib.suppress(ChildProcessError):  # no children at all
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def end_descendants(sent: signal.Signals, within_s: float) -> bool:
-    """Signal every descendant until none is left; False if some outlive `within_s`."""
+    """Signal every descendant until none is left. False: some outlived `within_s`."""
     deadline_s = time.monotonic() + within_s
     signalled: set[int] = set()
     while running := descendants(os.getpid()):
@@ -75,21 +79,21 @@ def end_descendants(sent: signal.Signals, within_s: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command to its end or ours; its exit status, or 128 + the signal that ended it."""
+    """Run the command until it or this process ends. Returns its status, or 128 + its signal."""
     grace_s, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    wake, woken = os.pipe()
+    wake_reader, wake_writer = os.pipe()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: os.write(woken, b"."))
+        signal.signal(number, lambda *_: os.write(wake_writer, b"."))
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # If even this process is killed outright, the command itself goes too.
+        # If this process is killed, at least the command itself ends too.
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
     ended = os.pidfd_open(child.pid)
-    select.select([sys.stdin, wake, ended], [], [])
+    select.select([sys.stdin, wake_reader, ended], [], [])
     if child.poll() is None:
         child.terminate()
         try:
@@ -97,7 +101,7 @@ def main(arguments: list[str]) -> int:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-    if not end_descendants(signal.SIGTERM, LAST_WORDS_S):
+    if not end_descendants(signal.SIGTERM, TERM_GRACE_S):
         end_descendants(signal.SIGKILL, float("inf"))
     status = child.returncode
     return status if status >= 0 else 128 - status

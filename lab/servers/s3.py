@@ -13,8 +13,8 @@ from lab.servers.processes import LOOPBACK, Port, Server, program
 BUCKET = "ecshare"
 ACCESS_KEY = "ecshare-test"
 SECRET_KEY = "ecshare-test-secret"
-# Ports that `weed mini` opens beside S3's own. Left to themselves they are fixed numbers, or
-# those numbers plus 10000, and two servers on one machine get into each other's way.
+# Further ports of `weed mini`. By default they are fixed numbers, or those plus 10000, so that two
+# servers on one machine would conflict.
 SIDE_PORTS = (
     "master.port",
     "master.port.grpc",
@@ -25,14 +25,14 @@ SIDE_PORTS = (
     "s3.port.grpc",
 )
 GRPC_OFFSET = 10_000
-SOCKETS = Path("/tmp")  # where weed puts its local sockets, whatever TMPDIR says
+SOCKETS = Path("/tmp")  # weed puts its local sockets here and ignores TMPDIR
 
 
 class SeaweedFS(Server):
     """An S3 server with one empty bucket and one pair of keys, ready in about a second.
 
-    It verifies signatures and honours create-only puts. Its data lies in a fresh folder, which
-    is removed by `stop`; a stopped server cannot be started again, a killed one can.
+    It verifies signatures and supports create-only puts. Its data is in a temporary folder, which
+    `stop` removes; a stopped server cannot be started again, a killed one can.
     """
 
     ready_within_s = 30.0
@@ -52,16 +52,18 @@ class SeaweedFS(Server):
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What s3fs and the connectors' option `storage_options` need to reach it."""
+        """The options with which s3fs and the connectors (`storage_options`) reach it."""
         return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
 
     @property
     def health_url(self) -> str:
-        """The bucket, seen from behind: it is made last, half a second after S3 says it is well."""
+        """The url of the bucket in the filer. The bucket is created last, half a second after S3 is
+        up.
+        """
         return f"http://{LOOPBACK}:{self._side_ports['filer.port'].number}/buckets/{BUCKET}/"
 
     def _answers(self) -> bool:
-        # Started again, it has the bucket before S3 listens.
+        # After a restart it has the bucket before S3 listens.
         try:
             socket.create_connection((LOOPBACK, self.port.number)).close()
         except OSError:
@@ -69,7 +71,7 @@ class SeaweedFS(Server):
         return super()._answers()
 
     def command(self) -> list[str]:
-        """`weed mini`: all of SeaweedFS in one process, without what is not S3."""
+        """`weed mini`: all of SeaweedFS in one process, with S3 services only."""
         return [
             *(program("weed"), "mini", f"-dir={self.folder}", f"-bucket={BUCKET}"),
             *(f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}", f"-s3.port={self.port.number}"),
@@ -79,7 +81,7 @@ class SeaweedFS(Server):
         ]
 
     def environment(self) -> Mapping[str, str]:
-        """The keys it shall accept."""
+        """The keys that it accepts."""
         return {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -96,10 +98,10 @@ class SeaweedFS(Server):
 
 
 class Rclone(Server):
-    """An S3 server of another kind: a second opinion on what a client may rely on.
+    """Another kind of S3 server, to check what clients may rely on.
 
-    It ignores create-only puts, and answers a ranged GET with the whole object. Its data lies in a
-    fresh folder, which is removed by `stop`; a stopped server cannot be started again.
+    It ignores create-only puts, and answers a ranged GET with the whole object. Its data is in a
+    temporary folder, which `stop` removes; a stopped server cannot be started again.
     """
 
     ready_within_s = 30.0
@@ -116,11 +118,11 @@ class Rclone(Server):
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What s3fs and the connectors' option `storage_options` need to reach it."""
+        """The options with which s3fs and the connectors (`storage_options`) reach it."""
         return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": self.base_url}
 
     def command(self) -> list[str]:
-        """`rclone serve s3`, with a configuration of its own, not the user's."""
+        """`rclone serve s3`, with a configuration of its own instead of the user's."""
         return [
             *(program("rclone"), "serve", "s3", str(self.folder / "root")),
             *("--addr", f"{LOOPBACK}:{self.port.number}"),
@@ -129,7 +131,7 @@ class Rclone(Server):
         ]
 
     def _answers(self) -> bool:
-        # It has no page that answers 200 without a signature.
+        # No url answers 200 without a signature.
         try:
             socket.create_connection((LOOPBACK, self.port.number)).close()
         except OSError:
@@ -144,7 +146,7 @@ class Rclone(Server):
 
 
 def _admin_ports() -> tuple[Port, Port]:
-    """Two ports as weed's worker expects them, whatever the options say: gRPC 10000 above HTTP."""
+    """Return two ports as weed's worker expects them despite its options: gRPC 10000 above HTTP."""
     while True:
         http = Port()
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.servers.processes import GUARD
+from lab.servers.processes import REAPER
 
 # A command that starts a grandchild in a session of its own, as daemons do, says who they are, and
 # waits. Both ignore what is named.
@@ -25,7 +25,7 @@ time.sleep(600)
 
 def guarded(*command: str, grace_s: float = 0.0) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(GUARD), str(grace_s), *command],
+        [sys.executable, str(REAPER), str(grace_s), *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,7 +74,7 @@ def test_all_ends_when_the_starter_is_killed() -> None:
         "import subprocess, sys, time; "
         "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); time.sleep(600)"
     )
-    command = [sys.executable, str(GUARD), "0", sys.executable, "-c", STUBBORN]
+    command = [sys.executable, str(REAPER), "0", sys.executable, "-c", STUBBORN]
     starter = subprocess.Popen(
         [sys.executable, "-c", program, *command], stdout=subprocess.PIPE, text=True
     )
