@@ -15,7 +15,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Fetch, Outcome, Put
+from ecshare.transfer.jobs import Fetch, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, Span
@@ -155,7 +155,7 @@ def _end(engine: TransferEngine) -> None:
     sys.setprofile(None)
     for done in engine.drain(GIVE_UP_S):
         assert done.outcome is Outcome.OK, done
-        with suppress(AttributeError):
+        if isinstance(done.value, StoredObject):
             done.value.release()
 
 

@@ -15,6 +15,7 @@ step and submitted together at its end, because waking the I/O thread is what co
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -31,7 +32,7 @@ from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
-    Job,
+    Handle,
     Lookup,
     Outcome,
     Run,
@@ -106,7 +107,8 @@ class Item:
     """Its object's; empty for an item that cannot be shared, or not yet."""
     phase: Phase = Phase.ASKED
     stored: StoredObject | None = None
-    job: Job | None = None
+    handle: Handle[Any] | None = None
+    """The job that finds out about it, if one does."""
     metadata: dict[str, Any] = field(default_factory=dict)
     waiters: dict[str, float] = field(default_factory=dict)
     """The requests that need it, and since when: monotonic seconds."""
@@ -133,10 +135,9 @@ class Items:
         self._role = role
         self._wait_s = wait_s
         self._items: dict[str, Item] = {}
-        self._asking: dict[int, tuple[Item, ...]] = {}  # by the identity of the job
         self._look_up: list[Item] = []
-        self._submit: list[Job] = []
-        self._cancel: list[Job] = []
+        self._submit: list[Handle[Any]] = []
+        self._cancel: list[Handle[Any]] = []
         self._adapters = AdapterContents()
         self.unsaved: dict[str, Item] = {}
         """The absent ones that nobody was told to store yet, by identifier."""
@@ -169,7 +170,8 @@ class Items:
             self._seek(item)
         else:
             item.adapter, path = adapter
-            self._start(item, Run("adapter", partial(adapter_fingerprint, Path(path))))
+            job = Run("adapter", partial(adapter_fingerprint, Path(path)))
+            self._start(item, Handle(job, partial(self._identified, item)))
         return item
 
     def drop(self, item: Item) -> StoredObject | None:
@@ -180,8 +182,8 @@ class Items:
         if self._items.get(item.identifier) is item:
             del self._items[item.identifier]
         self.unsaved.pop(item.identifier, None)
-        if item.job is not None:
-            self._cancel.append(item.job)
+        if item.handle is not None:
+            self._cancel.append(item.handle)
         stored, item.stored = item.stored, None
         return stored
 
@@ -194,28 +196,16 @@ class Items:
         left_s = joined_s + self._wait_s - time.monotonic()
         if joined_s <= item.asked_s or left_s <= 0 or not item.key or not self._role.is_consumer:
             return False
-        if item.job is None and request_id not in item.retried_for:
+        if item.handle is None and request_id not in item.retried_for:
             item.retried_for.add(request_id)
             item.is_announced = True
             self._fetch(item, left_s)
-        return item.job is not None
+        return item.handle is not None
 
     def check_time(self, item: Item) -> None:
         """Give up on an item whose time is over."""
         if item.phase is Phase.ASKED and time.monotonic() >= item.deadline_s:
             self._miss(item, "late")
-
-    def poll(self) -> list[Done]:
-        """Take what the transfer engine has found out; return what was not asked for here."""
-        others = []
-        for done in self._engine.poll():
-            items = self._asking.pop(id(done.job), None)
-            if items is None:
-                others.append(done)
-                continue
-            for item in items:
-                self._settle(item, done)
-        return others
 
     def flush(self) -> None:
         """Hand this step's jobs to the transfer engine."""
@@ -224,15 +214,14 @@ class Items:
                 items = tuple(self._look_up[start : start + _LOOKED_UP_AT_ONCE])
                 keys = tuple(item.key for item in items)
                 job = Lookup(keys, self._wait_s, store_only=True)
-                self._asking[id(job)] = items
-                self._submit.append(job)
+                self._submit.append(Handle(job, partial(self._looked_up, items)))
             self._look_up = []
         if self._submit:
-            jobs, self._submit = self._submit, []
-            self._engine.submit(*jobs)
+            handles, self._submit = self._submit, []
+            self._engine.submit(*handles)
         if self._cancel:
-            jobs, self._cancel = self._cancel, []
-            self._engine.cancel(*jobs)
+            handles, self._cancel = self._cancel, []
+            self._engine.cancel(*handles)
 
     def _seek(self, item: Item) -> None:
         """Have the item's object fetched, or on a producer only, looked up."""
@@ -244,59 +233,64 @@ class Items:
     def _fetch(self, item: Item, left_s: float) -> None:
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
-        self._start(item, Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts=accepts))
+        job = Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts=accepts)
+        self._start(item, Handle(job, partial(self._fetched, item, is_told=item.is_announced)))
 
-    def _start(self, item: Item, job: Job) -> None:
-        item.job = job
-        self._asking[id(job)] = (item,)
-        self._submit.append(job)
+    def _start(self, item: Item, handle: Handle[Any]) -> None:
+        item.handle = handle
+        self._submit.append(handle)
 
-    def _settle(self, item: Item, done: Done) -> None:
-        """Move an item to the phase that the outcome of its job calls for."""
-        is_wanted = self._items.get(item.identifier) is item
-        if item.job is done.job:
-            item.job = None
-        match done.job:
-            case _ if not is_wanted:
-                pass  # nobody waits any more
-            case Run():
-                if done.value and self._adapters.learn(item.adapter, done.value):
-                    item.key = self._embeddings.key(item.identifier, item.num_embeds, done.value)
-                    self._seek(item)
-                else:
-                    self._miss(item, "unidentified")
-            case Lookup(keys=keys):
-                if done.outcome is Outcome.OK and done.value[keys.index(item.key)]:
-                    self._found(item, Phase.STORED)
-                else:
-                    self._miss(item, _reason(done.outcome))
-            case Fetch():
-                if self._take(item, done):
-                    return
-        if isinstance(done.value, StoredObject):
-            done.value.release()  # no worker was told of it
+    def _is_wanted(self, item: Item) -> bool:
+        """Whether somebody waits for it still."""
+        return self._items.get(item.identifier) is item
 
-    def _take(self, item: Item, done: Done) -> bool:
-        """Take what a Fetch has brought; False if the item has no use for it."""
+    def _identified(self, item: Item, done: Done[str]) -> None:
+        """Go on with an item whose adapter's content is known, or is not."""
+        item.handle = None
+        if not self._is_wanted(item):
+            return
+        if done.value and self._adapters.learn(item.adapter, done.value):
+            item.key = self._embeddings.key(item.identifier, item.num_embeds, done.value)
+            self._seek(item)
+        else:
+            self._miss(item, "unidentified")
+
+    def _looked_up(self, items: Sequence[Item], done: Done[tuple[bool, ...]]) -> None:
+        for item, is_stored in zip(items, done.value or [False] * len(items), strict=True):
+            if not self._is_wanted(item):
+                continue
+            if is_stored:
+                self._found(item, Phase.STORED)
+            else:
+                self._miss(item, _reason(done.outcome))
+
+    def _fetched(self, item: Item, done: Done[StoredObject], *, is_told: bool) -> None:
+        """`is_told`: it was announced when it was asked for."""
         stored = done.value
-        if not isinstance(stored, StoredObject):
-            fetch = done.job
-            assert isinstance(fetch, Fetch)
-            is_early = done.outcome is Outcome.MISSING and not fetch.is_announced
+        if self._is_wanted(item):
+            item.handle = None
+            if stored is not None and stored.entry is not None:
+                self._take(item, stored, done)
+                return  # the item owns it
+            is_early = done.outcome is Outcome.MISSING and not is_told
             if is_early and item.is_announced and item.phase is Phase.ASKED:
                 self._seek(item)  # somebody who was told of it joined meanwhile
             else:
-                self._miss(item, _reason(done.outcome))
-        elif stored.entry is None:
-            self._miss(item, Outcome.REJECTED.value)
-        else:
-            self._found(item, Phase.READY)
-            item.stored = stored
-            if self._role.is_producer and any(moved.tier is Tier.HOST for moved in done.moved):
-                # It will be announced to other hosts, and the store may have lost it.
-                self._submit.append(Backfill(item.key))
-            return True
-        return False
+                # Without an entry there was no room for it on this host.
+                self._miss(item, _reason(done.outcome if stored is None else Outcome.REJECTED))
+        if stored is not None:
+            stored.release()  # no worker was told of it
+
+    def _take(self, item: Item, stored: StoredObject, done: Done[StoredObject]) -> None:
+        self._found(item, Phase.READY)
+        item.stored = stored
+        if self._role.is_producer and any(moved.tier is Tier.HOST for moved in done.moved):
+            # It will be announced to other hosts, and the store may have lost it.
+            self._submit.append(Handle(Backfill(item.key), self._made_up))
+
+    def _made_up(self, done: Done[bool]) -> None:
+        if done.value:
+            self._stats.add("items/saved")
 
     def _found(self, item: Item, phase: Phase) -> None:
         if item.phase is Phase.ASKED:

@@ -28,7 +28,7 @@ from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Backfill, Run, StoredObject
+from ecshare.transfer.jobs import Done, Handle, Run, StoredObject
 from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import Stats, is_gauge, merged
 
@@ -132,7 +132,7 @@ class EncoderScheduler:
             self._release(request.request_id, {feature.identifier for feature in needed})
         if not needed:
             return True
-        self._poll()
+        self._engine.poll()
         # A list: every item is asked for at once, not one after the other.
         return all([self._is_settled(request, feature) for feature in needed])
 
@@ -203,11 +203,11 @@ class EncoderScheduler:
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        self._poll()
+        self._engine.poll()
         now_s = time.monotonic()
         if self._ledger is not None and now_s >= self._next_reading_s:
             self._next_reading_s = now_s + _LEDGER_READ_EVERY_S
-            self._engine.submit(Run("ledger", self._ledger.read))
+            self._engine.submit(Handle(Run("ledger", self._ledger.read), self._ledger_read))
         self._engine.note_breakers("scheduler")
         return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
 
@@ -220,12 +220,9 @@ class EncoderScheduler:
         if self._ledger is not None:
             self._ledger.close()
 
-    def _poll(self) -> None:
-        for done in self._items.poll():
-            if isinstance(done.job, Run) and done.value:
-                self._take_totals(done.value)
-            elif isinstance(done.job, Backfill) and done.value:
-                self._stats.add("items/saved")
+    def _ledger_read(self, done: Done[Totals]) -> None:
+        if done.value:
+            self._take_totals(done.value)
 
     def _take_totals(self, totals: Totals) -> None:
         for name, count in grown(self._known_totals, totals).items():

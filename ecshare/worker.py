@@ -7,7 +7,6 @@ Every rank loads, one rank saves: all of them hold the same embedding.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorSpec
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
-from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, Run, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name
 from ecshare.transfer.stats import Stats, merged
 
@@ -115,14 +114,14 @@ class EncoderWorker:
             self._stats.add("items/dropped")
             return
         self._staging.copy_out(slab, tensor)
-        self._engine.submit(Put(order.key, slab))
+        self._engine.submit(Handle(Put(order.key, slab), self._saved))
 
     def settle(self) -> None:
         """End a step. In the mode `durable` it waits here, bounded, until its saves are stored."""
         if not self._is_durable:
-            self._count(self._engine.poll())
+            self._engine.poll()
         elif self._engine.in_flight:
-            self._count(self._engine.drain(self._timeout_s))
+            self._engine.drain(self._timeout_s)
         self._tell()
 
     def report(self) -> Report | None:
@@ -165,7 +164,7 @@ class EncoderWorker:
         facts = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
         slab = self._staging.reserve(facts)
         if slab is None and self._waits_for_room:
-            self._count(self._engine.drain(self._timeout_s))
+            self._engine.drain(self._timeout_s)
             slab = self._staging.reserve(facts)
         return slab
 
@@ -176,20 +175,23 @@ class EncoderWorker:
         was promised, and vLLM cannot go on without it, so a fault is not the end of it.
         """
         timeout_s = max(self._wait_s, _TIMEOUTS_WAITED * self._timeout_s)
-        job = Fetch(order.key, timeout_s, is_announced=True)
-        self._engine.submit(job)
-        ended = self._engine.drain(timeout_s, until=job)
-        self._count(done for done in ended if done.job is not job)
-        found = [done.value for done in ended if done.job is job]
+        found: list[StoredObject] = []
+        is_late = False
+
+        def fetched(done: Done[StoredObject]) -> None:
+            if done.value is not None and is_late:
+                done.value.release()
+            elif done.value is not None:
+                found.append(done.value)
+
+        handle = Handle(Fetch(order.key, timeout_s, is_announced=True), fetched)
+        self._engine.submit(handle)
+        self._engine.drain(timeout_s, until=handle)
+        is_late = True
         return found[0] if found else None
 
-    def _count(self, ended: Iterable[Done]) -> None:
-        for done in ended:
-            if isinstance(done.job, Put):
-                is_saved = done.outcome is Outcome.OK
-                self._stats.add("items/saved" if is_saved else "items/dropped")
-            elif isinstance(done.value, StoredObject):
-                done.value.release()  # a fetch that came too late for its step
+    def _saved(self, done: Done[None]) -> None:
+        self._stats.add("items/saved" if done.outcome is Outcome.OK else "items/dropped")
 
     def _add_up(self) -> None:
         """Add what was counted since the last call to the sums."""

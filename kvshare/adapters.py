@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.compat import hashed_adapter
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Run
+from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.stats import Stats
 from kvshare.prefix import Grid
 
@@ -59,7 +59,6 @@ class Adapters:
         self._wait_s = wait_s
         self._clock_s = clock_s
         self._none = Adapter(grid, is_settled=True)
-        self._reading: dict[int, Adapter] = {}  # by the identity of the job
         self._contents = AdapterContents()
 
     def of(self, request: Request) -> Adapter:
@@ -74,15 +73,11 @@ class Adapters:
             self._settle(adapter, "")  # its weights lie elsewhere
             return adapter
         job = Run("adapter", partial(adapter_fingerprint, Path(lora.lora_path)))
-        self._reading[id(job)] = adapter
-        self._engine.submit(job)
+        self._engine.submit(Handle(job, partial(self._read, adapter)))
         return adapter
 
-    def take(self, done: Done) -> None:
-        """Learn what an adapter contains."""
-        adapter = self._reading.pop(id(done.job), None)
-        if adapter is not None:
-            self._settle(adapter, done.value or "")
+    def _read(self, adapter: Adapter, done: Done[str]) -> None:
+        self._settle(adapter, done.value or "")
 
     def is_settled(self, adapter: Adapter) -> bool:
         """Whether its request need not wait any more; gives up where the time is over."""

@@ -14,7 +14,7 @@ import torch
 
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Outcome, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, Handle, Moved, Outcome, StoredObject
 from ecshare.transfer.staging import Inflow, as_tensor
 from ecshare.transfer.stats import Stats
 from kvshare.blocks import BlockCaches
@@ -103,6 +103,7 @@ class _Wanted:
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
     num_served: int = 0
     """How many of them it was copied to, if they still wanted it. Later ones came too late."""
+    handle: Handle[StoredObject] = field(init=False)
     job: Fetch = field(init=False)
 
     @property
@@ -139,7 +140,7 @@ class Loads:
     Ownership: the worker's main thread; `_copy_in` alone runs on load threads.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that the worker lends it
         self,
         config: KVConfig,
         engine: TransferEngine,
@@ -147,9 +148,11 @@ class Loads:
         stats: Stats,
         *,
         keeps_prefix: bool,
+        arrived_from: Callable[[str, Sequence[Moved]], None],
     ) -> None:
         """`blocks`: of each layer set.
 
+        `arrived_from`: told of the key of each fetch that ended, and what was moved for it.
         `keeps_prefix`: vLLM can keep what leads up to a piece that failed. It cannot for layers
         that look back over a window, whose earlier blocks it has not reserved, nor be told of
         single blocks where it has several cache groups.
@@ -159,6 +162,7 @@ class Loads:
         self._blocks = blocks
         self._stats = stats
         self._keeps_prefix = keeps_prefix
+        self._arrived_from = arrived_from
         self._limit_bytes = min(config.buffer_bytes // 2, _MAX_BYTES)
         self._loads: dict[str, _Load] = {}
         self._wanted: dict[_Name, _Wanted] = {}
@@ -194,14 +198,14 @@ class Loads:
         self._end_if_complete(load)
         for wanted in self._wanted.values():
             if wanted.job.is_announced and not wanted.is_wanted:
-                self._engine.cancel(wanted.job)
+                self._engine.cancel(wanted.handle)
 
-    def arrived(self, done: Done) -> None:
+    def _arrived(self, wanted: _Wanted, done: Done[StoredObject]) -> None:
         """Take note of what became of a fetch for all who waited for it, and go on."""
-        assert isinstance(done.job, Fetch)
-        wanted = self._wanted.pop(_name(done.job))
-        if not done.job.is_announced:
-            self._fetching_bytes[done.job.is_guess] -= done.job.limit_bytes
+        job = wanted.job
+        del self._wanted[_name(job)]
+        if not job.is_announced:
+            self._fetching_bytes[job.is_guess] -= job.limit_bytes
         is_here = done.outcome is Outcome.OK
         for place, (load, number) in enumerate(wanted.waiters):
             with self._lock:
@@ -219,6 +223,7 @@ class Loads:
                 self._ask(load)
             self._end_if_complete(load)
         self._submit()
+        self._arrived_from(job.key, done.moved)
 
     def _ask(self, load: _Load) -> None:
         """Want the pieces of `load` whose turn it is."""
@@ -229,7 +234,7 @@ class Loads:
             if name not in self._wanted:
                 self._wanted[name] = wanted
                 if is_awaited:
-                    self._engine.submit(wanted.job)
+                    self._engine.submit(wanted.handle)
                 else:
                     self._queues[wanted.job.is_guess].append(name)
             with self._lock:
@@ -250,6 +255,7 @@ class Loads:
             longest_pause_s=_LONGEST_PAUSE_S,
             is_guess=load.deadline_s is not None and not is_awaited,
         )
+        wanted.handle = Handle(wanted.job, partial(self._arrived, wanted))
         return wanted
 
     def _submit(self) -> None:
@@ -266,7 +272,7 @@ class Loads:
                     break
                 self._fetching_bytes[is_guess] = after_bytes
                 queue.popleft()
-                self._engine.submit(wanted.job)
+                self._engine.submit(wanted.handle)
 
     def _fits(self, stored: StoredObject, piece: Piece) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""

@@ -6,8 +6,9 @@ engines of several tensor-parallel sizes store, it must be seen which of them ha
 then what was announced is asked for until it is there.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Lookup, LookupRounds, MultiLookup, Outcome, Tier
+from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
 from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
@@ -31,7 +32,7 @@ _LONGEST_PAUSE_S = 0.05
 # However many sizes are asked for: chunks of one round.
 _FEWEST_CHUNKS = 4
 
-Answers = Generator[Sequence[str], Sequence[Tier | None], dict[ChunkKey, int]]
+Answers = LookupRounds[dict[ChunkKey, int]]
 """Yields keys, is sent where each of them is, and returns the size of each chunk that is stored."""
 
 
@@ -98,7 +99,7 @@ class Lookups:
         self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
         self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)
         # By what is asked for: requests with one prompt share one search.
-        self._asking: dict[object, list[Search]] = {}
+        self._asking: dict[_Asked, list[Search]] = {}
 
     def start(self, request: Request, grid: Grid, num_computed_tokens: int) -> Search:
         """Return a search for what `request` could load after `num_computed_tokens`."""
@@ -144,7 +145,7 @@ class Lookups:
 
     def advance(self, search: Search) -> None:
         """Ask, or take the answer, or give up."""
-        self.poll()
+        self._engine.poll()
         now_s = self._clock_s()
         if search.is_over:
             return
@@ -153,28 +154,22 @@ class Lookups:
         elif not search.is_asking and now_s >= search.next_ask_s:
             self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
 
-    def poll(self) -> None:
-        """Take what has been answered."""
-        for done in self._engine.poll():
-            if isinstance(done.job, MultiLookup):
-                for search in self._asking.pop(done.job.questions, ()):
-                    self._answer(search, done)
-            elif isinstance(done.job, Lookup):
-                self.sizes.learn(done)
-            else:
-                self.adapters.take(done)
-
     def _ask(self, search: Search, timeout_s: float) -> None:
         search.is_asking = True
         asked = _Asked(self._facts, search.prefix, search.start_block, search.sizes)
         waiting = self._asking.setdefault(asked, [])
         waiting.append(search)
         if len(waiting) == 1:
-            self._engine.submit(MultiLookup(asked, timeout_s))
+            job = MultiLookup(asked, timeout_s)
+            self._engine.submit(Handle(job, partial(self._answered, asked)))
 
-    def _answer(self, search: Search, done: Done) -> None:
+    def _answered(self, asked: "_Asked", done: Done[Found]) -> None:
+        for search in self._asking.pop(asked):
+            self._answer(search, done)
+
+    def _answer(self, search: Search, done: Done[Found]) -> None:
         search.is_asking = False
-        if done.outcome is not Outcome.OK or not isinstance(done.value, Found):
+        if done.value is None:
             self._end(search, done.outcome.value)
             return
         for chunk in done.value.chunks:
@@ -227,7 +222,7 @@ class _Asked:
     def __hash__(self) -> int:
         return hash(self._identity)
 
-    def __call__(self) -> LookupRounds:
+    def __call__(self) -> LookupRounds[Found]:
         most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._sizes))
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
         sizes: dict[ChunkKey, int] = {}

@@ -160,8 +160,7 @@ class KVScheduler:
         """Block until the store has said in which sizes there is KV, at start-up."""
         if self._facts.loads:
             self._lookups.sizes.look(timeout_s)
-            for done in self._engine.drain(timeout_s):
-                self._lookups.sizes.learn(done)
+            self._engine.drain(timeout_s)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` can be loaded; None: ask again.
@@ -174,7 +173,7 @@ class KVScheduler:
         tracked = self._track(request)
         adapter = tracked.progress.adapter
         if not adapter.is_settled:
-            self._lookups.poll()
+            self._engine.poll()
             if not self._adapters.is_settled(adapter):
                 return None
         grid = self._adapters.grid_of(adapter)
@@ -245,7 +244,7 @@ class KVScheduler:
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
-        self._lookups.poll()
+        self._engine.poll()
         loads, self._loads = tuple(self._loads), []
         abandoned, self._abandoned = tuple(self._abandoned), []
         if not self._facts.saves:

@@ -3,10 +3,11 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ecshare.store.keys import Kind, size_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Lookup
+from ecshare.transfer.jobs import Done, Handle, Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +44,13 @@ class StoredSizes:
         """Ask the store for sizes that are not known, unless that was done a moment ago."""
         if self._marks and self._clock_s() >= self._next_look_s:
             self._next_look_s = self._clock_s() + _PAUSE_S
-            self._engine.submit(Lookup(tuple(self._marks), timeout_s, store_only=True))
+            job = Lookup(tuple(self._marks), timeout_s, store_only=True)
+            self._engine.submit(Handle(job, partial(self._learn, job.keys)))
 
-    def learn(self, done: Done) -> None:
-        """Take the answer."""
-        assert isinstance(done.job, Lookup)
-        if not isinstance(done.value, tuple):
+    def _learn(self, keys: Sequence[str], done: Done[tuple[bool, ...]]) -> None:
+        if done.value is None:
             return  # the store has failed; the next miss asks again
-        for key, is_there in zip(done.job.keys, done.value, strict=True):
+        for key, is_there in zip(keys, done.value, strict=True):
             if is_there and key in self._marks:
                 self.known = (*self.known, self._marks.pop(key))
                 logger.info("KV of engines with tensor-parallel size %d is used", self.known[-1])

@@ -3,7 +3,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -16,7 +16,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Backfill, Done, Fetch, Outcome, Put, Tier
+from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.staging import Staging
 from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches, Erase
@@ -92,7 +92,7 @@ class KVWorker:
         self._blocks: list[BlockCaches] = []
         self._staging: Staging | None = None
         self._loads: Loads | None = None
-        self._saving: dict[str, Piece] = {}
+        self._saving: set[str] = set()  # keys
         self._unloadable = Finished()
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
@@ -169,6 +169,7 @@ class KVWorker:
             blocks,
             self._stats,
             keeps_prefix=shape.keeps_prefix,
+            arrived_from=self._make_up_for,
         )
 
     def load(self, orders: Orders) -> None:
@@ -198,14 +199,7 @@ class KVWorker:
 
     def settle(self) -> Finished:
         """Copy in what has arrived; return the loads that ended since the last call."""
-        for done in self._engine.poll():
-            match done.job:
-                case Fetch():
-                    assert self._loads is not None
-                    self._loads.arrived(done)
-                    self._make_up_for(done)
-                case Put():
-                    self._saved(done)
+        self._engine.poll()
         if self._loads is None:
             finished, self._unloadable = self._unloadable, Finished()
         else:
@@ -214,16 +208,14 @@ class KVWorker:
         self._lost |= finished.lost
         return finished
 
-    def _make_up_for(self, done: Done) -> None:
+    def _make_up_for(self, key: str, moved: Sequence[Moved]) -> None:
         """Have what this host's cache had stored, unless it is: its writer may have been killed
         before, and the scheduler half saves nothing that a look-up has found."""
-        job = done.job
-        assert isinstance(job, Fetch)
-        if not self._duties.makes_up or job.key in self._in_store:
+        if not self._duties.makes_up or key in self._in_store:
             return
-        if [moved.tier for moved in done.moved] == [Tier.HOST]:
-            self._in_store.add(job.key)
-            self._engine.submit(Backfill(job.key))
+        if [each.tier for each in moved] == [Tier.HOST]:
+            self._in_store.add(key)
+            self._engine.submit(Backfill(key))
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that loads have left unfilled, since the last call."""
@@ -275,7 +267,7 @@ class KVWorker:
         if copied:
             self._engine.submit(*copied)
 
-    def _copied(self, namespace: str, piece: Piece) -> Put | None:
+    def _copied(self, namespace: str, piece: Piece) -> Handle[None] | None:
         """Copy `piece` out. None: it is another rank's to store, or it is dropped."""
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
@@ -294,15 +286,15 @@ class KVWorker:
             self._dropped(piece)
             return None
         staging.fill(slab, partial(blocks.read, piece))
-        self._saving[key] = piece
+        self._saving.add(key)
         # What the store lacks this host's cache must not claim, or nobody here would save it again.
-        return Put(key, slab, keeps_unstored=False)
+        put = Put(key, slab, keeps_unstored=False)
+        return Handle(put, partial(self._saved, key, piece))
 
-    def _saved(self, done: Done) -> None:
-        assert isinstance(done.job, Put)
-        piece = self._saving.pop(done.job.key)
+    def _saved(self, key: str, piece: Piece, done: Done[None]) -> None:
+        self._saving.discard(key)
         if done.outcome is Outcome.OK:
-            self._in_store.add(done.job.key)
+            self._in_store.add(key)
             self._stats.add("blocks/saved", piece.num_blocks)
             if self._duties.tells_saved:
                 self._num_saved[piece.key] += 1

@@ -17,7 +17,7 @@ import logging
 import queue
 import random
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
+    Handle,
     Job,
     Lookup,
     Moved,
@@ -73,9 +74,8 @@ _LONGEST_PAUSE_S = 2.0
 class _Message(Struct, frozen=True):
     """From the thread that submits to the I/O thread."""
 
-    started_s: float
-    jobs: tuple[Job, ...] = ()
-    cancelled: tuple[Job, ...] = ()
+    begun: tuple[Handle[Any], ...] = ()
+    cancelled: tuple[Handle[Any], ...] = ()
 
 
 class TransferEngine:
@@ -104,13 +104,13 @@ class TransferEngine:
         self.stats = Stats()
         self._integrity = open_integrity(config.integrity_key, path)
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Handle[Any], Done[Any]]] = queue.SimpleQueue()
         self._copies = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-copy")
         self._loads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-load")
         self._client = StoreClient(self._store, config.io_timeout_s)
         self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity)
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the identity of their jobs
+        self._serving: set[Handle[Any]] = set()
         self._watch: NamespaceWatch | None = None  # of an engine that only reads
         self._comparing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -223,59 +223,62 @@ class TransferEngine:
         for direction in ("read", "write"):
             self.stats.set(f"now/breaker_open/{half}/{direction}", float(direction in opened))
 
-    def submit(self, *jobs: Job) -> None:
-        """Queue `jobs`; never blocks, never raises. Their Dones come out of `poll` or `drain`.
+    def submit(self, *jobs: Handle[Any] | Job[Any]) -> None:
+        """Queue jobs; never blocks, never raises. What follows them is called by `poll`, `drain`.
 
         One call costs one wake-up of the I/O thread, however many jobs it brings.
         """
-        self.in_flight += len(jobs)
-        started_s = time.monotonic()
+        handles = tuple(job if isinstance(job, Handle) else Handle(job) for job in jobs)
+        self.in_flight += len(handles)
+        for handle in handles:
+            handle.started_s = time.monotonic()
         if not self._is_closed:
-            self._inbox.put(_Message(started_s, jobs))
+            self._inbox.put(_Message(handles))
             return
-        for job in jobs:  # the engine process is on its way out
-            self._finish(job, Outcome.REJECTED, started_s)
+        for handle in handles:  # the engine process is on its way out
+            self._finish(handle, Outcome.REJECTED)
 
-    def cancel(self, *jobs: Job) -> None:
-        """Let go of `jobs`, the very objects that were submitted; never blocks, never raises.
+    def cancel(self, *handles: Handle[Any]) -> None:
+        """Let go of what was submitted; never blocks, never raises.
 
-        Each still has its one Done: CANCELLED, unless it had ended already.
+        Each job still has its one Done: CANCELLED, unless it had ended already.
         """
         if not self._is_closed:
-            self._inbox.put(_Message(time.monotonic(), cancelled=jobs))
+            self._inbox.put(_Message(cancelled=handles))
 
-    def poll(self) -> list[Done]:
-        """Return what has ended since the last call; never blocks."""
-        ended: list[Done] = []
+    def poll(self) -> list[Done[Any]]:
+        """Go on with what follows each job that has ended, and return these; never blocks.
+
+        The value of a Done belongs to what follows the job; to the caller if nothing does.
+        """
+        ended: list[Done[Any]] = []
         while not self._done.empty():
-            ended.append(self._done.get())
-        self._count(ended)
+            ended.append(self._end(*self._done.get()))
         return ended
 
-    def drain(self, timeout_s: float, *, until: Job | None = None) -> list[Done]:
-        """Block until every job has ended, or `until`; return the ended ones.
-
-        After `timeout_s` it returns in any case.
-        """
+    def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
+        """As `poll`, but block until every job has ended, or `until`, or `timeout_s` are over."""
         deadline_s = time.monotonic() + timeout_s
-        ended = self.poll()
-        while self.in_flight and not any(done.job is until for done in ended):
+        ended: list[Done[Any]] = []
+        while self.in_flight:
             try:
-                done = self._done.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                handle, done = self._done.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
                 break
-            self._count([done])
-            ended.append(done)
+            ended.append(self._end(handle, done))
+            if handle is until:
+                break
         return ended
 
-    def _count(self, ended: Iterable[Done]) -> None:
-        for done in ended:
-            self.in_flight -= 1
-            for moved in done.moved:
-                where = f"{moved.direction}/{moved.tier.value}"
-                self.stats.add(f"transfers/{where}")
-                self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
-                self.stats.add(f"transfer_seconds/{where}", moved.seconds)
+    def _end(self, handle: Handle[Any], done: Done[Any]) -> Done[Any]:
+        self.in_flight -= 1
+        for moved in done.moved:
+            where = f"{moved.direction}/{moved.tier.value}"
+            self.stats.add(f"transfers/{where}")
+            self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
+            self.stats.add(f"transfer_seconds/{where}", moved.seconds)
+        handle.ended(done)
+        return done
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Give what is in flight `timeout_s` to end, then stop the thread; once.
@@ -284,9 +287,7 @@ class TransferEngine:
         """
         if self._is_closed:
             return
-        for done in self.drain(timeout_s):
-            if isinstance(done.value, StoredObject):
-                done.value.release()
+        self._let_end(timeout_s)
         self._is_closed = True
         self._inbox.put(None)
         self._carrier.join()
@@ -294,6 +295,17 @@ class TransferEngine:
         self._thread.join(timeout_s)
         for threads in (self._copies, self._loads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _let_end(self, timeout_s: float) -> None:
+        """Wait for what is in flight. Nothing follows it any more."""
+        deadline_s = time.monotonic() + timeout_s
+        with suppress(queue.Empty):
+            while self.in_flight:
+                handle, done = self._done.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                handle.then = None
+                self._end(handle, done)
+                if isinstance(done.value, StoredObject):
+                    done.value.release()
 
     # --- carrier thread ---
 
@@ -314,7 +326,8 @@ class TransferEngine:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         background = (self._comparing, self._renewing)
-        tasks = [*self._tasks.values(), *(task for task in background if task)]
+        serving = [handle.task for handle in self._serving]
+        tasks = [task for task in (*serving, *background) if task]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -323,20 +336,20 @@ class TransferEngine:
         self._loop.close()
 
     def _take(self, message: "_Message") -> None:
-        for job in message.jobs:
-            task = self._loop.create_task(self._attend(job, message.started_s))
-            self._tasks[id(job)] = task
-        for job in message.cancelled:
-            if id(job) in self._tasks:
+        for handle in message.begun:
+            handle.task = self._loop.create_task(self._attend(handle))
+            self._serving.add(handle)
+        for handle in message.cancelled:
+            if handle in self._serving and handle.task is not None:
                 # Not at once: a task that has not begun would end without its Done.
-                self._loop.call_soon(self._tasks[id(job)].cancel)
+                self._loop.call_soon(handle.task.cancel)
 
-    async def _attend(self, job: Job, started_s: float) -> None:
-        """Do `job`; whatever happens, exactly one Done comes of it."""
-        outcome, value = Outcome.UNAVAILABLE, None
+    async def _attend(self, handle: Handle[Any]) -> None:
+        """Do a job; whatever happens, exactly one Done comes of it."""
+        job, outcome, value = handle.job, Outcome.UNAVAILABLE, None
         moved: tuple[Moved, ...] = ()
         try:
-            value, moved = await self._do(job, started_s)
+            value, moved = await self._do(job, handle.started_s)
             outcome = Outcome.OK
         except ObjectMissing:
             outcome = Outcome.MISSING
@@ -351,14 +364,16 @@ class TransferEngine:
             logger.exception("store: %s failed unexpectedly", type(job).__name__)
         finally:
             # After a cancellation that came too late to be noticed, too.
-            del self._tasks[id(job)]
-        self._finish(job, outcome, started_s, value, moved)
+            self._serving.discard(handle)
+        self._finish(handle, outcome, value, moved)
         if outcome in (Outcome.OK, Outcome.MISSING):
-            self._note(job, value)
+            self._note(job, outcome, value)
 
-    def _note(self, job: Job, value: Any) -> None:
+    def _note(self, job: Job[Any], outcome: Outcome, value: Any) -> None:
         """Compare namespaces once more where an engine that only reads finds nothing."""
-        is_hit = any(value) if isinstance(value, tuple) else bool(value)
+        is_hit = outcome is Outcome.OK
+        if not isinstance(job, Fetch):
+            is_hit = any(value) if isinstance(value, tuple) else bool(value)
         # What only the store is asked for is of no use to this engine itself.
         is_read = isinstance(job, Fetch | MultiLookup) or (
             isinstance(job, Lookup) and not job.store_only
@@ -368,18 +383,19 @@ class TransferEngine:
 
     def _finish(
         self,
-        job: Job,
+        handle: Handle[Any],
         outcome: Outcome,
-        started_s: float,
         value: Any = None,
         moved: tuple[Moved, ...] = (),
     ) -> None:
+        job = handle.job
         if isinstance(job, Put):
             # A store call that timed out may still read the slab: it must not be filled again.
             job.slab.release(reuse=outcome is Outcome.OK)
-        self._done.put(Done(job, outcome, time.monotonic() - started_s, value, moved))
+        seconds = time.monotonic() - handle.started_s
+        self._done.put((handle, Done(job, outcome, seconds, value, moved)))
 
-    async def _do(self, job: Job, started_s: float) -> tuple[Any, tuple[Moved, ...]]:
+    async def _do(self, job: Job[Any], started_s: float) -> tuple[Any, tuple[Moved, ...]]:
         match job:
             case Put():
                 return None, await self._put(job)
@@ -395,6 +411,7 @@ class TransferEngine:
                 return await self._inquire(job, started_s + job.timeout_s), ()
             case Run():
                 return await self._loop.run_in_executor(self._copies, job.work), ()
+        raise TypeError(f"no such job: {type(job).__name__}")
 
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
@@ -467,7 +484,7 @@ class TransferEngine:
         num_bytes = len(job.slab.body) if entry else 0
         return entry, Moved("write", Tier.HOST, num_bytes, seconds)
 
-    async def _inquire(self, job: MultiLookup, deadline_s: float) -> Any:
+    async def _inquire(self, job: MultiLookup[Any], deadline_s: float) -> Any:
         questions = job.questions()
         answers: Any = None  # to send None is to begin
         while True:

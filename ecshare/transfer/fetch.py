@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Served = tuple[StoredObject | bool, tuple[Moved, ...]]
+_Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
 # How often this host is looked at for what another process brings or stores.
 _FIRST_POLL_S = 0.001
@@ -155,7 +155,7 @@ class Fetcher:
     async def serve(self, job: Fetch, deadline_s: float) -> _Served:
         """Return the object, pinned, and what was moved for it.
 
-        Where the job has a `use`, that has had the object, and True is returned in its place.
+        Where the job has a `use`, that has had the object, and None is returned in its place.
 
         Raises:
             StoreError, TimeoutError: it cannot be had by `deadline_s`.
@@ -313,7 +313,7 @@ class Fetcher:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             await _ended(work)
-            if work.exception() is None and isinstance(stored := work.result()[0], StoredObject):
+            if work.exception() is None and (stored := work.result()[0]):
                 stored.release()
             raise
 
@@ -346,4 +346,4 @@ def _handed_over(job: Fetch, stored: StoredObject, moved: Moved) -> _Served:
         job.use(stored)
     finally:
         stored.release()
-    return True, (moved,)
+    return None, (moved,)

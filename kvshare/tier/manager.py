@@ -24,7 +24,7 @@ import torch
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, Run, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, Handle, Lookup, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 from ecshare.transfer.stats import Stats, merged
 from kvshare.config import parse_tier
@@ -129,9 +129,8 @@ class KVShareTier(SecondaryTierManager):
         self._staging = Staging(torch.device("cpu"), config.buffer_bytes)
         self._stats = Stats()
         self._verdicts = LookupResults()
-        self._asking: dict[int, tuple[OffloadKey, ...]] = {}  # by the identity of the Lookup
-        self._loading: dict[int, tuple[Fetch, OffloadKey, _Load]] = {}  # of the Fetch
-        self._copying: dict[int, tuple[Run, _Store]] = {}  # of the Run
+        self._loading: set[Handle[StoredObject]] = set()
+        self._copying: set[Handle[None]] = set()
         self._finished: list[JobResult] = []
         self._engine = TransferEngine(config, path)
         try:
@@ -158,7 +157,7 @@ class KVShareTier(SecondaryTierManager):
         """Start to fill places of the CPU tier; `get_finished_jobs` says which could be."""
         job, keys = job_metadata, tuple(job_metadata.keys)
         load = _Load(job.job_id, keys, time.monotonic(), missing=len(keys))
-        fetches = []
+        handles = []
         for key, place in zip(keys, job.chunk_ids.tolist(), strict=True):
             fetch = Fetch(
                 self._namespace.key(key),
@@ -167,9 +166,11 @@ class KVShareTier(SecondaryTierManager):
                 accepts=self._fits,
                 use=partial(self._copy_in, place),
             )
-            self._loading[id(fetch)] = fetch, key, load
-            fetches.append(fetch)
-        self._engine.submit(*fetches)
+            handle = Handle[StoredObject](fetch)
+            handle.then = partial(self._loaded, handle, key, load)
+            handles.append(handle)
+        self._loading.update(handles)
+        self._engine.submit(*handles)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Start to copy chunks out of the CPU tier and to store them."""
@@ -177,13 +178,14 @@ class KVShareTier(SecondaryTierManager):
         names = [self._namespace.key(key) for key in job.keys]
         chunks = tuple(zip(names, job.chunk_ids.tolist(), strict=True))
         store = _Store(job.job_id, chunks, time.monotonic())
-        run = Run("copy out", partial(self._copy_out, store))
-        self._copying[id(run)] = run, store
-        self._engine.submit(run)
+        handle = Handle[None](Run("copy out", partial(self._copy_out, store)))
+        handle.then = partial(self._copied, handle, store)
+        self._copying.add(handle)
+        self._engine.submit(handle)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once."""
-        self._settle(self._engine.poll())
+        self._engine.poll()
         finished, self._finished = self._finished, []
         return finished
 
@@ -197,24 +199,22 @@ class KVShareTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask the store for the chunks of this step's look-ups, in one batch a request."""
-        lookups = []
+        handles = []
         for keys in self._verdicts.take_questions():
-            names = tuple(map(self._namespace.key, keys))
-            lookups.append(Lookup(names, self._config.wait_s))
-            self._asking[id(lookups[-1])] = keys
-        if lookups:
-            self._engine.submit(*lookups)
+            job = Lookup(tuple(map(self._namespace.key, keys)), self._config.wait_s)
+            handles.append(Handle(job, partial(self._answered, keys)))
+        if handles:
+            self._engine.submit(*handles)
 
     def drain_jobs(self) -> None:
         """Block until nothing of this tier touches the CPU tier any more; never for the store.
 
         Loads that wait for the store are given up: vLLM is about to empty the CPU tier.
         """
-        self._engine.cancel(*(fetch for fetch, _, _ in self._loading.values()))
+        self._engine.cancel(*self._loading)
         while self._loading or self._copying:
-            jobs: list[Job] = [fetch for fetch, _, _ in self._loading.values()]
-            jobs += [run for run, _ in self._copying.values()]
-            self._settle(self._engine.drain(_POLL_S, until=jobs[0]))
+            some: Handle[Any] = next(iter((*self._loading, *self._copying)))
+            self._engine.drain(_POLL_S, until=some)
 
     def shutdown(self) -> None:
         """Let go of the CPU tier; let saves end, briefly, and stop the I/O thread."""
@@ -237,31 +237,27 @@ class KVShareTier(SecondaryTierManager):
 
     # --- what came of it ---
 
-    def _settle(self, ended: Iterable[Done]) -> None:
-        for done in ended:
-            match done.job:
-                case Lookup():
-                    self._answered(done)
-                case Fetch():
-                    self._loaded(done)
-                case Run():
-                    self._copied(done)
-                case Put():
-                    is_saved = done.outcome is Outcome.OK
-                    self._stats.add(f"chunks/{'saved' if is_saved else 'failed'}")
+    def _saved(self, done: Done[None]) -> None:
+        is_saved = done.outcome is Outcome.OK
+        self._stats.add(f"chunks/{'saved' if is_saved else 'failed'}")
 
-    def _answered(self, done: Done) -> None:
-        keys = self._asking.pop(id(done.job))
-        is_known = done.outcome is Outcome.OK
-        there = done.value if is_known else [False] * len(keys)
+    def _answered(self, keys: tuple[OffloadKey, ...], done: Done[tuple[bool, ...]]) -> None:
+        is_known = done.value is not None
+        there = done.value or (False,) * len(keys)
         for key, is_there in zip(keys, there, strict=True):
             self._verdicts.answer(key, is_there=is_there)
         num_missed = len(keys) - sum(there)
         if num_missed:
             self._stats.add(f"chunks/{'missed' if is_known else 'failed'}", num_missed)
 
-    def _loaded(self, done: Done) -> None:
-        _, key, load = self._loading.pop(id(done.job))
+    def _loaded(
+        self,
+        handle: Handle[StoredObject],
+        key: OffloadKey,
+        load: _Load,
+        done: Done[StoredObject],
+    ) -> None:
+        self._loading.discard(handle)
         load.missing -= 1
         if done.outcome is Outcome.OK:
             load.loaded.append(key)
@@ -281,9 +277,10 @@ class KVShareTier(SecondaryTierManager):
             )
         )
 
-    def _copied(self, done: Done) -> None:
-        _, store = self._copying.pop(id(done.job))
-        self._engine.submit(*(Put(key, slab) for key, slab in store.copied))
+    def _copied(self, handle: Handle[None], store: _Store, _: Done[None]) -> None:
+        self._copying.discard(handle)
+        puts = (Handle(Put(key, slab), self._saved) for key, slab in store.copied)
+        self._engine.submit(*puts)
         num_dropped = len(store.chunks) - len(store.copied)
         if num_dropped:
             self._stats.add("chunks/dropped", num_dropped)

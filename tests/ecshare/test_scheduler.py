@@ -26,7 +26,7 @@ from ecshare.plugin.ledger import open_ledger
 from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
 from ecshare.store.format import TensorSpec
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Job, Lookup, Outcome, Put
+from ecshare.transfer.jobs import Handle, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
 from tests.expiry import expire, renew_often, wait_until_there
 
@@ -208,10 +208,10 @@ def test_it_fails_after_its_own_time_and_asks_but_once(start: Start) -> None:
     assert scheduler.take_unavailable() == {"second"}
     item = scheduler._items.get("picture")
     assert item is not None
-    while item.job is not None:
+    while item.handle is not None:
         assert not scheduler.ready(second, 0)
     assert not scheduler.ready(second, 0)
-    assert item.job is None, "not once more"
+    assert item.handle is None, "not once more"
     scheduler.finished(second)
     assert (len(item.waiters), len(item.retried_for)) == (1, 0)
 
@@ -655,16 +655,16 @@ def test_a_step_costs_one_look_up_and_one_wake_up(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = start("ec_producer")
-    submitted: list[tuple[Job, ...]] = []
-    monkeypatch.setattr(scheduler._engine, "submit", lambda *jobs: submitted.append(jobs))
+    submitted: list[tuple[Handle[Any], ...]] = []
+    monkeypatch.setattr(scheduler._engine, "submit", lambda *each: submitted.append(each))
     asked = request(*(feature(name, offset=20 * n) for n, name in enumerate("abc")))
     assert not scheduler.ready(asked, 0)
     assert submitted == []
     scheduler.orders({})
     scheduler.orders({})
-    ((job,),) = submitted
-    assert isinstance(job, Lookup)
-    assert len(set(job.keys)) == 3
+    ((handle,),) = submitted
+    assert isinstance(handle.job, Lookup)
+    assert len(set(handle.job.keys)) == 3
 
 
 def test_who_asks_again_without_a_step_in_between_has_an_answer_too(start: Start) -> None:

@@ -120,7 +120,7 @@ class World:
 
         wait_until(has_started, "the engine does not start", HANGS_S)
 
-    def save(self, engine: TransferEngine, *names: str) -> list[Done]:
+    def save(self, engine: TransferEngine, *names: str) -> list[Done[Any]]:
         jobs = []
         for name in names:
             tensor = tensor_of(name)
@@ -133,7 +133,7 @@ class World:
 
     def load(self, engine: TransferEngine, *names: str) -> Counter[Outcome]:
         """Fetch objects; return how it ended. What came must be right."""
-        jobs: list[Job] = [
+        jobs: list[Job[Any]] = [
             Fetch(key_of(name), FETCH_TIMEOUT_S, PROLOGUE_BYTES + tensor_of(name).nbytes)
             for name in names
         ]
@@ -150,7 +150,7 @@ class World:
     def look_up(self, engine: TransferEngine) -> None:
         self._ended(engine, [Lookup(tuple(map(key_of, SHAPES)), IO_TIMEOUT_S, store_only=True)])
 
-    def _ended(self, engine: TransferEngine, jobs: Sequence[Job]) -> list[Done]:
+    def _ended(self, engine: TransferEngine, jobs: Sequence[Job[Any]]) -> list[Done[Any]]:
         engine.submit(*jobs)
         ended = engine.drain(HANGS_S)
         assert not engine.in_flight, f"{engine.in_flight} jobs hang"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Fetch, Outcome, Put, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
 from tests.faults.disks import SmallDisk
 
@@ -76,16 +77,16 @@ def test_every_load_hits_while_every_save_fails(
     assert kinds["Fetch", Outcome.OK] == NUM_LOADS, kinds
 
 
-def load_and_save(engine: TransferEngine, staging: Staging) -> list[Done]:
+def load_and_save(engine: TransferEngine, staging: Staging) -> list[Done[Any]]:
     """One load after the other, each at some moment of a burst of saves."""
     rng = random.Random(5)
-    ended: list[Done] = []
+    ended: list[Done[Any]] = []
     for number in range(NUM_LOADS):
         saves = [put(staging, f"new {number} {each}") for each in range(rng.randrange(8))]
         engine.submit(*saves)
         if rng.random() < 0.5:
             ended += engine.drain(60)
-        load = Fetch(key(rng.randrange(NUM_STORED)), 20)
+        load = Handle(Fetch(key(rng.randrange(NUM_STORED)), 20))
         engine.submit(load)
         found = engine.drain(60, until=load)
         for done in found:

@@ -640,8 +640,7 @@ def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> No
     here.put_keys(size_key(Kind.KV, NAMESPACE, 2))
     here.clock.now_s += 60
     here.ask(announcing(PROMPT))
-    for done in here.engine.drain(20.0):
-        here.half._lookups.sizes.learn(done)
+    here.engine.drain(20.0)
     assert here.half._lookups.sizes.known == (1, 2)
 
 

@@ -16,7 +16,17 @@ from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
-from ecshare.transfer.jobs import Backfill, Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
+from ecshare.transfer.jobs import (
+    Backfill,
+    Done,
+    Fetch,
+    Handle,
+    Job,
+    Lookup,
+    Outcome,
+    Put,
+    StoredObject,
+)
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 
 NAMESPACE = "0" * 32
@@ -61,14 +71,14 @@ def filled(staging: Staging, tensor: torch.Tensor = TENSOR) -> Slab:
     return slab
 
 
-def finish(engine: TransferEngine, job: Job) -> Done:
+def finish(engine: TransferEngine, job: Job[Any]) -> Done[Any]:
     engine.submit(job)
     (done,) = engine.drain(10)
     assert done.job is job
     return done
 
 
-def value(done: Done) -> StoredObject:
+def value(done: Done[Any]) -> StoredObject:
     assert done.outcome is Outcome.OK
     assert isinstance(done.value, StoredObject)
     return done.value
@@ -370,7 +380,7 @@ def test_a_fetched_object_is_given_to_who_can_use_it(
         taken.copy_(as_tensor(stored.payload, stored.facts))
 
     done = finish(elsewhere, Fetch(key("cat"), 5.0, use=use))
-    assert (done.outcome, done.value) == (Outcome.OK, True)
+    assert (done.outcome, done.value) == (Outcome.OK, None)
     assert torch.equal(taken, TENSOR)
     with pytest.raises(ValueError, match="released"):
         bytes(given[0].payload)
@@ -390,7 +400,7 @@ def test_a_fetch_is_not_over_while_its_object_is_used(
         may_end.wait(10)
         ends.append("used")
 
-    job = Fetch(key("cat"), 5.0, use=use)
+    job = Handle(Fetch(key("cat"), 5.0, use=use))
     engine.submit(job)
     assert is_using.wait(10)
     engine.cancel(job)

@@ -23,6 +23,7 @@ from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
+    Handle,
     Job,
     Lookup,
     Outcome,
@@ -126,11 +127,16 @@ def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
         engine.close()
 
 
-def finish(engine: TransferEngine, job: Job, timeout_s: float = 20) -> Done:
+def release(done: Done[Any]) -> None:
+    assert done.value is not None
+    done.value.release()
+
+
+def finish(engine: TransferEngine, job: Job[Any], timeout_s: float = 20) -> Done[Any]:
     engine.submit(job)
     (done,) = engine.drain(timeout_s)
     if isinstance(done.value, StoredObject):
-        done.value.release()
+        release(done)
     return done
 
 
@@ -151,7 +157,7 @@ def test_three_engines_of_a_host_make_one_download(store: Scripted, start: Start
     tiers = [moved.tier for each in done for moved in each.moved]
     assert tiers.count(Tier.STORE) == 1
     for each in done:
-        each.value.release()
+        release(each)
 
 
 def test_another_host_makes_its_own_download(store: Scripted, start: Start) -> None:
@@ -165,7 +171,7 @@ def test_a_download_that_was_broken_off_is_taken_over_at_once(
     store: Scripted, start: Start
 ) -> None:
     first, second = start(), start()
-    job = Fetch(KEY, 60)
+    job = Handle(Fetch(KEY, 60))
     store.answer_s = 100
     first.submit(job)
     while not store.gets:
@@ -178,7 +184,7 @@ def test_a_download_that_was_broken_off_is_taken_over_at_once(
     first.cancel(job)
     (done,) = second.drain(20)
     assert done.outcome is Outcome.OK
-    done.value.release()
+    release(done)
     assert [each.outcome for each in first.drain(20)] == [Outcome.CANCELLED]
 
 
@@ -192,7 +198,7 @@ def test_a_job_that_is_cancelled_twice_ends_after_its_last_write(
         begun.set()
         may_end.wait(20)
 
-    job = Fetch(KEY, 30, is_announced=True, use=use)
+    job = Handle(Fetch(KEY, 30, is_announced=True, use=use))
     engine.submit(job)
     assert begun.wait(20)
     for _ in range(3):
@@ -209,7 +215,7 @@ def test_who_waits_for_a_process_that_hangs_goes_himself_at_half_time(
     store.objects[KEY] = sealed()
     store.answer_s = 60
     first, second = start(io_timeout_s=100), start()
-    hung = Fetch(KEY, 100)
+    hung = Handle(Fetch(KEY, 100))
     first.submit(hung)
     while not store.gets:
         time.sleep(0.001)
@@ -229,7 +235,7 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     store.objects[KEY] = sealed()
     (done,) = reader.drain(20)
     assert done.outcome is Outcome.OK
-    done.value.release()
+    release(done)
     # And from the same host, where the store never has it.
     asked = len(store.gets)
     writer, neighbour = start("same"), start("same")
@@ -243,7 +249,7 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     (done,) = neighbour.drain(20)
     assert done.outcome is Outcome.OK
     assert [moved.tier for moved in done.moved] == [Tier.HOST]
-    done.value.release()
+    release(done)
     assert len(store.gets) > asked
 
 
@@ -321,14 +327,15 @@ def test_what_never_comes_takes_no_turn_from_what_is_there(store: Scripted, star
     """Not where the store is slow to say so, either."""
     store.objects[KEY] = sealed()
     engine = start(io_timeout_s=100)
-    waiting = lies(100, 100)
-    store.stalled = {job.key for job in waiting}
+    jobs = lies(100, 100)
+    store.stalled = {job.key for job in jobs}
+    waiting = [Handle(job) for job in jobs]
     engine.submit(*waiting)
-    job = Fetch(KEY, 100)
+    job = Handle(Fetch(KEY, 100))
     engine.submit(job)
     (done,) = engine.drain(20, until=job)
     assert done.outcome is Outcome.OK
-    done.value.release()
+    release(done)
     engine.cancel(*waiting)
 
 

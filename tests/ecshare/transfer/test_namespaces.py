@@ -72,7 +72,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[int, str]]
 Said = Callable[[], list[tuple[int, str]]]
 
 
-def run(engine: TransferEngine, job: Job) -> None:
+def run(engine: TransferEngine, job: Job[Any]) -> None:
     engine.submit(job)
     for done in engine.drain(10):
         if isinstance(done.value, StoredObject):
@@ -125,7 +125,7 @@ def test_another_model_beside_this_one_is_no_mistake(start: Start, said: Said) -
 
 @pytest.mark.parametrize("job", [Fetch(KEY, 5), Lookup((KEY,), 5)])
 def test_a_reader_that_started_first_hears_of_the_writer_when_it_finds_nothing(
-    start: Start, said: Said, job: Job
+    start: Start, said: Said, job: Job[Any]
 ) -> None:
     reader = start(FACTS, write=False)
     start(OLDER, write=True)

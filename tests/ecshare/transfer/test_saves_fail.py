@@ -60,7 +60,7 @@ class Hosts:
         assert outcomes(self.start("writer"), *map(self.put, STORED)) == [Outcome.OK] * len(STORED)
 
 
-def outcomes(engine: TransferEngine, *jobs: Job) -> list[Outcome]:
+def outcomes(engine: TransferEngine, *jobs: Job[Any]) -> list[Outcome]:
     engine.submit(*jobs)
     ended = engine.drain(60)
     for done in ended:

@@ -86,7 +86,7 @@ def know_of(host: OffloadingHost, numbers: list[int]) -> None:
     """Let the store say of chunks whether they are there; nothing is loaded yet."""
     host.ask(numbers)
     host.step()
-    host.step_until(lambda: not host.tier._asking)
+    host.step_until(lambda: not host.tier._engine.in_flight)
 
 
 # --- nothing waits for the store ---
@@ -193,7 +193,7 @@ def test_one_question_serves_all_who_wait(gated: Start) -> None:
     host.step()
     assert host.ask(NUMBERS, "c") == [RETRY] * 3
     host.step()
-    assert len(host.tier._asking) == 1
+    assert host.tier._engine.in_flight == 1
     host.finish("a")
     GatedFileSystem.open_gates()
     assert host.find(NUMBERS, "b") == host.find(NUMBERS, "c") == [MISS] * 3

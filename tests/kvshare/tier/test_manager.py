@@ -153,7 +153,7 @@ def test_requests_that_finish_leave_nothing_behind(
     tier, verdicts = host.tier, host.tier._verdicts
     assert (len(verdicts._of_key), len(verdicts._of_request)) == (0, 0)
     assert (len(verdicts._asked), len(verdicts._unsent)) == (0, 0)
-    assert (len(tier._asking), len(tier._loading), len(tier._copying)) == (0, 0, 0)
+    assert (len(tier._loading), len(tier._copying), tier._engine.in_flight) == (0, 0, 0)
 
 
 # --- who shares with whom ---
