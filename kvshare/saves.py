@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans what to save, and when."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvshare.chunk_parts import Pieces
@@ -96,10 +97,19 @@ class SavePlan:
             self._leaving += self._save_part(progress, grid, end_block)
         progress.block_ids, progress.step_tokens, progress.end_tokens = [], 0, 0
 
-    def take_leaving(self) -> tuple[Piece, ...]:
-        """Return what `left` has ordered since the last call."""
-        leaving, self._leaving = tuple(self._leaving), []
-        return leaving
+    def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
+        """Return what `left` has ordered since the last call.
+
+        `zeroed`: blocks that the workers zero before this step, and V2 runners before they carry
+        out these orders. What lies in them is given up.
+        """
+        leaving, self._leaving = self._leaving, []
+        gone = set(zeroed)
+        if not gone:
+            return tuple(leaving)
+        lost = {piece.key for piece in leaving if not gone.isdisjoint(chain(*piece.block_ids))}
+        self._stored.lost(lost)
+        return tuple(piece for piece in leaving if piece.key not in lost)
 
     def forget_leaving(self) -> None:
         """Order nothing of it: the blocks no longer hold what they did."""

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ecshare.plugin.compat import is_named_by_request, names_media_by_request
+from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.store.keys import size_key
@@ -252,7 +252,7 @@ class KVScheduler:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._saves.left(self._tracked[request_id].progress)
-        leaving = self._saves.take_leaving()
+        leaving = self._saves.take_leaving(option(output, "new_block_ids_to_zero") or ())
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
@@ -256,3 +257,23 @@ def test_requests_that_share_blocks_come_and_go_as_they_like(start: StartEngine)
     engine.run_out()
     for number, prompt in list(enumerate(prompts))[1:]:
         assert engine.answers[f"r{number}"].tokens == expected_answer(prompt, 12)
+
+
+# --- blocks that vLLM zeroes ---
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_was_zeroed_before_it_could_be_saved_is_not_stored(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: RunnerName
+) -> None:
+    """Caches of mixed precision are; V2 runners do so before they let a connector copy blocks."""
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+    engine = start(num_blocks=12, store=chunked(2), max_num_seqs=1, runner=runner)
+    prompts = [[number, *LONG[: 21 + number]] for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        engine.add(make_request(f"r{number}", prompt, 9))
+    engine.run_out()
+    reader = start(store=chunked(2) | {"host_cache_dir": f"{tmp_path}/elsewhere"})
+    for number, prompt in enumerate(prompts):
+        said = [*prompt, *expected_answer(prompt, 9)]
+        serve(reader, said, name=f"r{number}")  # compares its tokens
