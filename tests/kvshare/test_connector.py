@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from ecshare.plugin.metrics import CounterStats
 from ecshare.plugin.ranks import Rank
 from ecshare.store.errors import ConfigError
+from ecshare.store.keys import FORMAT_VERSION
 from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
 from kvshare.scheduler import KVScheduler
@@ -126,7 +127,7 @@ def test_what_an_engine_leaves_beside_its_chunks_outlives_a_rule_on_age(
     renew_often(monkeypatch)
     serve(start(), PROMPT)
     expired = expire(tmp_path / "store")
-    assert {path.parts[-3] for path in expired} == {"1", "sizes"}, "a manifest and a mark"
+    assert {path.parts[-3] for path in expired} == {str(FORMAT_VERSION), "sizes"}, "a manifest and a mark"
     wait_until_there(expired)
 
 
