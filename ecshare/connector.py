@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ECShareConnector(ECConnectorBase):
-    """Shares vision embeddings through object storage; see docs/layout.md for the data path."""
+    """Shares vision embeddings through object storage; docs/architecture.md has the data path."""
 
     scheduler: "EncoderScheduler"  # scheduler process only
     worker: "EncoderWorker"  # worker processes only

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
-    """Shares KV blocks through object storage; see docs/layout.md for the data path."""
+    """Shares KV blocks through object storage; see docs/architecture.md for the data path."""
 
     scheduler: "KVScheduler"  # scheduler process only
     worker: "KVWorker"  # worker processes only

@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import count
 
 # Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link, 32 where they are small
-# (docs/layout.md has figures). Saves get less: they may wait. A little more than three and two
+# (docs/decisions.md has figures). Saves get less: they may wait. A little more than three and two
 # objects of 32 MiB, such as chunks of KV are: with less, their headers would cost one of them its
 # place. Polls may find what is there already, and then are loads.
 _MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/architecture.md lists every package of the code, no other, and stays short."""
+
+from tests.docs.pages import ROOT, first_column
+
+PAGE = ROOT / "docs" / "architecture.md"
+ROOTS = ("ecshare", "kvshare", "lab")
+
+
+def test_every_package_is_listed_and_no_other() -> None:
+    listed = {name for name in first_column(PAGE) if name.partition("/")[0] in ROOTS}
+    there = {
+        str(path.parent.relative_to(ROOT))
+        for root in ROOTS
+        for path in (ROOT / root).rglob("__init__.py")
+    }
+    assert listed == there
+
+
+def test_it_is_short() -> None:
+    assert len(PAGE.read_text().splitlines()) <= 180
