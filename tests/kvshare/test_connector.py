@@ -127,7 +127,8 @@ def test_what_an_engine_leaves_beside_its_chunks_outlives_a_rule_on_age(
     renew_often(monkeypatch)
     serve(start(), PROMPT)
     expired = expire(tmp_path / "store")
-    assert {path.parts[-3] for path in expired} == {str(FORMAT_VERSION), "sizes"}, "a manifest and a mark"
+    of_version = str(FORMAT_VERSION)
+    assert {path.parts[-3] for path in expired} == {of_version, "sizes"}, "a manifest and a mark"
     wait_until_there(expired)
 
 

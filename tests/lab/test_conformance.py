@@ -17,6 +17,11 @@ def ours(vlm: Path) -> conformance.Subject:
     return conformance.Subject("ecshare.connector", "ECShareConnector", OPTIONS, vlm, patience_s=60)
 
 
+def test_the_kit_has_its_rules() -> None:
+    """They register themselves where their modules are imported."""
+    assert len(RULES) > 40
+
+
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("name", RULES)
