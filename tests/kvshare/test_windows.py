@@ -155,7 +155,7 @@ def test_preempted_requests_find_what_they_had(
     start: StartEngine, specs: Sequence[KVCacheSpec]
 ) -> None:
     prompts = [[number, *LONG[:9]] for number in range(6)]
-    engine = start(num_blocks=16 * len(specs) + 4, store=chunked(2), specs=specs)
+    engine = start(num_blocks=10 * len(specs) + 4, store=chunked(2), specs=specs)
     requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
     for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
         assert answer.tokens == expected_answer(prompt, 20, engine.spans)
