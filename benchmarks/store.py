@@ -19,7 +19,7 @@ from benchmarks.raw import RawClient, RawFiles, RawObstore, RawS3fs
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
 from ecshare.store.fsspec_store import open_fsspec
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Memory, ObjectStore
 from ecshare.store.open import open_store
 
@@ -67,12 +67,12 @@ class OurStore(RawClient):
         self._loop.run_until_complete(self._store.close())
         self._loop.close()
 
-    def _key(self, name: str) -> str:
+    def _key(self, name: str) -> Key:
         # Both roads share a bucket, and a put of what is there already would cost nothing.
         return object_key(Kind.EC, NAMESPACE, f"{self.name}/{name}")
 
     def _each(
-        self, names: Sequence[str], lanes: int, call: Callable[[str], Awaitable[object]]
+        self, names: Sequence[str], lanes: int, call: Callable[[Key], Awaitable[object]]
     ) -> None:
         async def lane(first: int) -> None:
             for name in names[first::lanes]:

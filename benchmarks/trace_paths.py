@@ -23,7 +23,7 @@ import torch
 
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
@@ -130,13 +130,13 @@ def save_and_fetch(folder: Path) -> tuple[Trace, Trace]:
     spec, staging = TensorSpec("U8", (NUM_BYTES,)), Staging(torch.device("cpu"), 1 << 20)
     save, fetch = Trace(), Trace()
     writer, reader = _engine(folder, "writer"), _engine(folder, "reader")
-    for trace, key in ((Trace(), f"{KEY}.warm"), (save, KEY)):
+    for trace, key in ((Trace(), Key(f"{KEY}.warm")), (save, KEY)):
         slab = staging.reserve(spec)
         assert slab is not None
         with traced(trace):
             writer.submit(Put(key, slab))
             _end(writer)
-    for trace, key in ((Trace(), f"{KEY}.warm"), (fetch, KEY)):
+    for trace, key in ((Trace(), Key(f"{KEY}.warm")), (fetch, KEY)):
         with traced(trace):
             reader.submit(Fetch(key, GIVE_UP_S))
             _end(reader)

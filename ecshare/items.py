@@ -27,6 +27,7 @@ from msgspec import Struct
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.model_facts import Namespace
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec
+from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
     Backfill,
@@ -64,7 +65,7 @@ class Embeddings(Struct, frozen=True):
     dtypes: frozenset[str]
     """Safetensors names."""
 
-    def key(self, identifier: str, num_embeds: int, adapter: str) -> str:
+    def key(self, identifier: str, num_embeds: int, adapter: str) -> Key:
         """Return the key of an item's object; `adapter`: fingerprint of its LoRA adapter, or "".
 
         The number of embeddings is part of the name: an object of another length, left under the
@@ -103,7 +104,7 @@ class Item:
     """Somebody is storing it now: worth waiting for."""
     adapter: str = ""
     """The name of the LoRA adapter that its encoder runs with, if it counts."""
-    key: str = ""
+    key: Key | None = None
     """Its object's; empty for an item that cannot be shared, or not yet."""
     phase: Phase = Phase.ASKED
     stored: StoredObject | None = None
@@ -114,6 +115,12 @@ class Item:
     """The requests that need it, and since when: monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
     """Those of them for which it was sought once more."""
+
+    @property
+    def object_key(self) -> Key:
+        """Its key, once it is known."""
+        assert self.key is not None
+        return self.key
 
 
 class Items:
@@ -212,7 +219,7 @@ class Items:
         if self._look_up:
             for start in range(0, len(self._look_up), _LOOKED_UP_AT_ONCE):
                 items = tuple(self._look_up[start : start + _LOOKED_UP_AT_ONCE])
-                keys = tuple(item.key for item in items)
+                keys = tuple(item.object_key for item in items)
                 job = Lookup(keys, self._wait_s, store_only=True)
                 self._submit.append(Handle(job, partial(self._looked_up, items)))
             self._look_up = []
@@ -233,7 +240,7 @@ class Items:
     def _fetch(self, item: Item, left_s: float) -> None:
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
-        job = Fetch(item.key, left_s, limit_bytes, item.is_announced, accepts=accepts)
+        job = Fetch(item.object_key, left_s, limit_bytes, item.is_announced, accepts=accepts)
         self._start(item, Handle(job, partial(self._fetched, item, is_told=item.is_announced)))
 
     def _start(self, item: Item, handle: Handle[Any]) -> None:
@@ -286,7 +293,7 @@ class Items:
         item.stored = stored
         if self._role.is_producer and any(moved.tier is Tier.HOST for moved in done.moved):
             # It will be announced to other hosts, and the store may have lost it.
-            self._submit.append(Handle(Backfill(item.key), self._made_up))
+            self._submit.append(Handle(Backfill(item.object_key), self._made_up))
 
     def _made_up(self, done: Done[bool]) -> None:
         if done.value:

@@ -12,13 +12,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from ecshare.store.keys import Key
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Put the embedding stored under `key` into the encoder cache as `identifier`."""
 
     identifier: str
-    key: str
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class SaveOrder:
     """
 
     identifier: str
-    key: str
+    key: Key
     attributes: dict[str, Any]
 
 

@@ -147,8 +147,8 @@ class EncoderScheduler:
         item = self._items.get(identifier)
         self._phantoms.pop(identifier, None)
         if item is not None and item.phase is Phase.READY:
-            self._loads[item.identifier] = LoadOrder(item.identifier, item.key)
-            self._loading[item.key] = None
+            self._loads[item.identifier] = LoadOrder(item.identifier, item.object_key)
+            self._loading[item.object_key] = None
             if len(self._loading) > _MAX_UNREPORTED_LOADS:
                 self._loading.popitem(last=False)
             self._stats.add("items/loaded")
@@ -342,7 +342,7 @@ class EncoderScheduler:
         for identifier in [each for each in unsaved if each in wanted]:
             item = unsaved.pop(identifier)
             attributes = {"num_embeds": item.num_embeds, "metadata": _noted(item.metadata)}
-            saves.append(SaveOrder(item.identifier, item.key, attributes))
+            saves.append(SaveOrder(item.identifier, item.object_key, attributes))
         return tuple(saves)
 
 

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
-from ecshare.store.keys import PROBE_KEY, Kind, manifest_key, object_key
+from ecshare.store.keys import PROBE_KEY, Key, Kind, manifest_key, object_key
 from ecshare.store.objects import Buffer, Memory, ObjectInfo, ObjectStore, probe, read
 
 MIB = 1 << 20
@@ -32,26 +32,6 @@ ABSENT = object_key(Kind.EC, NAMESPACE, "never stored", "r0")
 # Below, at and above the sizes at which a store may begin to work in pieces.
 SIZES = (0, 1, 4096, 4 * MIB, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 20 * MIB + 3)
 LIMIT = 64 * MIB
-OUTSIDE = (
-    "",
-    ".",
-    "..",
-    "../evil",
-    "a/../../evil",
-    "/etc/passwd",
-    "a//b",
-    "a/",
-    ".hidden",
-    "a/.hidden",
-    "a\0b",
-    "a\n",
-    "a\\b",
-    "a?b",
-    "a#b",
-    "a%2e%2e",
-    "ä",
-    "x" * 300,
-)
 
 
 class Listener(Memory):
@@ -285,7 +265,7 @@ class StoreContract:
     async def test_a_listing_names_what_is_below_its_prefix(self, store: ObjectStore) -> None:
         """Levels are whole: "ec/2" is no part of "ec/20"."""
         manifest = manifest_key(Kind.KV, NAMESPACE)
-        sizes = {KEY: 10, OTHER: 20, manifest: 30, "ec/20/x": 40}
+        sizes = {KEY: 10, OTHER: 20, manifest: 30, Key("ec/20/x"): 40}
         for key, size in sizes.items():
             await store.put(key, bytes(size))
         assert await self._listed(store, "") == sizes
@@ -304,18 +284,6 @@ class StoreContract:
         """And no error."""
         assert await self._listed(store, "") == {}
 
-    async def test_a_key_that_could_leave_the_store_is_refused(self, store: ObjectStore) -> None:
-        """By every method, before anything is touched."""
-        for key in OUTSIDE:
-            with pytest.raises(ValueError, match="not a key"):
-                await read(store, key, LIMIT)
-            with pytest.raises(ValueError, match="not a key"):
-                await store.put(key, b"evil")
-            with pytest.raises(ValueError, match="not a key"):
-                await store.exists([KEY, key])
-            with pytest.raises(ValueError, match="not a key"):
-                await store.delete([KEY, key])
-
     async def test_a_probe_of_a_working_store_passes(self, store: ObjectStore) -> None:
         """Again and again, and only a writer's leaves something behind."""
         await probe(store, write=False)
@@ -324,7 +292,7 @@ class StoreContract:
         await probe(store, write=True)
         assert [*await self._listed(store, "")] == [PROBE_KEY]
 
-    async def _put_at_once(self, store: ObjectStore, bodies: Mapping[str, bytes]) -> None:
+    async def _put_at_once(self, store: ObjectStore, bodies: Mapping[Key, bytes]) -> None:
         puts = (store.put(key, body) for key, body in bodies.items())
         put = await asyncio.gather(*puts, return_exceptions=True)
         for (key, body), result in zip(bodies.items(), put, strict=True):
@@ -333,8 +301,8 @@ class StoreContract:
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _modified_s(self, store: ObjectStore, key: str) -> float:
+    async def _modified_s(self, store: ObjectStore, key: Key) -> float:
         return {info.key: info.modified_s async for info in store.list("")}[key]
 
-    async def _listed(self, store: ObjectStore, prefix: str) -> dict[str, int]:
+    async def _listed(self, store: ObjectStore, prefix: str) -> dict[Key, int]:
         return {info.key: info.num_bytes async for info in store.list(prefix)}

@@ -13,6 +13,7 @@ from time import monotonic
 import torch
 
 from ecshare.store.format import PROLOGUE_BYTES
+from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Moved, Outcome, StoredObject
 from ecshare.transfer.staging import Inflow, as_tensor
@@ -60,7 +61,7 @@ class _Load:
 
     request_id: str
     pieces: tuple[Piece, ...]
-    keys: tuple[str, ...]
+    keys: tuple[Key, ...]
     end: int
     missing: set[int]
     """Those of them that have not arrived."""
@@ -148,7 +149,7 @@ class Loads:
         stats: Stats,
         *,
         keeps_prefix: bool,
-        arrived_from: Callable[[str, Sequence[Moved]], None],
+        arrived_from: Callable[[Key, Sequence[Moved]], None],
     ) -> None:
         """`blocks`: of each layer set.
 
@@ -173,7 +174,7 @@ class Loads:
         self._lock = threading.Lock()
         self.finished = Finished()
 
-    def start(self, order: LoadOrder, key_of: Callable[[Piece], str]) -> None:
+    def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
         """Fill the blocks of `order` and note it in `finished`, once."""
         pieces, count = order.pieces, len(order.pieces)
         keys = tuple(key_of(piece) for piece in pieces)

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
 from ecshare.transfer.stats import Stats
@@ -272,6 +272,6 @@ class _Asked:
                     tiers[chunk.key] = Tier.STORE if Tier.STORE in places else Tier.HOST
         return found
 
-    def _keys(self, chunk: Chunk, parts: Sequence[str]) -> list[str]:
+    def _keys(self, chunk: Chunk, parts: Sequence[str]) -> list[Key]:
         namespace, name = self._facts.namespace, bytes(chunk.key)
         return [object_key(Kind.KV, namespace, name, part) for part in parts]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ecshare.store.keys import Kind, size_key
+from ecshare.store.keys import Key, Kind, size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Lookup
 
@@ -47,7 +47,7 @@ class StoredSizes:
             job = Lookup(tuple(self._marks), timeout_s, store_only=True)
             self._engine.submit(Handle(job, partial(self._learn, job.keys)))
 
-    def _learn(self, keys: Sequence[str], done: Done[tuple[bool, ...]]) -> None:
+    def _learn(self, keys: Sequence[Key], done: Done[tuple[bool, ...]]) -> None:
         if done.value is None:
             return  # the store has failed; the next miss asks again
         for key, is_there in zip(keys, done.value, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.staging import Staging
@@ -92,7 +92,7 @@ class KVWorker:
         self._blocks: list[BlockCaches] = []
         self._staging: Staging | None = None
         self._loads: Loads | None = None
-        self._saving: set[str] = set()  # keys
+        self._saving: set[Key] = set()
         self._unloadable = Finished()
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
@@ -208,7 +208,7 @@ class KVWorker:
         self._lost |= finished.lost
         return finished
 
-    def _make_up_for(self, key: str, moved: Sequence[Moved]) -> None:
+    def _make_up_for(self, key: Key, moved: Sequence[Moved]) -> None:
         """Have what this host's cache had stored, unless it is: its writer may have been killed
         before, and the scheduler half saves nothing that a look-up has found."""
         if not self._duties.makes_up or key in self._in_store:
@@ -243,7 +243,7 @@ class KVWorker:
         """Let saves end, briefly, and stop the I/O thread."""
         self._engine.close()
 
-    def _object_key(self, namespace: str, piece: Piece) -> str:
+    def _object_key(self, namespace: str, piece: Piece) -> Key:
         assert self._shape is not None
         layer_set = self._shape.layer_sets[piece.layer_set]
         if piece.source is None or piece.size is None:
@@ -272,17 +272,17 @@ class KVWorker:
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
             return None
-        key = self._object_key(namespace, piece) if shape is not None else ""
+        if staging is None:
+            self._dropped(piece)
+            return None
+        key = self._object_key(namespace, piece)
         if key in self._saving:
             return None  # for another request, a moment ago
-        slab = None
-        if staging is not None:
-            blocks = self._blocks[piece.layer_set]
-            spec = blocks.spec(piece)
-            # What an earlier request has left in the last block is not to leave this engine.
-            is_clean = blocks.erases or not blocks.num_in_part(piece)
-            slab = staging.reserve(spec) if is_clean else None
-        if staging is None or slab is None:
+        blocks = self._blocks[piece.layer_set]
+        # What an earlier request has left in the last block is not to leave this engine.
+        is_clean = blocks.erases or not blocks.num_in_part(piece)
+        slab = staging.reserve(blocks.spec(piece)) if is_clean else None
+        if slab is None:
             self._dropped(piece)
             return None
         staging.fill(slab, partial(blocks.read, piece))
@@ -291,7 +291,7 @@ class KVWorker:
         put = Put(key, slab, keeps_unstored=False)
         return Handle(put, partial(self._saved, key, piece))
 
-    def _saved(self, key: str, piece: Piece, done: Done[None]) -> None:
+    def _saved(self, key: Key, piece: Piece, done: Done[None]) -> None:
         self._saving.discard(key)
         if done.outcome is Outcome.OK:
             self._in_store.add(key)

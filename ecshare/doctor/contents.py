@@ -15,6 +15,7 @@ from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.format import unseal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import (
+    Key,
     Kind,
     is_namespace,
     is_object_key,
@@ -47,7 +48,7 @@ class NamespaceCount:
     num_objects: int = 0
     num_bytes: int = 0
     num_foreign: int = 0
-    keys: list[str] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
     """The keys of its first objects."""
 
 
@@ -208,7 +209,7 @@ def _word(value: object) -> str:
 
 
 async def _verify_sample(
-    store: ObjectStore, kind: Kind, namespace: str, integrity: Integrity | None, keys: list[str]
+    store: ObjectStore, kind: Kind, namespace: str, integrity: Integrity | None, keys: list[Key]
 ) -> Finding:
     damaged = []
     for key in keys:

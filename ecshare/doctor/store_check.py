@@ -14,6 +14,7 @@ from ecshare.doctor.findings import Finding, Level, error_text, printable
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
 from ecshare.store.fsspec_store import FsspecStore
+from ecshare.store.keys import Key
 from ecshare.store.objects import Memory, ObjectStore, probe
 from ecshare.store.secrets import masked_url
 
@@ -108,7 +109,7 @@ async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotoni
     ends_s = now_s() + _MAX_MEASURE_S
     while len(gets_s) < _ROUNDS and not left and (not gets_s or now_s() < ends_s):
         # No slash in the key: a folder store would keep an empty folder.
-        key = f"doctor-{secrets.token_hex(8)}"
+        key = Key(f"doctor-{secrets.token_hex(8)}")
         try:
             started_s = now_s()
             await store.put(key, body)
@@ -135,7 +136,7 @@ async def _lookup_s(store: ObjectStore) -> float | None:
     """Return the median time of a look-up in seconds. None: the store reports a key that never
     existed.
     """
-    key, seconds = f"doctor-{secrets.token_hex(8)}", []
+    key, seconds = Key(f"doctor-{secrets.token_hex(8)}"), []
     for _ in range(_LOOKUPS):
         started_s = time.monotonic()
         (is_there,) = await store.exists([key])

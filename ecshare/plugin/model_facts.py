@@ -16,7 +16,7 @@ from typing import Any
 
 from ecshare.plugin.compat import option
 from ecshare.plugin.weights import fingerprint
-from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
+from ecshare.store.keys import FORMAT_VERSION, Key, Kind, namespace_digest, object_key
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Namespace:
         """Return the namespace of `facts`, which must be JSON values."""
         return cls(kind, namespace_digest(facts), facts)
 
-    def key(self, name: str | bytes, part: str = "") -> str:
+    def key(self, name: str | bytes, part: str = "") -> Key:
         """Return the object key of `name`. The name may be hostile: it is hashed."""
         return object_key(self.kind, self.digest, name, part)
 

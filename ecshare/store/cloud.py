@@ -30,7 +30,7 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.gcs_options import GCSPlan
-from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
     ObjectInfo,
@@ -205,9 +205,8 @@ class CloudStore:
         _, mode = self._puts[0]
         return mode == "create"
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore."""
-        check_key(key)
         first = await self._threads.run(self._first, key, sink)
         if first.at < first.size:
             rest = cut(Span(first.at, first.size), PIECE_BYTES)
@@ -216,7 +215,7 @@ class CloudStore:
             except _RangesIgnored:
                 await self._threads.run(self._rest, key, first, sink)
 
-    async def _pieces(self, key: str, pieces: Sequence[Span], first: "_Answer", sink: Sink) -> None:
+    async def _pieces(self, key: Key, pieces: Sequence[Span], first: "_Answer", sink: Sink) -> None:
         lanes = asyncio.Semaphore(_PIECES)
 
         async def fetch(piece: Span) -> None:
@@ -225,27 +224,27 @@ class CloudStore:
 
         await gather_all(map(fetch, pieces))
 
-    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore. Where the server ignores create-only, True also for a second write."""
-        return await self._saving.run(self._put, check_key(key), body, replace)
+        return await self._saving.run(self._put, key, body, replace)
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See ObjectStore."""
-        return await self._threads.each(self._exists, [check_key(key) for key in keys])
+        return await self._threads.each(self._exists, list(keys))
 
-    async def stat(self, key: str) -> ObjectStat:
+    async def stat(self, key: Key) -> ObjectStat:
         """See ObjectStore. An ETag in the form of an MD5 is one, or, of an encrypted object, is
         none of what is read: then it proves no damage."""
-        return await self._threads.run(self._stat, check_key(key))
+        return await self._threads.run(self._stat, key)
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, keys: Sequence[Key]) -> None:
         """See ObjectStore."""
         if keys:
-            await self._saving.run(self._delete, [check_key(key) for key in keys])
+            await self._saving.run(self._delete, list(keys))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore. Ends where `close` is called meanwhile."""
-        below = check_key(prefix.removesuffix("/")) if prefix else None
+        below = Key(prefix.removesuffix("/")) if prefix else None
         pages = obstore.list(self._plain, below, chunk_size=_LISTED)
         odd: list[str] = []
         for _ in range(_MOST_PAGES):
@@ -289,7 +288,7 @@ class CloudStore:
 
     # What follows runs in the store's threads.
 
-    def _first(self, key: str, sink: Sink) -> "_Answer":
+    def _first(self, key: Key, sink: Sink) -> "_Answer":
         """One GET for size and bytes: no HEAD first. Of a slow one the end is left."""
         with mapped_errors(key):
             first = _Answer(key, obstore.get(self._plain, key))
@@ -298,7 +297,7 @@ class CloudStore:
             first.pour(sink, may_stop=self._ranges)
         return first
 
-    def _rest(self, key: str, first: "_Answer", sink: Sink) -> None:
+    def _rest(self, key: Key, first: "_Answer", sink: Sink) -> None:
         """Ask for all of it again; give `sink` what `first` has left."""
         with mapped_errors(key):
             again = _Answer(key, obstore.get(self._plain, key))
@@ -306,11 +305,11 @@ class CloudStore:
             again.check_same(first)
             again.pour(sink, begin=first.at)
 
-    def _piece(self, key: str, piece: Span, first: "_Answer", sink: Sink) -> None:
+    def _piece(self, key: Key, piece: Span, first: "_Answer", sink: Sink) -> None:
         with contextlib.closing(self._open(key, piece)) as answer:
             answer.pour_piece(sink, piece, first)
 
-    def _open(self, key: str, piece: Span) -> "_Answer":
+    def _open(self, key: Key, piece: Span) -> "_Answer":
         """Ask for one piece; its bytes are on the way."""
         span = piece.start, piece.stop
         try:
@@ -326,7 +325,7 @@ class CloudStore:
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
-    def _put(self, key: str, body: Buffer, replace: bool) -> bool:
+    def _put(self, key: Key, body: Buffer, replace: bool) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
             how = "overwrite" if replace else mode
             try:
@@ -345,7 +344,7 @@ class CloudStore:
             return True
         raise AssertionError("the last way returns or raises")
 
-    def _exists(self, key: str) -> bool:
+    def _exists(self, key: Key) -> bool:
         try:
             with mapped_errors(key):
                 obstore.head(self._plain, key)
@@ -353,12 +352,12 @@ class CloudStore:
             return False
         return True
 
-    def _stat(self, key: str) -> ObjectStat:
+    def _stat(self, key: Key) -> ObjectStat:
         with mapped_errors(key):
             meta = obstore.head(self._plain, key)
         return ObjectStat(meta["size"], md5_of_etag(meta["e_tag"]))
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[Key]) -> None:
         try:
             with mapped_errors(keys[0]):
                 obstore.delete(self._checked, keys)
@@ -375,7 +374,7 @@ class CloudStore:
 class _Answer:
     """The answer to one GET: its headers are here, its body is on the way."""
 
-    def __init__(self, key: str, answer: "obstore.GetResult") -> None:
+    def __init__(self, key: Key, answer: "obstore.GetResult") -> None:
         self._key = key
         self._chunks: Iterator[Any] | None = answer.stream(min_chunk_size=_CHUNK_BYTES)
         self.size = answer.meta["size"]

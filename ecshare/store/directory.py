@@ -28,7 +28,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
     Buffer,
@@ -93,32 +93,32 @@ class DirectoryStore:
         """See ObjectStore. A rename replaces what is there."""
         return self._links
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore. One call does it all: to change threads costs more than a small read."""
         await self._threads.run(self._get, key, sink)
 
-    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
         if replace:
             return await self._saving.run(self._replace, key, body)
         return await self._saving.run(self._put, key, body)
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See ObjectStore."""
         return await self._threads.each(self._exists, keys)
 
-    async def stat(self, key: str) -> ObjectStat:
+    async def stat(self, key: Key) -> ObjectStat:
         """See ObjectStore. The file is read once more, and from the disk where the system lets us
         ask for that."""
         return await self._threads.run(self._stat, key)
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, keys: Sequence[Key]) -> None:
         """See ObjectStore."""
         await self._saving.each(self._delete, keys)
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore."""
-        levels = [check_key(prefix.removesuffix("/")) + "/" if prefix else ""]
+        levels = [Key(prefix.removesuffix("/")) + "/" if prefix else ""]
         while levels:
             folders, found = await self._threads.run(self._scan, levels.pop())
             levels += folders
@@ -132,10 +132,10 @@ class DirectoryStore:
 
     # What follows runs in the store's threads.
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+    def _path(self, key: Key) -> str:
+        return f"{self._root}/{key}"
 
-    def _get(self, key: str, sink: Sink) -> None:
+    def _get(self, key: Key, sink: Sink) -> None:
         path = self._path(key)
         with self._own_errors(key):
             try:
@@ -153,13 +153,13 @@ class DirectoryStore:
             halves = cut(whole, -(-file.size // 2))
             self._threads.both(*(partial(file.copy, sink, half, key) for half in halves))
 
-    def _exists(self, key: str) -> bool:
+    def _exists(self, key: Key) -> bool:
         try:
             return self._is_there(key)
         except ObjectUnreadable:
             return False
 
-    def _is_there(self, key: str) -> bool:
+    def _is_there(self, key: Key) -> bool:
         """As `_exists`, but ObjectUnreadable where what lies there is no object."""
         try:
             with self._own_errors(key):
@@ -168,13 +168,13 @@ class DirectoryStore:
             return False
         return True
 
-    def _stat(self, key: str) -> ObjectStat:
+    def _stat(self, key: Key) -> ObjectStat:
         with self._own_errors(key):
             file = _File(self._path(key))
             _check_kind(file.status, key)
             return ObjectStat(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
 
-    def _is_stored(self, key: str) -> bool:
+    def _is_stored(self, key: Key) -> bool:
         """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""
         if not self._is_there(key):
             return False
@@ -184,7 +184,7 @@ class DirectoryStore:
         return True
 
     @contextlib.contextmanager
-    def _own_errors(self, key: str) -> Iterator[None]:
+    def _own_errors(self, key: Key) -> Iterator[None]:
         """As `mapped_errors`, but ObjectUnreadable where a folder lies in the place of the object,
         or a file in that of its folder. Higher up a file concerns too many objects."""
         folder = os.path.dirname(self._path(key))
@@ -198,7 +198,7 @@ class DirectoryStore:
                     raise ObjectUnreadable(f"{key} cannot be there: {folder} is no folder") from exc
                 raise
 
-    def _delete(self, key: str) -> None:
+    def _delete(self, key: Key) -> None:
         with (
             contextlib.suppress(ObjectMissing),
             self._own_errors(key),
@@ -206,13 +206,13 @@ class DirectoryStore:
         ):
             os.unlink(os.path.basename(key), dir_fd=folder)
 
-    def _put(self, key: str, body: Buffer) -> bool:
+    def _put(self, key: Key, body: Buffer) -> bool:
         if self._is_stored(key):  # saves writing the body; `link` decides races
             return False
         with self._own_errors(key), self._folder_of(key, make=True) as folder:
             return self._put_copy(body, os.path.basename(key), folder, self._publish)
 
-    def _replace(self, key: str, body: Buffer) -> bool:
+    def _replace(self, key: Key, body: Buffer) -> bool:
         with self._own_errors(key), self._folder_of(key, make=True) as folder:
             return self._put_copy(body, os.path.basename(key), folder, _rename)
 
@@ -231,7 +231,7 @@ class DirectoryStore:
                 os.unlink(temporary, dir_fd=folder)
 
     @contextlib.contextmanager
-    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[int]:
+    def _folder_of(self, key: Key, *, make: bool = False) -> Iterator[int]:
         """Open the folder in which `key` lies; `make` its levels, and never the root itself.
 
         A root that is gone is a file system that is no longer mounted: writing in its place would
@@ -243,7 +243,7 @@ class DirectoryStore:
         except FileNotFoundError as exc:
             raise StoreUnavailable(f"the folder {path} is gone") from exc
         try:
-            for level in check_key(key).split("/")[:-1]:
+            for level in key.split("/")[:-1]:
                 path = f"{path}/{level}"
                 inner = self._enter(level, fd, path, make=make)
                 os.close(fd)
@@ -310,7 +310,7 @@ class DirectoryStore:
                     with contextlib.suppress(FileNotFoundError):  # removed since
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
-                            found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+                            found.append(ObjectInfo(Key(key), status.st_size, status.st_mtime))
         except ObjectMissing as exc:
             if not os.path.isdir(self._root):
                 raise StoreUnavailable(f"the folder {self._root} is gone") from exc
@@ -334,7 +334,7 @@ def mapped_errors(key: str) -> Iterator[None]:
         raise kind(f"{exc.strerror or exc}: {exc.filename or key}") from exc
 
 
-def _check_kind(status: os.stat_result, key: str) -> None:
+def _check_kind(status: os.stat_result, key: Key) -> None:
     """ObjectUnreadable: it is a folder, a pipe or the like."""
     if not stat.S_ISREG(status.st_mode):
         raise ObjectUnreadable(f"{key} is not a file")
@@ -366,7 +366,7 @@ class _File:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
-    def copy(self, sink: Sink, span: Span, key: str) -> None:
+    def copy(self, sink: Sink, span: Span, key: Key) -> None:
         """Give the bytes of `span` to `sink`."""
         start, stop = span.start, span.stop
         buffer = _own_buffer()

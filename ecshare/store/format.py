@@ -167,7 +167,7 @@ def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | N
         )
     metadata = _Metadata(
         format=str(FORMAT_VERSION),
-        key=key,
+        key=str(key),
         checksum="",
         attributes=canonical_json(facts.attributes).decode("ascii"),
         producer=__version__,

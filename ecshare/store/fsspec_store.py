@@ -28,7 +28,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.keys import check_key, is_safe_key
+from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
     ObjectInfo,
@@ -178,7 +178,7 @@ class FsspecStore:
         """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
         return self._atomic_writes and bool(self._create_only)
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore."""
         path = self._path(key)
         if self._s3:
@@ -197,7 +197,7 @@ class FsspecStore:
                 piece = await self._call("cat_file", path, start=part.start, end=part.stop)
             await self._write_piece(key, sink, part.start, piece, part.stop)
 
-    async def _stream(self, key: str, path: str, sink: Sink) -> None:
+    async def _stream(self, key: Key, path: str, sink: Sink) -> None:
         """One request: the headers of the answer tell the size."""
         bucket, name, _ = self._fs.split_path(path)
         with mapped_errors(key):
@@ -214,7 +214,7 @@ class FsspecStore:
         finally:
             body.close()  # refused or broken off: it must not keep the connection
 
-    async def _pour(self, key: str, body: Any, size: int, sink: Sink) -> None:
+    async def _pour(self, key: Key, body: Any, size: int, sink: Sink) -> None:
         start = 0
         while start < size:
             with mapped_errors(key):
@@ -225,12 +225,12 @@ class FsspecStore:
             await self._write_piece(key, sink, start, piece, start + len(piece))
             start += len(piece)
 
-    async def _write_piece(self, key: str, sink: Sink, start: int, piece: bytes, stop: int) -> None:
+    async def _write_piece(self, key: Key, sink: Sink, start: int, piece: bytes, stop: int) -> None:
         if len(piece) != stop - start:
             raise StoreUnavailable(f"{key} has another size than the filesystem said")
         await self._threads.run(sink.write, start, piece)
 
-    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
         path = self._path(key)
         # Most filesystems take nothing but bytes: this is the one copy of the general road.
@@ -246,11 +246,11 @@ class FsspecStore:
             return False
         return True
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See ObjectStore."""
         lanes = asyncio.Semaphore(_LANES)
 
-        async def one(key: str) -> bool:
+        async def one(key: Key) -> bool:
             path = self._path(key)
             try:
                 async with lanes:
@@ -263,7 +263,7 @@ class FsspecStore:
 
         return await gather_all(map(one, keys))
 
-    async def stat(self, key: str) -> ObjectStat:
+    async def stat(self, key: Key) -> ObjectStat:
         """See ObjectStore. MD5s are known of s3fs and gcsfs."""
         with mapped_errors(key):
             found = await self._call("info", self._path(key))
@@ -272,7 +272,7 @@ class FsspecStore:
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
         return ObjectStat(size, _md5(found))
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, keys: Sequence[Key]) -> None:
         """See ObjectStore."""
         for key in keys:
             path = self._path(key)
@@ -281,14 +281,14 @@ class FsspecStore:
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore. What lies on one page of S3, or in one folder, is in memory at once."""
-        below = self._path(prefix.removesuffix("/")) if prefix else self._root
+        below = self._path(Key(prefix.removesuffix("/"))) if prefix else self._root
         pages = self._pages_of_s3(f"{below}/") if self._s3 else self._folders(below)
         async with contextlib.aclosing(pages):
             async for page in pages:
                 for entry in page:
                     key = str(entry["name"]).removeprefix(self._root).lstrip("/")
                     if is_safe_key(key):
-                        yield ObjectInfo(key, int(entry.get("size") or 0), _modified_s(entry))
+                        yield ObjectInfo(Key(key), int(entry.get("size") or 0), _modified_s(entry))
 
     async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
         """Yield page after page: s3fs itself would bring them all, which takes minutes."""
@@ -348,8 +348,8 @@ class FsspecStore:
         if session is not None:
             await session.__aexit__(None, None, None)
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+    def _path(self, key: Key) -> str:
+        return f"{self._root}/{key}"
 
     async def _write_and_move(self, path: str, value: bytes) -> None:
         """For filesystems of files. The last writer of a race wins, with the same bytes."""

@@ -21,9 +21,6 @@ JSON = Any  # None, bool, int, float, str, and lists and string-keyed dicts of t
 FORMAT_VERSION = 2
 """Changes with the meaning of bytes or keys: versions never see each other's objects."""
 
-PROBE_KEY = "probe/object"
-"""Written once by whoever tests whether a store takes writes."""
-
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _PART = re.compile(r"[a-z0-9_-]{1,32}")
 _OBJECT_KEY = re.compile(
@@ -35,6 +32,35 @@ _SEGMENT = r"[a-z0-9_-][a-z0-9._-]{0,127}"
 _SAFE_KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,7}}")
 
 
+def is_safe_key(key: str) -> bool:
+    """Whether a backend may use this key as a relative path: it stays inside the store's root."""
+    return _SAFE_KEY.fullmatch(key) is not None
+
+
+class Key(str):
+    """A key that a backend may use as a relative path: it stays inside the store's root.
+
+    It is checked once, where it is made, and again where it comes out of a pickle.
+
+    Raises:
+        ValueError: the text could leave the root.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> "Key":
+        """Return `text` as a key."""
+        if type(text) is cls:
+            return text
+        if not is_safe_key(text):
+            raise ValueError(f"not a key of this store: {text[:200]!r}")
+        return super().__new__(cls, text)
+
+
+PROBE_KEY = Key("probe/object")
+"""Written once by whoever tests whether a store takes writes."""
+
+
 class Kind(StrEnum):
     """What an object holds."""
 
@@ -42,7 +68,7 @@ class Kind(StrEnum):
     KV = "kv"
 
 
-def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") -> str:
+def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") -> Key:
     """The key of the object `name` (any text or bytes: it is hashed) in `namespace`.
 
     `part` tells apart several objects of one name, e.g. the shares of ranks: `[a-z0-9_-]{1,32}`.
@@ -54,17 +80,17 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
     raw = b"b" + name if isinstance(name, bytes) else b"s" + name.encode("utf-8", "surrogatepass")
     digest = hashlib.sha256(raw).hexdigest()
     suffix = f".{part}" if part else ""
-    return f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}"
+    return Key(f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}")
 
 
-def manifest_key(kind: Kind, namespace: str) -> str:
+def manifest_key(kind: Kind, namespace: str) -> Key:
     """The key of the facts behind `namespace`."""
-    return manifests_prefix(kind) + _checked(namespace)
+    return Key(manifests_prefix(kind) + _checked(namespace))
 
 
-def size_key(kind: Kind, namespace: str, size: int) -> str:
+def size_key(kind: Kind, namespace: str, size: int) -> Key:
     """The key of the mark that engines of `size` ranks store objects of `namespace` in shares."""
-    return f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}"
+    return Key(f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}")
 
 
 def kind_prefix(kind: Kind) -> str:
@@ -96,18 +122,6 @@ def namespace_digest(facts: Mapping[str, JSON]) -> str:
 def is_object_key(key: str) -> bool:
     """Whether `object_key` could have made this key."""
     return _OBJECT_KEY.fullmatch(key) is not None
-
-
-def is_safe_key(key: str) -> bool:
-    """Whether a backend may use this key as a relative path: it stays inside the store's root."""
-    return _SAFE_KEY.fullmatch(key) is not None
-
-
-def check_key(key: str) -> str:
-    """Return `key`, or raise ValueError: it could leave the store's root."""
-    if not is_safe_key(key):
-        raise ValueError(f"not a key of this store: {key[:200]!r}")
-    return key
 
 
 def canonical_json(value: JSON) -> bytes:

@@ -12,6 +12,7 @@ from functools import cached_property
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.keys import (
     JSON,
+    Key,
     Kind,
     is_namespace,
     manifest_key,
@@ -60,7 +61,7 @@ async def write_manifest(
     await _write_anew(store, manifest_key(kind, namespace), text.encode() + b"\n")
 
 
-async def write_mark(store: ObjectStore, key: str) -> None:
+async def write_mark(store: ObjectStore, key: Key) -> None:
     """Store a few bytes under `key`, anew as a manifest: that the object is there says all.
 
     Raises StoreUnavailable, StoreDenied: it is not in the store and cannot be put there.
@@ -68,7 +69,7 @@ async def write_mark(store: ObjectStore, key: str) -> None:
     await _write_anew(store, key, b"ecshare")
 
 
-async def _write_anew(store: ObjectStore, key: str, body: bytes) -> None:
+async def _write_anew(store: ObjectStore, key: Key, body: bytes) -> None:
     """Replace the object; where the store lets nobody replace one, see that it is there."""
     try:
         await store.put(key, body, replace=True)
@@ -77,7 +78,7 @@ async def _write_anew(store: ObjectStore, key: str, body: bytes) -> None:
             raise
 
 
-async def _found(store: ObjectStore, key: str) -> bytes:
+async def _found(store: ObjectStore, key: Key) -> bytes:
     try:
         return bytes(await read(store, key, MAX_BYTES))
     except (ObjectMissing, ObjectCorrupt):

@@ -17,7 +17,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.keys import PROBE_KEY
+from ecshare.store.keys import PROBE_KEY, Key
 
 Buffer = bytes | bytearray | memoryview
 
@@ -31,7 +31,7 @@ _MD5 = re.compile("[0-9a-f]{32}")
 class ObjectInfo(Struct, frozen=True):
     """One line of a listing."""
 
-    key: str
+    key: Key
     num_bytes: int
     modified_s: float
     """Seconds since the epoch, by the store's clock."""
@@ -139,7 +139,7 @@ class ObjectStore(Protocol):
         As far as is known: the first write may show that it does not.
         """
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         """Give the size of the object under `key` to `sink`, which may refuse it, then its bytes.
 
         When this raises, a call that ran out of time may still write to the sink.
@@ -150,7 +150,7 @@ class ObjectStore(Protocol):
             Exception: what the sink raises.
         """
 
-    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """Write `body` under `key`. Return False if the store knows that it was there already.
 
         `replace`: write it in any case, so that the object is young again; readers see the former
@@ -164,10 +164,10 @@ class ObjectStore(Protocol):
             ObjectUnreadable: something that is no object lies there, and is not replaced.
         """
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Return for each key whether `get` would find it."""
 
-    async def stat(self, key: str) -> ObjectStat:
+    async def stat(self, key: Key) -> ObjectStat:
         """Return what the store itself knows of the object, without `get` where it can.
 
         To find out whether bytes were damaged on their way. It may cost as much as reading the
@@ -177,7 +177,7 @@ class ObjectStore(Protocol):
             ObjectMissing: there is none.
         """
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, keys: Sequence[Key]) -> None:
         """Remove these; one that is missing is no error."""
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
@@ -187,7 +187,7 @@ class ObjectStore(Protocol):
         """Release connections and threads. Calls in flight may fail."""
 
 
-async def read(store: ObjectStore, key: str, limit_bytes: int) -> memoryview:
+async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
     """Return all bytes under `key`, in memory of their own.
 
     Raises:

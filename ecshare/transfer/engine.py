@@ -30,7 +30,7 @@ from ecshare.store.format import seal
 from ecshare.store.hostcache.cache import Entry, open_host_cache
 from ecshare.store.hostcache.single_flight import Claim
 from ecshare.store.integrity import open_integrity
-from ecshare.store.keys import Kind
+from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import Buffer, ObjectStore, probe
 from ecshare.store.open import open_store
 from ecshare.store.secrets import masked_url
@@ -152,7 +152,7 @@ class TransferEngine:
         facts: Mapping[str, Any],
         *,
         write: bool,
-        mark: str = "",
+        mark: Key | None = None,
     ) -> None:
         """Do what `probe` does, and tell the user how `facts` differ from those of other engines.
 
@@ -431,11 +431,11 @@ class TransferEngine:
                 entry.close()
         return published, stored
 
-    def _claim_storing(self, key: str) -> Claim | None:
+    def _claim_storing(self, key: Key) -> Claim | None:
         """Tell the processes of this host that the object is on its way to the store."""
-        return self.host.claim(f"{key}.storing")
+        return self.host.claim(Key(f"{key}.storing"))
 
-    async def _write(self, key: str, body: Buffer) -> Moved:
+    async def _write(self, key: Key, body: Buffer) -> Moved:
         started_s = time.monotonic()
         replace = self._fetcher.must_replace(key)
         await self._client.ask(
@@ -457,7 +457,7 @@ class TransferEngine:
             with claim:
                 return await self._store_again(job.key, entry)
 
-    async def _store_again(self, key: str, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
+    async def _store_again(self, key: Key, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
         started_s, num_bytes = time.monotonic(), entry.num_bytes
         replace = self._fetcher.must_replace(key)
 
@@ -495,9 +495,9 @@ class TransferEngine:
             answers = await self._look_up(keys, deadline_s)
 
     async def _look_up(
-        self, wanted: Sequence[str], deadline_s: float, *, store_only: bool = False
+        self, wanted: Sequence[Key], deadline_s: float, *, store_only: bool = False
     ) -> tuple[Tier | None, ...]:
-        found: dict[str, Tier | None] = dict.fromkeys(wanted)
+        found: dict[Key, Tier | None] = dict.fromkeys(wanted)
         if not store_only:
             for key in found:
                 entry = self.host.open(key)

@@ -20,6 +20,7 @@ from ecshare.store.errors import (
 from ecshare.store.format import Streamed, StreamingChecksum, unseal
 from ecshare.store.hostcache.cache import Draft, HostCache
 from ecshare.store.integrity import Integrity
+from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer
 from ecshare.transfer.breaker import CircuitBreaker
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
@@ -50,7 +51,7 @@ _MAX_BAD = 10_000
 _ALL_DAMAGED = "what the store sends is damaged again and again"
 
 
-def open_object(host: HostCache, key: str, *, own: bool = False) -> StoredObject | None:
+def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
     """Open the object under `key` in the host cache, pinned; None if it is not there.
 
     It was verified when it was published, so the checksum is not computed again. `own`: the payload
@@ -132,22 +133,22 @@ class Fetcher:
         """Whether the store is left alone because what it sends is damaged. Any thread."""
         return self._damage_breaker.is_open
 
-    def is_known_bad(self, key: str) -> bool:
+    def is_known_bad(self, key: Key) -> bool:
         """Whether what lies under `key` was of no use a moment ago."""
         until_s, _ = self._bad_until.get(key, (0.0, 0.0))
         return time.monotonic() < until_s
 
-    def _remember_bad(self, key: str) -> None:
+    def _remember_bad(self, key: Key) -> None:
         """Ask for `key` no more for a while."""
         _, last_s = self._bad_until.get(key, (0.0, 0.0))
         pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
         _remember(self._bad_until, key, (time.monotonic() + pause_s, pause_s))
 
-    def must_replace(self, key: str) -> bool:
+    def must_replace(self, key: Key) -> bool:
         """Whether a save of `key` may find a damaged object in its place."""
         return key in self._replaceable
 
-    def is_well(self, key: str) -> None:
+    def is_well(self, key: Key) -> None:
         """Record that a good object lies under `key`."""
         self._bad_until.pop(key, None)
         self._replaceable.pop(key, None)

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import Entry
+from ecshare.store.keys import Key
 from ecshare.transfer.staging import Slab
 
 # Between two questions to the store for what was announced.
@@ -43,7 +44,7 @@ class StoredObject(Struct, frozen=True):
     cache had no room, in this process alone, and `entry` is None.
     """
 
-    key: str
+    key: Key
     facts: TensorSpec
     payload: memoryview
     entry: Entry | None
@@ -77,7 +78,7 @@ class Put(Job[None], frozen=True):
     `keeps_unstored`: this host's cache keeps what the store did not take.
     """
 
-    key: str
+    key: Key
     slab: Slab
     keeps_unstored: bool = True
 
@@ -98,7 +99,7 @@ class Fetch(Job[StoredObject], frozen=True):
     cancelled or not: what `use` writes to is its own no longer once the Done is there.
     """
 
-    key: str
+    key: Key
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
@@ -114,7 +115,7 @@ class Backfill(Job[bool], frozen=True):
     The result is whether it had to be stored.
     """
 
-    key: str
+    key: Key
 
 
 class Lookup(Job[tuple[bool, ...]], frozen=True):
@@ -123,12 +124,12 @@ class Lookup(Job[tuple[bool, ...]], frozen=True):
     In the host cache or the store; `store_only` asks what other hosts can read as well.
     """
 
-    keys: tuple[str, ...]
+    keys: tuple[Key, ...]
     timeout_s: float
     store_only: bool = False
 
 
-LookupRounds = Generator[Sequence[str], Sequence[Tier | None], R]
+LookupRounds = Generator[Sequence[Key], Sequence[Tier | None], R]
 """Yields keys, is sent where each exists (None: nowhere), and returns what it makes of it all."""
 
 

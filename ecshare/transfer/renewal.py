@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from ecshare.store.errors import StoreError
-from ecshare.store.keys import Kind
+from ecshare.store.keys import Key, Kind
 from ecshare.store.manifest import write_manifest, write_mark
 from ecshare.store.objects import ObjectStore
 
@@ -32,8 +32,7 @@ class Record(Struct, frozen=True):
     kind: Kind
     namespace: str
     facts: Mapping[str, Any]
-    mark: str
-    """A key; "": none."""
+    mark: Key | None
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ from ecshare.store.config import parse
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import open_integrity
-from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
@@ -129,7 +129,7 @@ class _Buffer:
         self.counters[event] += 1
         logger.warning("KV buffer: %s: %s", event, exc)
 
-    async def _read_tensor(self, key: str) -> Tensor:
+    async def _read_tensor(self, key: Key) -> Tensor:
         """Return the verified tensor under `key`, on the CPU, as a copy of its own.
 
         Raises:
@@ -197,7 +197,7 @@ class KVStoreBuffer(_Buffer, KVStoreBufferBase):
         self.counters["found"] += 1
         return tensor.to(self._device)
 
-    async def _replace(self, key: str, body: memoryview | None) -> None:
+    async def _replace(self, key: Key, body: memoryview | None) -> None:
         if body is None:
             await self._store.delete([key])
             return
@@ -299,7 +299,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
                     return tensors
         return None
 
-    async def _read_untaken(self, key: str) -> list[Tensor] | None:
+    async def _read_untaken(self, key: Key) -> list[Tensor] | None:
         """Return an entry's tensors. None: it is taken, or was found damaged.
 
         A damaged entry stays in the store, because the damage may concern only this host's reads.
@@ -318,7 +318,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
                 self._damaged.popitem(last=False)
             return None
 
-    async def _read(self, key: str) -> list[Tensor]:
+    async def _read(self, key: Key) -> list[Tensor]:
         """Return an entry's tensors.
 
         Raises:

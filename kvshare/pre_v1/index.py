@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing
 from ecshare.store.format import PROLOGUE_BYTES
-from ecshare.store.keys import Kind, namespace_prefix, object_key
+from ecshare.store.keys import Key, Kind, namespace_prefix, object_key
 from ecshare.store.objects import Buffer, ObjectStore
 
 NAMES = ("input_tokens", "roi", "key", "value", "hidden")
@@ -51,7 +51,7 @@ _MALFORMED = (SafetensorError, KeyError, OverflowError, RuntimeError, TypeError,
 class EntryName(NamedTuple):
     """The parsed name of an entry."""
 
-    key: str
+    key: Key
     num_tokens: int
     digest: str
 

@@ -22,7 +22,7 @@ from ecshare.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ecshare.store.keys import Kind, namespace_prefix, object_key
+from ecshare.store.keys import Key, Kind, namespace_prefix, object_key
 from ecshare.store.objects import ObjectInfo, ObjectStore, read
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TakeOnce:
             ConfigError: it overwrites; names `path`.url.
             StoreError: the store failed.
         """
-        key = f"probe/taking-{secrets.token_hex(8)}"
+        key = Key(f"probe/taking-{secrets.token_hex(8)}")
         try:
             await self._store.put(key, b"1")
             if not self._store.creates_once or await self._store.put(key, b"2"):
@@ -63,12 +63,12 @@ class TakeOnce:
         finally:
             await self._store.delete([key])
 
-    async def is_taken(self, key: str) -> bool:
+    async def is_taken(self, key: Key) -> bool:
         """Whether the object is marked as taken, so that reading it is useless. Only a hint."""
         (is_marked,) = await self._store.exists([self._marker(key)])
         return is_marked
 
-    async def take(self, key: str) -> bool:
+    async def take(self, key: Key) -> bool:
         """Remove the object under `key`; return whether this call, and no other anywhere, took it.
 
         An object that the store fails to remove is taken all the same.
@@ -108,7 +108,7 @@ class TakeOnce:
         for start in range(0, len(old), _SWEPT_AT_ONCE):
             some = old[start : start + _SWEPT_AT_ONCE]
             names = (marker.removeprefix(self._markers) for marker in some)
-            await self._store.delete([self._objects + name for name in names])
+            await self._store.delete([Key(self._objects + name) for name in names])
             await self._store.delete(some)
 
     async def _marked(self) -> tuple[ObjectInfo | None, list[ObjectInfo]]:
@@ -125,10 +125,10 @@ class TakeOnce:
             await self._store.delete([now])
         return found.pop(now, None), [*found.values()]
 
-    def _marker(self, key: str) -> str:
-        return self._markers + key.removeprefix(self._objects)
+    def _marker(self, key: Key) -> Key:
+        return Key(self._markers + key.removeprefix(self._objects))
 
-    async def _put_marker(self, marker: str) -> bool:
+    async def _put_marker(self, marker: Key) -> bool:
         body = secrets.token_hex(16).encode("ascii")
         try:
             if await self._store.put(marker, body):
@@ -140,7 +140,7 @@ class TakeOnce:
         # A client that lost the first answer and repeated the put gets "exists".
         return await self._holds(marker, body)
 
-    async def _holds(self, marker: str, body: bytes) -> bool:
+    async def _holds(self, marker: Key, body: bytes) -> bool:
         try:
             return bytes(await read(self._store, marker, _MARKER_BYTES)) == body
         except (ObjectMissing, ObjectCorrupt):

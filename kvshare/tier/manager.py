@@ -23,6 +23,7 @@ import torch
 
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
+from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Lookup, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
@@ -81,10 +82,10 @@ class _Store:
     """
 
     job_id: int
-    chunks: tuple[tuple[str, int], ...]
+    chunks: tuple[tuple[Key, int], ...]
     """Object keys, and the places where the chunks lie."""
     begun_s: float
-    copied: list[tuple[str, Slab]] = field(default_factory=list)
+    copied: list[tuple[Key, Slab]] = field(default_factory=list)
 
 
 class KVShareTier(SecondaryTierManager):

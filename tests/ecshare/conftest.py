@@ -12,7 +12,7 @@ import torch
 from ecshare.cli import main
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Kind, namespace_digest
+from ecshare.store.keys import Key, Kind, namespace_digest
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
 from ecshare.transfer.staging import Staging
@@ -44,7 +44,7 @@ def start(
     tmp_path: Path,
     facts: dict[str, Any],
     url: str = "",
-    *keys: str,
+    *keys: Key,
     kind: Kind = Kind.EC,
     **options: Any,
 ) -> None:

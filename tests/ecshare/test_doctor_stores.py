@@ -21,7 +21,14 @@ from ecshare.doctor import contents, store_check
 from ecshare.store import manifest
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.directory import DirectoryStore
-from ecshare.store.keys import Kind, manifest_key, manifests_prefix, namespace_digest, object_key
+from ecshare.store.keys import (
+    Key,
+    Kind,
+    manifest_key,
+    manifests_prefix,
+    namespace_digest,
+    object_key,
+)
 from ecshare.store.objects import Sink
 from ecshare.store.open import open_store
 from lab.faults.http_proxy import FaultProxy, Method
@@ -146,13 +153,13 @@ class Slow(DirectoryStore):
         self._clock, self._puts, self._gets = clock, puts, gets
         self.sizes: list[int] = []
 
-    async def put(self, key: str, body: Any, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Any, *, replace: bool = False) -> bool:
         is_new = await super().put(key, body, replace=replace)
         self.sizes.append(len(body))
         self._clock.s += self._puts.pop(0) if is_new else 0.125
         return is_new
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         await super().get(key, sink)
         self._clock.s += self._gets.pop(0)
 
@@ -467,7 +474,7 @@ def test_invented_namespaces_do_not_hold_the_doctor_up(
     asked: list[str] = []
     exists = DirectoryStore.exists
 
-    async def counted(store: DirectoryStore, keys: Sequence[str]) -> list[bool]:
+    async def counted(store: DirectoryStore, keys: Sequence[Key]) -> list[bool]:
         asked.extend(keys)
         return await exists(store, keys)
 
@@ -527,7 +534,7 @@ def test_many_of_them_are_not_all_named(
     assert text.count("it expired or was removed") == 1
 
 
-def remove(url: str, options: dict[str, Any], key: str) -> None:
+def remove(url: str, options: dict[str, Any], key: Key) -> None:
     """Remove one object from a bucket, as an expiry rule does."""
 
     async def run() -> None:

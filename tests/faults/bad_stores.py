@@ -21,7 +21,7 @@ from torch import Tensor
 from ecshare.config import EncoderConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
-from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
@@ -47,7 +47,7 @@ NO_MD5 = f'"{"0" * 32}-2"'
 ROADS = ("obstore", "s3fs")
 
 
-def key_of(name: str) -> str:
+def key_of(name: str) -> Key:
     return object_key(Kind.EC, NAMESPACE, name)
 
 

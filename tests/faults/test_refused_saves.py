@@ -13,7 +13,7 @@ import torch
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     disk.unmount()
 
 
-def key(name: object) -> str:
+def key(name: object) -> Key:
     return object_key(Kind.EC, "0" * 32, str(name))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from ecshare.store.errors import ObjectCorrupt
+from ecshare.store.keys import Key
 from kvshare.pre_v1 import connector
 from kvshare.pre_v1.index import NAMES, EntryName, pack, unpack
 from tests.fuzz.running import fuzzed
@@ -79,7 +80,7 @@ def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
     with contextlib.suppress(ObjectCorrupt):
         tensors = unpack(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         for wanted in WANTED:
-            EntryName("key", NUM_TOKENS, "digest").covers(tensors, wanted)
+            EntryName(Key("key"), NUM_TOKENS, "digest").covers(tensors, wanted)
         input_tokens, _, keys, values, hidden = tensors
         caches = [torch.zeros(2, 4, BLOCK, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
         if input_tokens.ndim:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ecshare.plugin.ledger import Ledger, grown
 from ecshare.store.errors import ConfigError
 from ecshare.store.hostcache.cache import Entry, HostCache
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from tests.fuzz.running import fuzzed
 
 pytestmark = pytest.mark.fuzz
@@ -142,7 +142,7 @@ class User:
         self._planted = planted
         self.entries: list[Entry] = []
 
-    def do(self, op: str, key: str) -> None:
+    def do(self, op: str, key: Key) -> None:
         match op:
             case "publish":
                 self._keep(self._cache.publish(key, body_of(key)))
@@ -194,7 +194,7 @@ def test_odd_things_cost_entries_at_most(
     is_early: bool,
     limit_bytes: int,
     odd: list[tuple[str, str, int]],
-    ops: list[tuple[str, str]],
+    ops: list[tuple[str, Key]],
 ) -> None:
     """`is_early`: the odd things come while the cache is in use."""
     root = Path(tempfile.mkdtemp(dir=memory))

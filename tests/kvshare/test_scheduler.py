@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 import kvshare.recent_keys as module
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Kind, object_key, size_key
+from ecshare.store.keys import Key, Kind, object_key, size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
@@ -73,7 +73,7 @@ class Bench:
         keys = (object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part) for chunk in chunks)
         self.put_keys(*keys)
 
-    def put_keys(self, *keys: str) -> None:
+    def put_keys(self, *keys: Key) -> None:
         engine = TransferEngine(self.config, "options")
         staging = Staging(torch.device("cpu"), 1 << 24)
         for key in keys:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.fsspec_store import FsspecStore
+from ecshare.store.keys import Key
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
@@ -23,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
     exists = FsspecStore.exists
 
-    async def noted(self: FsspecStore, wanted: Sequence[str]) -> list[bool]:
+    async def noted(self: FsspecStore, wanted: Sequence[Key]) -> list[bool]:
         keys.extend(wanted)
         return await exists(self, wanted)
 

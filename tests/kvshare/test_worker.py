@@ -16,7 +16,7 @@ from torch import Tensor
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.hostcache.cache import HostCache
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
 from kvshare.blocks import BlockCaches
@@ -172,7 +172,7 @@ def test_a_hook_does_nothing_for_what_the_store_did_not_take(
     discarded = []
     discard = type(source.engine.host).discard
 
-    def noted(cache: HostCache, key: str) -> None:
+    def noted(cache: HostCache, key: Key) -> None:
         discarded.append(threading.current_thread() is threading.main_thread())
         discard(cache, key)
 

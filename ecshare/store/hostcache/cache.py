@@ -31,7 +31,7 @@ from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
 from ecshare.store.hostcache.lock import unlock_and_close
 from ecshare.store.hostcache.single_flight import Claim
-from ecshare.store.keys import check_key
+from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer, Memory, check_size
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Entry:
         OSError: it cannot be mapped (`body`, `copy_on_write`).
     """
 
-    def __init__(self, key: str, fd: int, num_bytes: int, mapped: mmap.mmap | None = None) -> None:
+    def __init__(self, key: Key, fd: int, num_bytes: int, mapped: mmap.mmap | None = None) -> None:
         self.key = key
         self.num_bytes = num_bytes
         self.is_new = False
@@ -110,7 +110,7 @@ class Draft:
     Where the cache has no room, the bytes lie in private memory instead.
     """
 
-    def __init__(self, cache: "HostCache", key: str, limit_bytes: int) -> None:
+    def __init__(self, cache: "HostCache", key: Key, limit_bytes: int) -> None:
         self._cache = cache
         self._key = key
         self._limit_bytes = limit_bytes
@@ -215,7 +215,7 @@ class _DraftFile:
             done = os.pwrite(self.fd, rest, offset)
             rest, offset = rest[done:], offset + done
 
-    def hand_over(self, key: str) -> Entry:
+    def hand_over(self, key: Key) -> Entry:
         """Return the entry that it has become, which owns the file, its lock and its pages."""
         fd, self.fd = self.fd, -1
         entry = Entry(key, fd, self.num_bytes, self._map)
@@ -247,7 +247,7 @@ class HostCache:
         self.limit_bytes = fitting(root, limit_bytes)
         self._room = Evictor(root, self.limit_bytes)
 
-    def open(self, key: str) -> Entry | None:
+    def open(self, key: Key) -> Entry | None:
         """Return the entry, pinned, or None."""
         path = self._path(key)
         try:
@@ -271,7 +271,7 @@ class HostCache:
         unlock_and_close(fd)
         return None
 
-    def publish(self, key: str, body: Buffer) -> Entry | None:
+    def publish(self, key: Key, body: Buffer) -> Entry | None:
         """Write `body`, whole or not at all, and return it pinned. None: no room.
 
         Where the key is there already, that entry is returned and `body` is not looked at.
@@ -290,12 +290,11 @@ class HostCache:
             return None
         return self.admit(key, draft)
 
-    def receive(self, key: str, limit_bytes: int) -> Draft:
+    def receive(self, key: Key, limit_bytes: int) -> Draft:
         """Return a sink for the object `key`, which may have `limit_bytes` at most."""
-        check_key(key)
         return Draft(self, key, limit_bytes)
 
-    def claim(self, key: str) -> Claim | None:
+    def claim(self, key: Key) -> Claim | None:
         """Return the exclusive right to fetch `key` to this host. None: somebody has it.
 
         Where locks fail, everybody gets it: fetching twice is better than not at all.
@@ -307,7 +306,7 @@ class HostCache:
             self._say_once("claim", "fetches are not shared between processes: %s", exc)
             return Claim(-1, 0)
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: Key) -> None:
         """Remove the entry, pinned or not. Who has it open keeps its bytes."""
         self._room.remove(self._path(key))
 
@@ -344,7 +343,7 @@ class HostCache:
         self._say_once("write", "the host cache cannot be written: %s", failure)
         return None
 
-    def admit(self, key: str, draft: _DraftFile) -> Entry | None:
+    def admit(self, key: Key, draft: _DraftFile) -> Entry | None:
         """Give `draft`, which is whole, its key. The entry may be one that was there before."""
         path = self._path(key)
         try:
@@ -380,9 +379,9 @@ class HostCache:
         if path is not None:
             self._room.remove(path)
 
-    def _path(self, key: str) -> str:
+    def _path(self, key: Key) -> str:
         # No key holds a '+', so that two keys never meet in one name.
-        return f"{self.root}/{self._prefix}{check_key(key).replace('/', '+')}"
+        return f"{self.root}/{self._prefix}{key.replace('/', '+')}"
 
     def _say_once(self, topic: str, message: str, *args: object) -> None:
         if topic not in self._said:

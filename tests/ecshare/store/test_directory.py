@@ -19,7 +19,7 @@ from ecshare.store.errors import (
     StoreError,
     StoreUnavailable,
 )
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import probe, read
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.store_client import StoreClient
@@ -160,7 +160,7 @@ async def test_without_hard_links_objects_are_renamed_into_place(
 
     monkeypatch.setattr(os, "link", refuse)
     assert await store.put(KEY, b"body")
-    assert await store.put(KEY + ".p", b"part")
+    assert await store.put(Key(f"{KEY}.p"), b"part")
     assert files(tmp_path / "store") == [KEY, KEY + ".p"]
     assert len(caplog.messages) == 1
 
@@ -178,7 +178,7 @@ async def test_a_refusal_is_told_from_a_failure(
     with pytest.raises(StoreDenied, match=r"/the/path"):
         await read(store, KEY, LIMIT)
     with pytest.raises(StoreDenied):
-        await store.put(KEY + ".p", b"x")
+        await store.put(Key(f"{KEY}.p"), b"x")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE])
@@ -278,7 +278,7 @@ async def test_one_file_that_may_not_be_read_concerns_no_other(
         await read(store, KEY, LIMIT)
     with pytest.raises(ObjectUnreadable):
         await store.put(KEY, b"body")
-    assert await store.put(KEY + ".p", b"x")
+    assert await store.put(Key(f"{KEY}.p"), b"x")
     await store.delete([KEY])
     assert await store.put(KEY, b"body")
 

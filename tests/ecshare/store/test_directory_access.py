@@ -11,7 +11,7 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectUnreadable, StoreDenied, StoreError
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import ObjectStore, read
 from ecshare.store.open import open_store
 from tests.ecshare.store.users import (
@@ -47,7 +47,7 @@ def opened(root: Path, access: str = "user") -> ObjectStore:
     return open_store(StoreConfig(url=str(root), folder_access=access), "options")  # type: ignore[arg-type]
 
 
-def put(root: Path, access: str = "user", key: str = KEY) -> bool:
+def put(root: Path, access: str = "user", key: Key = KEY) -> bool:
     return asyncio.run(opened(root, access).put(key, BODY))
 
 
@@ -158,7 +158,7 @@ def test_other_users_find_nothing(place: Path) -> None:
     refusal = as_user(OTHER, lambda: get(root))
     assert isinstance(refusal, StoreDenied)
     assert "folder_access" in str(refusal)
-    assert isinstance(as_user(OTHER, lambda: put(root, key=f"{KEY}.p")), StoreDenied)
+    assert isinstance(as_user(OTHER, lambda: put(root, key=Key(f"{KEY}.p"))), StoreDenied)
     assert isinstance(as_user(OTHER, lambda: os.listdir(root)), PermissionError)
 
 

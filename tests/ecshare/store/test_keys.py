@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
+import pickle
 import re
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from ecshare.store.keys import (
     PROBE_KEY,
+    Key,
     Kind,
     canonical_json,
-    check_key,
     is_object_key,
     is_safe_key,
     manifest_key,
@@ -23,7 +24,29 @@ from ecshare.store.keys import (
 )
 
 NAMESPACE = "0123456789abcdef" * 2
+KEY = object_key(Kind.EC, NAMESPACE, "a")
 SHAPE = re.compile(r"(ec|kv)/2/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.[a-z0-9_-]{1,32})?")
+
+OUTSIDE = (
+    "",
+    ".",
+    "..",
+    "../evil",
+    "a/../../evil",
+    "/etc/passwd",
+    "a//b",
+    "a/",
+    ".hidden",
+    "a/.hidden",
+    "a\0b",
+    "a\n",
+    "a\\b",
+    "a?b",
+    "a#b",
+    "a%2e%2e",
+    "ä",
+    "x" * 300,
+)
 
 
 def test_a_key_is_written_down() -> None:
@@ -106,7 +129,14 @@ def test_all_our_keys_are_safe() -> None:
         manifest_key(Kind.KV, NAMESPACE),
         object_key(Kind.KV, NAMESPACE, "", "p"),
     ):
-        assert check_key(key) == key
+        assert Key(key) is key
+        assert type(pickle.loads(pickle.dumps(key))) is Key  # noqa: S301
+
+
+@pytest.mark.parametrize("text", OUTSIDE)
+def test_what_could_leave_a_store_is_no_key(text: str) -> None:
+    with pytest.raises(ValueError, match="not a key"):
+        Key(text)
 
 
 @given(st.text())

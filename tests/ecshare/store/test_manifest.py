@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.keys import Kind, manifest_key, namespace_digest, object_key
+from ecshare.store.keys import Key, Kind, manifest_key, namespace_digest, object_key
 from ecshare.store.manifest import (
     MAX_BYTES,
     Manifest,
@@ -118,7 +118,7 @@ async def test_manifests_are_listed_and_nothing_else(store: ObjectStore) -> None
     await write_manifest(store, Kind.KV, NAMESPACE, FACTS)
     await store.put(manifest_key(Kind.EC, "0" * 32), json.dumps(FACTS).encode())
     await store.put(manifest_key(Kind.EC, "1" * 32), b" " * (MAX_BYTES + 1))
-    await store.put("ec/2/manifests/readme.txt", b"hello")
+    await store.put(Key("ec/2/manifests/readme.txt"), b"hello")
     await store.put(object_key(Kind.EC, NAMESPACE, "x"), b"an object")
     found = await list_manifests(store, Kind.EC)
     assert {manifest.namespace: manifest.facts for manifest in found} == {

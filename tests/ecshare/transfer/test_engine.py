@@ -12,7 +12,7 @@ import torch
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
-from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
@@ -34,7 +34,7 @@ FACTS = TensorSpec("F32", (4, 8), {"num_embeds": 4})
 TENSOR = torch.arange(32, dtype=torch.float32).view(4, 8)
 
 
-def key(name: str) -> str:
+def key(name: str) -> Key:
     return object_key(Kind.EC, NAMESPACE, name)
 
 
@@ -183,7 +183,7 @@ def test_what_somebody_on_this_host_is_storing_is_not_stored_again(
 ) -> None:
     finish(engine, Put(key("a"), filled(staging)))
     stored_file(tmp_path, "a").unlink()
-    storing = engine.host.claim(f"{key('a')}.storing")
+    storing = engine.host.claim(Key(f"{key('a')}.storing"))
     assert storing is not None
     assert finish(engine, Backfill(key("a"))).value is False
     assert not stored_file(tmp_path, "a").exists()
@@ -200,10 +200,10 @@ def test_a_put_says_so_while_it_is_stored(
     deadline_s = time.monotonic() + 10
     while not failing.calls:
         assert time.monotonic() < deadline_s
-    assert engine.host.claim(f"{key('a')}.storing") is None
+    assert engine.host.claim(Key(f"{key('a')}.storing")) is None
     assert [done.outcome for done in engine.drain(10)] == [Outcome.UNAVAILABLE]
     engine.close()
-    assert engine.host.claim(f"{key('a')}.storing") is not None
+    assert engine.host.claim(Key(f"{key('a')}.storing")) is not None
 
 
 def test_a_full_host_cache_still_serves_this_process(

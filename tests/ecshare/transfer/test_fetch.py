@@ -16,7 +16,7 @@ import torch
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
@@ -50,7 +50,7 @@ class Scripted:
     """
 
     def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
+        self.objects: dict[Key, bytes] = {}
         self.gets: list[float] = []
         self.answer_s = 0.0
         self.stalled: set[str] = set()
@@ -62,7 +62,7 @@ class Scripted:
     def creates_once(self) -> bool:
         return True
 
-    async def get(self, key: str, sink: Sink) -> None:
+    async def get(self, key: Key, sink: Sink) -> None:
         self.gets.append(time.monotonic())
         await asyncio.sleep(60 if key in self.stalled else self.answer_s)
         if key not in self.objects:
@@ -73,22 +73,22 @@ class Scripted:
         sink.begin(len(body))
         sink.write(0, body)
 
-    async def put(self, key: str, body: Buffer, *, replace: bool = False) -> bool:
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         is_new = key not in self.objects
         if is_new or replace:
             self.objects[key] = bytes(body)
         return is_new
 
-    async def exists(self, keys: Sequence[str]) -> list[bool]:
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
         return [key in self.objects for key in keys]
 
-    async def stat(self, key: str) -> ObjectStat:
+    async def stat(self, key: Key) -> ObjectStat:
         if key not in self.objects:
             raise ObjectMissing(key)
         body = self.objects[key]
         return ObjectStat(len(body), hashlib.md5(body).hexdigest() if self.states_md5 else "")
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, keys: Sequence[Key]) -> None:
         if self.is_read_only:
             raise StoreDenied("read only")
         for key in keys:
@@ -543,7 +543,7 @@ def test_an_object_that_others_replace_meanwhile_stays(
     store.objects[KEY] = flipped(sealed())
     stated = store.stat
 
-    async def replaced_then_stated(key: str) -> ObjectStat:
+    async def replaced_then_stated(key: Key) -> ObjectStat:
         store.objects[key] = sealed()
         return await stated(key)
 
@@ -557,7 +557,8 @@ def test_of_many_damaged_objects_few_are_removed(
 ) -> None:
     """Also where each is proven: something is wrong that costs less than an empty store."""
     damaged, sound = (
-        [f"{KEY[:-2]}{number:02d}" for number in numbers] for numbers in (range(20), range(20, 40))
+        [Key(f"{KEY[:-2]}{number:02d}") for number in numbers]
+        for numbers in (range(20), range(20, 40))
     )
     store.objects = {key: flipped(sealed(key)) for key in damaged}
     store.objects |= {key: sealed(key) for key in sound}
@@ -575,7 +576,7 @@ def test_of_many_damaged_objects_few_are_removed(
 def test_a_way_that_damages_everything_counts_against_the_store(
     store: Scripted, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys = [f"{KEY[:-2]}{number:02d}" for number in range(8)]
+    keys = [Key(f"{KEY[:-2]}{number:02d}") for number in range(8)]
     for key in keys:
         store.objects[key] = sealed(key)
     store.damage = [flipped] * 100

@@ -15,7 +15,7 @@ import torch
 from ecshare.store import directory
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
@@ -46,7 +46,7 @@ class Hosts:
         self._stack.callback(engine.close)
         return engine
 
-    def put(self, key: str) -> Put:
+    def put(self, key: Key) -> Put:
         slab = self._staging.reserve(FACTS)
         assert slab is not None
         self._staging.copy_out(slab, torch.zeros(FACTS.shape, dtype=torch.uint8))

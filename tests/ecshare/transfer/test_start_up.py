@@ -16,7 +16,7 @@ import pytest
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.directory import mapped_errors
 from ecshare.store.errors import ConfigError, StoreBusy, StoreUnavailable
-from ecshare.store.keys import Kind, manifest_key, namespace_digest
+from ecshare.store.keys import Key, Kind, manifest_key, namespace_digest
 from ecshare.transfer import renewal
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
@@ -107,7 +107,7 @@ def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
         assert written.wait(20), "the manifest follows"
         outcome, deadline_s = Outcome.UNAVAILABLE, time.monotonic() + 20
         while outcome is not Outcome.OK and time.monotonic() < deadline_s:
-            engine.submit(Lookup(("a" * 32,), 5))
+            engine.submit(Lookup((Key("a" * 32),), 5))
             (done,) = engine.drain(10)
             outcome = done.outcome
         assert outcome is Outcome.OK

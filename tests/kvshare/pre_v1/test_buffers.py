@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
+from ecshare.store.keys import Key
 from ecshare.store.objects import Memory
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
 from kvshare.pre_v1.index import NAMES, EntryName
@@ -309,7 +310,7 @@ def whole_reads(
     """The keys of the entries that `buffer` reads whole, and of those it reads a part of."""
     whole, parts, real = list[str](), list[str](), type(buffer._store).get
 
-    async def get(store: Any, key: str, sink: Any) -> None:
+    async def get(store: Any, key: Key, sink: Any) -> None:
         if key.startswith(buffer._take_once._objects):
             (whole if isinstance(sink, Memory) else parts).append(key)
         await real(store, key, sink)
@@ -379,7 +380,7 @@ def test_damage_on_the_way_costs_no_entry(
     insert(buffer, TOKENS, 1.0)
     damage, real = [b"\xff"], type(buffer._store).get
 
-    async def get(store: Any, key: str, sink: Any) -> None:
+    async def get(store: Any, key: Key, sink: Any) -> None:
         await real(store, key, sink)
         if key.startswith(buffer._take_once._objects) and damage:
             sink.write(5000, damage.pop())
@@ -397,7 +398,7 @@ def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
     insert(buffer, TOKENS, 1.0)
     real, reads = type(buffer._store).get, []
 
-    async def get(store: Any, key: str, sink: Any) -> None:
+    async def get(store: Any, key: Key, sink: Any) -> None:
         await real(store, key, sink)
         if store is buffer._store and key.startswith(buffer._take_once._objects):
             sink.write(5000, b"\xff")
@@ -542,7 +543,7 @@ def test_an_entry_of_anything_is_no_match(
 def test_tokens_that_torch_cannot_index_are_no_match() -> None:
     """Some releases of safetensors know such a dtype, others do not."""
     tensor = torch.empty(1, dtype=torch.float4_e2m1fn_x2)
-    assert not EntryName("key", 1, "digest").covers([tensor] * 5, None)
+    assert not EntryName(Key("key"), 1, "digest").covers([tensor] * 5, None)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "BOOL"])

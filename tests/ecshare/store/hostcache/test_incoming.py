@@ -10,7 +10,7 @@ import pytest
 
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.hostcache.cache import Draft, HostCache
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Key, Kind, object_key
 
 KIB = 1 << 10
 LIMIT = 1 << 20
@@ -24,7 +24,7 @@ def cache(tmp_path: Path) -> HostCache:
     return HostCache(tmp_path / "host", 100 * KIB)
 
 
-def incoming(cache: HostCache, key: str = KEY, body: bytes = BODY) -> Draft:
+def incoming(cache: HostCache, key: Key = KEY, body: bytes = BODY) -> Draft:
     found = cache.receive(key, LIMIT)
     found.begin(len(body))
     half = len(body) // 2
@@ -43,7 +43,7 @@ def tally(cache: HostCache) -> int:
     return int.from_bytes((cache.root / ".used").read_bytes()[:8], "little", signed=True)
 
 
-def file_of(cache: HostCache, key: str = KEY) -> Path:
+def file_of(cache: HostCache, key: Key = KEY) -> Path:
     return cache.root / key.replace("/", "+")
 
 
