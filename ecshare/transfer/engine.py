@@ -415,10 +415,11 @@ class TransferEngine:
 
     async def _put(self, job: Put) -> tuple[Moved, ...]:
         # No deadline: a queue of saves must not expire unsent.
-        entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job)
+        body = job.slab.body
+        entry, published = await self._loop.run_in_executor(self._copies, self._prepare, job, body)
         claim = self._claim_storing(job.key)
         try:
-            stored = await self._write(job.key, job.slab.body)
+            stored = await self._write(job.key, body)
         except Exception:
             # What was there before may well be in the store.
             if entry is not None and entry.is_new and not job.keeps_unstored:
@@ -474,14 +475,14 @@ class TransferEngine:
         self._fetcher.is_well(key)
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
-    def _prepare(self, job: Put) -> tuple[Entry | None, Moved]:
-        """Seal the slab and publish it to this host. Copy thread."""
+    def _prepare(self, job: Put, body: memoryview) -> tuple[Entry | None, Moved]:
+        """Seal the slab, whose memory is `body`, and publish it to this host. Copy thread."""
         job.slab.wait()
         started_s = time.monotonic()
-        seal(job.slab.body, job.slab.facts, job.key, self._integrity)
-        entry = self.host.publish(job.key, job.slab.body)
+        seal(body, job.slab.facts, job.key, self._integrity)
+        entry = self.host.publish(job.key, body)
         seconds = time.monotonic() - started_s
-        num_bytes = len(job.slab.body) if entry else 0
+        num_bytes = len(body) if entry else 0
         return entry, Moved("write", Tier.HOST, num_bytes, seconds)
 
     async def _inquire(self, job: MultiLookup[Any], deadline_s: float) -> Any:
