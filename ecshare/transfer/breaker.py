@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the store is worth asking: a circuit breaker with an injected clock."""
+"""What is worth asking for: the store as a whole, and the objects found damaged in it."""
 
 import logging
 from collections.abc import Callable
 from time import monotonic
+
+from ecshare.transfer.recent import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +16,11 @@ _LONGEST_PAUSE_S = 30.0
 # A store that fails now and then is no news every second.
 _SAID_EVERY_S = 60.0
 _MAX_WORDS = 300
+# A damaged object that was not removed is not downloaded for every request that asks for it.
+# The pause doubles: what damages all objects, and not this one, may be over soon.
+_FIRST_BAD_S = 1.0
+_LONGEST_BAD_S = 60.0
+_MAX_BAD = 10_000
 
 
 class CircuitBreaker:
@@ -112,3 +119,43 @@ class CircuitBreaker:
             self.what,
             words,
         )
+
+
+class DamagedKeys:
+    """The objects of the store that were of no use; so many of them as were found last.
+
+    Ownership: the I/O thread.
+    """
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._pauses: Recent[str, tuple[float, float]] = Recent(_MAX_BAD)  # until when, how long
+        self._replaceable: Recent[str, None] = Recent(_MAX_BAD)
+
+    def is_left_alone(self, key: str) -> bool:
+        """Whether what lies under `key` was of no use a moment ago."""
+        until_s, _ = self._pauses.get(key, (0.0, 0.0))
+        return monotonic() < until_s
+
+    def must_replace(self, key: str) -> bool:
+        """Whether a save of `key` may find a damaged object in its place."""
+        return key in self._replaceable
+
+    def leave_alone(self, key: str) -> None:
+        """Ask for `key` no more for a while."""
+        _, last_s = self._pauses.get(key, (0.0, 0.0))
+        pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
+        self._pauses[key] = (monotonic() + pause_s, pause_s)
+
+    def may_be_replaced(self, key: str) -> None:
+        """Have the next save of `key` take the place of what is there, if anything is."""
+        self._replaceable[key] = None
+
+    def removed(self, key: str) -> None:
+        """Ask for `key` again: the object was removed."""
+        self._pauses.pop(key, None)
+
+    def repaired(self, key: str) -> None:
+        """Record that a good object lies under `key`."""
+        self._pauses.pop(key, None)
+        self._replaceable.pop(key, None)

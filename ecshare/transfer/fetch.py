@@ -4,11 +4,10 @@
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from ecshare.store.errors import (
     ObjectCorrupt,
@@ -31,8 +30,6 @@ from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
 # How often this host is looked at for what another process brings or stores.
@@ -43,11 +40,6 @@ _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
 # Glances are cheaper than questions: those that wait share four times as many.
 _HOST_POLLS_A_STORE_POLL = 4
-# A damaged object that was not removed is not downloaded for every request that asks for it.
-# The pause doubles: what damages all objects, and not this one, may be over soon.
-_FIRST_BAD_S = 1.0
-_LONGEST_BAD_S = 60.0
-_MAX_BAD = 10_000
 _ALL_DAMAGED = "what the store sends is damaged again and again"
 
 
@@ -124,34 +116,12 @@ class Fetcher:
         # Of what is read, not whether something is: every object may be damaged on its way.
         self._damage_breaker = CircuitBreaker("loads")
         self._removal = Removal(client, loads, integrity, Allowance())
-        self._bad_until: OrderedDict[str, tuple[float, float]] = OrderedDict()  # until when, pause
-        self._replaceable: OrderedDict[str, None] = OrderedDict()
         self._poll_rate = PollRate()
 
     @property
     def is_open(self) -> bool:
         """Whether the store is left alone because what it sends is damaged. Any thread."""
         return self._damage_breaker.is_open
-
-    def is_known_bad(self, key: Key) -> bool:
-        """Whether what lies under `key` was of no use a moment ago."""
-        until_s, _ = self._bad_until.get(key, (0.0, 0.0))
-        return time.monotonic() < until_s
-
-    def _remember_bad(self, key: Key) -> None:
-        """Ask for `key` no more for a while."""
-        _, last_s = self._bad_until.get(key, (0.0, 0.0))
-        pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
-        _remember(self._bad_until, key, (time.monotonic() + pause_s, pause_s))
-
-    def must_replace(self, key: Key) -> bool:
-        """Whether a save of `key` may find a damaged object in its place."""
-        return key in self._replaceable
-
-    def is_well(self, key: Key) -> None:
-        """Record that a good object lies under `key`."""
-        self._bad_until.pop(key, None)
-        self._replaceable.pop(key, None)
 
     async def serve(self, job: Fetch, deadline_s: float) -> _Served:
         """Return the object, pinned, and what was moved for it.
@@ -249,7 +219,7 @@ class Fetcher:
     async def _from_store(
         self, job: Fetch, started_s: float, deadline_s: float, *, is_answered: bool
     ) -> _Served:
-        if self.is_known_bad(job.key):
+        if self._client.damaged.is_left_alone(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
         trial = self._damage_breaker.admit()
         if trial is None:
@@ -258,16 +228,16 @@ class Fetcher:
             served = await self._download_twice(job, started_s, deadline_s, is_answered)
         except ObjectUnreadable:
             self._damage_breaker.withdrawn(trial)
-            self._remember_bad(job.key)
+            self._client.damaged.leave_alone(job.key)
             raise
         except ObjectCorrupt:
             self._damage_breaker.failed(trial, _ALL_DAMAGED)
             if await self._removal.consider(job, deadline_s):
-                self._bad_until.pop(job.key, None)
+                self._client.damaged.removed(job.key)
             else:
-                self._remember_bad(job.key)
+                self._client.damaged.leave_alone(job.key)
             # Also where it is said to be gone: a store may say so and keep it.
-            _remember(self._replaceable, job.key, None)
+            self._client.damaged.may_be_replaced(job.key)
             raise
         except BaseException:
             self._damage_breaker.withdrawn(trial)
@@ -275,7 +245,7 @@ class Fetcher:
         finally:
             self._damage_breaker.ended(trial)
         self._damage_breaker.succeeded()
-        self.is_well(job.key)
+        self._client.damaged.repaired(job.key)
         return served
 
     async def _download_twice(
@@ -329,14 +299,6 @@ class Fetcher:
         stored = StoredObject(job.key, sealed.facts, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s
         return _handed_over(job, stored, Moved("read", Tier.STORE, len(stored.payload), seconds))
-
-
-def _remember(keys: OrderedDict[str, T], key: str, value: T) -> None:
-    """Add `key`; of too many the oldest is forgotten."""
-    keys[key] = value
-    keys.move_to_end(key)
-    if len(keys) > _MAX_BAD:
-        keys.popitem(last=False)
 
 
 def _handed_over(job: Fetch, stored: StoredObject, moved: Moved) -> _Served:

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
 from ecshare.store.objects import ObjectStore
-from ecshare.transfer.breaker import CircuitBreaker
+from ecshare.transfer.breaker import CircuitBreaker, DamagedKeys
 from ecshare.transfer.priority import Admission, Priority
 
 T = TypeVar("T")
 
 
 class StoreClient:
-    """One store, its circuit breakers, and whose turn it is.
+    """One store, its circuit breakers, what is damaged in it, and whose turn it is.
 
     Reads and saves have a breaker each: a full disk or a refused PUT says nothing about loads. So
     failing saves never stop loads and look-ups, nor the other way round.
@@ -31,6 +31,7 @@ class StoreClient:
         self._timeout_s = timeout_s
         self._reads = CircuitBreaker("loads and look-ups")
         self._writes = CircuitBreaker("saves")
+        self.damaged = DamagedKeys()
         self._admission = Admission()
         # Neither do loads wait for what may never come, nor it for loads.
         self._polls = Admission()

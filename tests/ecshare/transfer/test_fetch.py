@@ -387,7 +387,7 @@ def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start:
 def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
     store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.transfer.fetch._FIRST_BAD_S", 60.0)
+    monkeypatch.setattr("ecshare.transfer.breaker._FIRST_BAD_S", 60.0)
     store.objects[KEY] = flipped(sealed())
     store.is_read_only = True
     engine = start()

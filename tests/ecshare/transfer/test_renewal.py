@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A writer's manifest and mark outlive an expiry rule while it runs."""
 
+import asyncio
 import logging
 import os
 import time
@@ -12,7 +13,8 @@ import pytest
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, manifest_key, namespace_digest, size_key
-from ecshare.transfer import renewal
+from ecshare.store.open import open_store
+from ecshare.transfer import renewal, start_up
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from lab.servers.s3 import SeaweedFS
@@ -97,7 +99,7 @@ def test_what_a_rule_has_removed_from_a_bucket_comes_back(
     url = f"{seaweed.url}/{tmp_path.name}"
     engine = start(url, storage_options=seaweed.storage_options)
     assert found(engine) == (True, True)
-    remove(engine)
+    asyncio.run(remove(StoreConfig(url=url, storage_options=seaweed.storage_options)))
     wait_until(lambda: found(engine) == (True, True))
 
 
@@ -110,15 +112,16 @@ def found(engine: TransferEngine) -> tuple[bool, ...]:
     return done.value
 
 
-def remove(engine: TransferEngine) -> None:
+async def remove(config: StoreConfig) -> None:
     """What the rule does."""
-    engine._block_on(engine._store.delete([MANIFEST, MARK]))
+    store = open_store(config, "options")
+    await store.delete([MANIFEST, MARK])
+    await store.close()
 
 
 @pytest.mark.usefixtures("often")
 def test_an_engine_that_only_reads_writes_nothing(start: Start, tmp_path: Path) -> None:
-    engine = start(str(tmp_path / "store"), write=False)
-    assert engine._renewing is None
+    start(str(tmp_path / "store"), write=False)
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
@@ -217,10 +220,17 @@ def test_what_cannot_be_renewed_costs_no_request(
     assert not engine.open_breakers
 
 
-def test_a_closed_engine_renews_no_more(start: Start, tmp_path: Path) -> None:
-    engine = start(str(tmp_path / "store"))
-    renewing = engine._renewing
-    assert renewing is not None
-    assert not renewing.done()
-    engine.close()
-    assert renewing.cancelled()
+def test_a_closed_engine_renews_no_more(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    async def renew(*_: object, **__: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(start_up, "renew", renew)
+    start(str(tmp_path / "store")).close()
+    assert ended

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where objects are: in the host cache, in the store, or nowhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ecshare.store.hostcache.cache import HostCache
+from ecshare.store.keys import Key
+from ecshare.transfer.jobs import Lookup, MultiLookup, Tier
+from ecshare.transfer.priority import Priority
+from ecshare.transfer.store_client import StoreClient
+
+
+class Locator:
+    """Serves Lookup and MultiLookup jobs. Ownership: the I/O thread."""
+
+    def __init__(self, host: HostCache, client: StoreClient) -> None:
+        """Use what the engine owns."""
+        self._host = host
+        self._client = client
+
+    async def look_up(self, job: Lookup, deadline_s: float) -> tuple[bool, ...]:
+        """Return the job's result.
+
+        Raises:
+            StoreError, TimeoutError: it is not known by `deadline_s`.
+        """
+        where = await self._where(job.keys, deadline_s, store_only=job.store_only)
+        return tuple(tier is not None for tier in where)
+
+    async def look_up_in_rounds(self, job: MultiLookup[Any], deadline_s: float) -> Any:
+        """As `look_up`, whatever the result is."""
+        questions = job.questions()
+        answers: Any = None  # to send None is to begin
+        while True:
+            try:
+                keys = questions.send(answers)
+            except StopIteration as end:
+                return end.value
+            answers = await self._where(keys, deadline_s)
+
+    async def _where(
+        self, wanted: Sequence[Key], deadline_s: float, *, store_only: bool = False
+    ) -> tuple[Tier | None, ...]:
+        found: dict[Key, Tier | None] = dict.fromkeys(wanted)
+        if not store_only:
+            for key in found:
+                entry = self._host.open(key)
+                if entry is not None:
+                    found[key] = Tier.HOST
+                    entry.close()
+        keys = [key for key, tier in found.items() if tier is None]
+        if keys:
+            there = await self._client.ask(
+                lambda store: store.exists(keys), Priority.LOOK_UP, deadline_s=deadline_s
+            )
+            for key, is_there in zip(keys, there, strict=True):
+                is_sound = is_there and not self._client.damaged.is_left_alone(key)
+                found[key] = Tier.STORE if is_sound else None
+        return tuple(found[key] for key in wanted)
