@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
+from ecshare.store.keys import Key
 from ecshare.transfer.recent import Recent
 
 logger = logging.getLogger(__name__)
@@ -129,33 +130,33 @@ class DamagedKeys:
 
     def __init__(self) -> None:
         """Know none."""
-        self._pauses: Recent[str, tuple[float, float]] = Recent(_MAX_BAD)  # until when, how long
-        self._replaceable: Recent[str, None] = Recent(_MAX_BAD)
+        self._pauses: Recent[Key, tuple[float, float]] = Recent(_MAX_BAD)  # until when, how long
+        self._replaceable: Recent[Key, None] = Recent(_MAX_BAD)
 
-    def is_left_alone(self, key: str) -> bool:
+    def is_left_alone(self, key: Key) -> bool:
         """Whether what lies under `key` was of no use a moment ago."""
         until_s, _ = self._pauses.get(key, (0.0, 0.0))
         return monotonic() < until_s
 
-    def must_replace(self, key: str) -> bool:
+    def must_replace(self, key: Key) -> bool:
         """Whether a save of `key` may find a damaged object in its place."""
         return key in self._replaceable
 
-    def leave_alone(self, key: str) -> None:
+    def leave_alone(self, key: Key) -> None:
         """Ask for `key` no more for a while."""
         _, last_s = self._pauses.get(key, (0.0, 0.0))
         pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
         self._pauses[key] = (monotonic() + pause_s, pause_s)
 
-    def may_be_replaced(self, key: str) -> None:
+    def may_be_replaced(self, key: Key) -> None:
         """Have the next save of `key` take the place of what is there, if anything is."""
         self._replaceable[key] = None
 
-    def removed(self, key: str) -> None:
+    def removed(self, key: Key) -> None:
         """Ask for `key` again: the object was removed."""
         self._pauses.pop(key, None)
 
-    def repaired(self, key: str) -> None:
+    def repaired(self, key: Key) -> None:
         """Record that a good object lies under `key`."""
         self._pauses.pop(key, None)
         self._replaceable.pop(key, None)

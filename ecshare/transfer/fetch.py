@@ -35,6 +35,9 @@ _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 # How often this host is looked at for what another process brings or stores.
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.01
+# The part of a job's time that it waits for another process's download. Less than half: what is
+# left shows whether the store answers (see StoreClient.ask).
+_PATIENCE = 0.45
 # How often the store is asked for what was announced and is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
@@ -132,7 +135,7 @@ class Fetcher:
             StoreError, TimeoutError: it cannot be had by `deadline_s`.
         """
         if not job.is_announced:
-            return await self._fetch(job, deadline_s, is_answered=False)
+            return await self._fetch(job, deadline_s)
         with self._poll_rate.joined() as member:
             return await self._fetch_awaited(job, deadline_s, member)
 
@@ -142,8 +145,7 @@ class Fetcher:
         missing: ObjectMissing | None = None
         while True:
             try:
-                is_answered = missing is not None
-                return await self._fetch(job, deadline_s, is_answered=is_answered, member=member)
+                return await self._fetch(job, deadline_s, member)
             except ObjectCorrupt:
                 raise  # it was stored, and is gone now
             except (StoreError, TimeoutError) as exc:
@@ -156,13 +158,11 @@ class Fetcher:
             await self._appearance(job, waited_s, member)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
-    async def _fetch(
-        self, job: Fetch, deadline_s: float, *, is_answered: bool, member: Member | None = None
-    ) -> _Served:
-        """As `serve`, in one round. `is_answered`: an earlier one had an answer from the store."""
+    async def _fetch(self, job: Fetch, deadline_s: float, member: Member | None = None) -> _Served:
+        """As `serve`, in one round."""
         started_s = time.monotonic()
-        # Whoever holds the claim may have been stopped; after half the time, go without.
-        patience_s = started_s + (deadline_s - started_s) / 2
+        # Whoever holds the claim may have been stopped; then go without.
+        patience_s = started_s + _PATIENCE * (deadline_s - started_s)
         while True:
             here = self._open(job)
             if here is not None:
@@ -175,7 +175,7 @@ class Fetcher:
             here = self._open(job)  # published just before the claim was free
             if here is not None:
                 return await self._from_host(job, here, started_s)
-            return await self._from_store(job, started_s, deadline_s, is_answered=is_answered)
+            return await self._from_store(job, started_s, deadline_s)
         finally:
             if claim is not None:
                 claim.release()
@@ -216,16 +216,14 @@ class Fetcher:
                 claim.release()
                 return
 
-    async def _from_store(
-        self, job: Fetch, started_s: float, deadline_s: float, *, is_answered: bool
-    ) -> _Served:
+    async def _from_store(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         if self._client.damaged.is_left_alone(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
         trial = self._damage_breaker.admit()
         if trial is None:
             raise StoreUnavailable(_ALL_DAMAGED)
         try:
-            served = await self._download_twice(job, started_s, deadline_s, is_answered)
+            served = await self._download_twice(job, started_s, deadline_s)
         except ObjectUnreadable:
             self._damage_breaker.withdrawn(trial)
             self._client.damaged.leave_alone(job.key)
@@ -248,20 +246,16 @@ class Fetcher:
         self._client.damaged.repaired(job.key)
         return served
 
-    async def _download_twice(
-        self, job: Fetch, started_s: float, deadline_s: float, is_answered: bool
-    ) -> _Served:
+    async def _download_twice(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         """As `_download`; ObjectCorrupt: twice, so that it was no single accident on the way."""
         try:
-            return await self._download(job, started_s, deadline_s, is_answered)
+            return await self._download(job, started_s, deadline_s)
         except ObjectUnreadable:
             raise
         except ObjectCorrupt:
-            return await self._download(job, started_s, deadline_s, is_answered)
+            return await self._download(job, started_s, deadline_s)
 
-    async def _download(
-        self, job: Fetch, started_s: float, deadline_s: float, is_answered: bool
-    ) -> _Served:
+    async def _download(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         incoming = self._host.receive(job.key, job.limit_bytes)
         inspected = _ChecksummingSink(incoming)
         try:
@@ -270,7 +264,7 @@ class Fetcher:
                 Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
-                is_answered=is_answered,
+                job.timeout_s,
             )
             return await self._loaded(self._admit, job, inspected, started_s)
         finally:

@@ -116,7 +116,11 @@ class Removal:
             if reason is None:
                 self._allowance.removed()
                 await self._client.ask(
-                    lambda store: store.delete([job.key]), Priority.SAVE, deadline_s=deadline_s
+                    lambda store: store.delete([job.key]),
+                    Priority.SAVE,
+                    0,
+                    deadline_s,
+                    job.timeout_s,
                 )
         except ObjectMissing:
             return True  # somebody else has removed it
@@ -134,7 +138,7 @@ class Removal:
         Raises StoreError, TimeoutError: nobody knows.
         """
         stated = await self._client.ask(
-            lambda store: store.stat(job.key), Priority.LOAD, deadline_s=deadline_s
+            lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s, job.timeout_s
         )
         if stated.num_bytes > job.limit_bytes:
             return None  # by the store's own word
@@ -145,6 +149,7 @@ class Removal:
             Priority.LOAD,
             stated.num_bytes,
             deadline_s,
+            job.timeout_s,
         )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loads, self._examine, job, stated, body)

@@ -48,14 +48,14 @@ class StoreClient:
         priority: Priority,
         cost_bytes: int = 0,
         deadline_s: float = math.inf,
-        *,
-        is_answered: bool = False,
+        patience_s: float = 0.0,
     ) -> T:
         """Return what one operation returns; `cost_bytes` is what it may move at most.
 
         It must be over by `deadline_s` (monotonic seconds), the wait for its turn included, and
-        itself take no longer than the time-out of this store. `is_answered`: whoever asks has had
-        an answer before, so that only the latter counts as a failure of the store.
+        itself take no longer than the time-out of this store. `patience_s`: how long its job waits
+        in all. A time-out counts as a failure of the store if the operation had half of that; one
+        that begins later, since the job waited for its turn or asks once more, shows nothing.
 
         Raises:
             StoreError, TimeoutError: as the store does; its breaker has heard of it.
@@ -64,7 +64,6 @@ class StoreClient:
         admission = self._polls if priority is Priority.POLL else self._admission
         if not breaker.is_worth_asking:
             raise _left_alone(breaker)
-        asked_s = time.monotonic()
         async with AsyncExitStack() as held:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
             async with _until(deadline_s):
@@ -74,13 +73,10 @@ class StoreClient:
                 raise _left_alone(breaker)
             held.callback(breaker.ended, operation)
             begun_s = time.monotonic()
-            # A job that spent most of its time in the queue says nothing about the store.
-            is_fair = begun_s - asked_s <= deadline_s - begun_s
-            ends_s = begun_s + self._timeout_s
-            # Nor does one that asks again, with whatever is left of its own time.
-            is_fair = is_fair and not (is_answered and deadline_s < ends_s)
+            ends_s = min(deadline_s, begun_s + self._timeout_s)
+            is_fair = ends_s < deadline_s or ends_s - begun_s >= patience_s / 2
             with _heard(breaker, operation, is_fair=is_fair):
-                async with asyncio.timeout_at(min(deadline_s, ends_s)):
+                async with asyncio.timeout_at(ends_s):
                     return await call(self._store)
 
 

@@ -79,7 +79,7 @@ async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
 ) -> None:
     deadline_s = time.monotonic() + 0.1
     with pytest.raises(TimeoutError):
-        await client.ask(stalls, Priority.LOAD, deadline_s=deadline_s, is_answered=True)
+        await client.ask(stalls, Priority.LOAD, 0, deadline_s, patience_s=1)
     await asyncio.sleep(PAUSE_S)
     await client.ask(answers, Priority.LOAD)
     assert not client.open_breakers
@@ -89,6 +89,30 @@ async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
 async def well(tmp_path: Path) -> AsyncIterator[StoreClient]:
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
     yield StoreClient(store, 10)
+    await store.close()
+
+
+@pytest.mark.parametrize(("left", "opens"), [(0.6, True), (0.4, False)])
+async def test_a_job_that_ran_out_of_time_blames_the_store_if_that_had_half_of_it(
+    well: StoreClient, left: float, opens: bool
+) -> None:
+    patience_s = 0.1
+    for _ in range(4):
+        deadline_s = time.monotonic() + left * patience_s
+        with pytest.raises(TimeoutError):
+            await well.ask(stalls, Priority.LOAD, 0, deadline_s, patience_s)
+    assert bool(well.open_breakers) is opens
+
+
+async def test_a_store_that_took_its_own_time_out_is_blamed_whoever_waited(
+    tmp_path: Path,
+) -> None:
+    store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
+    client = StoreClient(store, timeout_s=0.01)
+    for _ in range(4):
+        with pytest.raises(TimeoutError):
+            await client.ask(stalls, Priority.LOAD, 0, time.monotonic() + 60, patience_s=10_000)
+    assert client.open_breakers == {"read"}
     await store.close()
 
 
