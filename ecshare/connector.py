@@ -154,10 +154,13 @@ class ECShareConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """Register the Prometheus metrics of ecshare.plugin.metrics."""
+        """Register the Prometheus metrics of ecshare.metrics."""
+        from ecshare.metrics import METRICS
         from ecshare.plugin.metrics import PrometheusCounters
 
-        return PrometheusCounters("ecshare", metric_types, labelnames, per_engine_labelvalues)
+        return PrometheusCounters(
+            "ecshare", METRICS, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def _orders(self) -> "Orders":
         orders = self._get_connector_metadata()

@@ -217,8 +217,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> Any:
         """Return the `PrometheusCounters` of this connector, registered."""
         from ecshare.plugin.metrics import PrometheusCounters
+        from kvshare.metrics import METRICS
 
-        return PrometheusCounters("kvshare", metric_types, labelnames, per_engine_labelvalues)
+        return PrometheusCounters(
+            "kvshare", METRICS, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def _orders(self) -> "Orders":
         orders = self._get_connector_metadata()

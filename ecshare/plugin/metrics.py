@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts -> vLLM's connector statistics and Prometheus names, once for both connectors.
 
-A count is named `family/label/label` (ecshare.transfer.stats). `METRICS` holds every family, with
-all values that its labels take; docs/metrics.md is what users read, and a test compares the three.
-vLLM's own labels (`model_name`, `engine`) come before ours.
+A count is named `family/label/label` (ecshare.transfer.stats). Each connector has a table `METRICS`
+of its families, with all values that their labels take; docs/metrics.md is what users read, and a
+test compares the three. vLLM's own labels (`model_name`, `engine`) come before ours.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,22 @@ class Metric:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-# How a transfer may fail (ecshare.transfer.jobs.Outcome), and: not here in time.
-_REASONS = ("missing", "corrupt", "unavailable", "rejected", "cancelled", "late")
+MetricTable = Mapping[str, Metric]
+"""Metrics by family."""
+
+# How a transfer may fail (ecshare.transfer.jobs.Outcome), and: not here in time; made with a LoRA
+# adapter whose content is not known.
+MISS_REASONS = (
+    "missing",
+    "corrupt",
+    "unavailable",
+    "rejected",
+    "cancelled",
+    "late",
+    "unidentified",
+)
 _MOVES = {"direction": ("read", "write"), "tier": ("host", "store")}
-_WAITS = {"stage": ("look_up", "load")}
-_TRANSFERS = {
+TRANSFER_METRICS = {
     "transfers": Metric("transfers", "Objects moved, by direction and tier.", _MOVES),
     "transfer_bytes": Metric("transfer_bytes", "Bytes moved, by direction and tier.", _MOVES),
     "transfer_seconds": Metric(
@@ -44,56 +55,6 @@ _TRANSFERS = {
         "1 while reads or writes failed repeatedly and are left alone, by half and direction.",
         {"half": ("scheduler", "worker"), "direction": _MOVES["direction"]},
     ),
-}
-METRICS: dict[str, dict[str, Metric]] = {
-    "ecshare": {
-        "items": Metric(
-            "items",
-            "Media items, by what became of their embedding.",
-            {"event": ("encoded", "loaded", "stored", "saved", "missed", "failed", "dropped")},
-        ),
-        "misses": Metric(
-            "misses",
-            "Media items that were not found, by reason.",
-            {"reason": (*_REASONS, "unidentified")},
-        ),
-        "encodes_avoided": Metric("encodes_avoided", "Media items that need not be encoded."),
-        "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
-        "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed."),
-        **_TRANSFERS,
-    },
-    "kvshare": {
-        "blocks": Metric(
-            "blocks",
-            "KV blocks and prompt tails, by what became of them.",
-            {"event": ("saved", "loaded", "missed", "failed", "dropped")},
-        ),
-        "misses": Metric(
-            "misses",
-            "KV blocks that were not found or not loaded, by reason.",
-            {"reason": (*_REASONS, "unidentified")},
-        ),
-        "tokens": Metric(
-            "tokens",
-            "Prompt tokens, by whether their KV was stored, and loaded instead of computed.",
-            {"event": ("queried", "hit", "announced", "loaded")},
-        ),
-        "waits": Metric(
-            "waits",
-            "Requests that waited, hit or miss, by what for.",
-            _WAITS,
-        ),
-        "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),
-        **_TRANSFERS,
-    },
-    "kvshare_tier": {
-        "chunks": Metric(
-            "chunks",
-            "Chunks of vLLM's CPU tier, by what became of them.",
-            {"event": ("saved", "loaded", "missed", "failed", "dropped")},
-        ),
-        **_TRANSFERS,
-    },
 }
 
 
@@ -144,21 +105,20 @@ class PrometheusCounters:
     def __init__(
         self,
         prefix: str,
+        metrics: MetricTable,
         metric_types: dict[type[Any], type[Any]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register every metric of `METRICS[prefix]`."""
+        """Register every metric of `metrics`, their names after `prefix`."""
         self._label_values = per_engine_labelvalues
         self._metrics = {
             family: _registered(f"{prefix}_{metric.name}", family, metric, metric_types, labelnames)
-            for family, metric in METRICS[prefix].items()
+            for family, metric in metrics.items()
         }
-        self._num_labels = {
-            family: len(metric.labels) for family, metric in METRICS[prefix].items()
-        }
+        self._num_labels = {family: len(metric.labels) for family, metric in metrics.items()}
         # Every series from the start, at zero: a rate over one that appears late misses its rise.
-        for family, metric in METRICS[prefix].items():
+        for family, metric in metrics.items():
             for engine, values in product(per_engine_labelvalues, product(*metric.labels.values())):
                 self._metrics[family].labels(*per_engine_labelvalues[engine], *values)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier's counts in the words of vLLM's offloading metrics."""
+"""What the tier counts, in the words of vLLM's offloading metrics."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,23 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from ecshare.plugin.metrics import METRICS, family_and_labels
+from ecshare.plugin.metrics import (
+    TRANSFER_METRICS,
+    Metric,
+    MetricTable,
+    family_and_labels,
+)
 from ecshare.transfer.stats import is_gauge
 
 PREFIX = "kvshare_tier"
+METRICS: MetricTable = {
+    "chunks": Metric(
+        "chunks",
+        "Chunks of vLLM's CPU tier, by what became of them.",
+        {"event": ("saved", "loaded", "missed", "failed", "dropped")},
+    ),
+    **TRANSFER_METRICS,
+}
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -22,7 +35,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         f"{PREFIX}_{metric.name}": (
             OffloadingGaugeMetadata if is_gauge(family) else OffloadingCounterMetadata
         )(documentation=metric.what, labelnames=tuple(metric.labels))
-        for family, metric in METRICS[PREFIX].items()
+        for family, metric in METRICS.items()
     }
 
 
@@ -33,7 +46,7 @@ def offloading_stats(counts: Mapping[str, float]) -> OffloadingConnectorStats | 
     stats = OffloadingConnectorStats()
     for name, count in counts.items():
         family, labels = family_and_labels(name)
-        metric = f"{PREFIX}_{METRICS[PREFIX][family].name}"
+        metric = f"{PREFIX}_{METRICS[family].name}"
         tell = stats.set_gauge if is_gauge(name) else stats.increase_counter
         tell(metric, count, tuple(labels))
     return stats

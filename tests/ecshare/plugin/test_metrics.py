@@ -2,15 +2,24 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from ecshare.plugin.metrics import METRICS, CounterStats, PrometheusCounters, counter_stats
+import ecshare.metrics
+import kvshare.metrics
+import kvshare.tier.metrics
+from ecshare.plugin.metrics import CounterStats, PrometheusCounters, counter_stats
 from ecshare.transfer.jobs import Outcome, Tier
 from ecshare.transfer.stats import Stats, is_gauge
 
 ROOT = Path(__file__).parents[3]
+METRICS = {
+    "ecshare": ecshare.metrics.METRICS,
+    "kvshare": kvshare.metrics.METRICS,
+    "kvshare_tier": kvshare.tier.metrics.METRICS,
+}
 SOURCES = {
     "ecshare": [*ROOT.glob("ecshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
     "kvshare": [
@@ -64,9 +73,13 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def counters(registry: CollectorRegistry) -> PrometheusCounters:
-    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
-    labels = ["model_name", "engine"]
-    return PrometheusCounters("ecshare", types, labels, {0: ["m", "0"], 1: ["m", "1"]})  # type: ignore[arg-type]
+    types: dict[type[Any], Any] = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Gauge)
+    }
+    engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    return PrometheusCounters(
+        "ecshare", METRICS["ecshare"], types, ["model_name", "engine"], engines
+    )
 
 
 def test_counts_reach_prometheus_under_their_documented_names(

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the encoder connector counts."""
+
+from ecshare.plugin.metrics import MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
+
+METRICS: MetricTable = {
+    "items": Metric(
+        "items",
+        "Media items, by what became of their embedding.",
+        {"event": ("encoded", "loaded", "stored", "saved", "missed", "failed", "dropped")},
+    ),
+    "misses": Metric(
+        "misses",
+        "Media items that were not found, by reason.",
+        {"reason": MISS_REASONS},
+    ),
+    "encodes_avoided": Metric("encodes_avoided", "Media items that need not be encoded."),
+    "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
+    "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed."),
+    **TRANSFER_METRICS,
+}

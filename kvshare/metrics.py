@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the KV connector counts."""
+
+from ecshare.plugin.metrics import MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
+
+_WAITS = {"stage": ("look_up", "load")}
+METRICS: MetricTable = {
+    "blocks": Metric(
+        "blocks",
+        "KV blocks and prompt tails, by what became of them.",
+        {"event": ("saved", "loaded", "missed", "failed", "dropped")},
+    ),
+    "misses": Metric(
+        "misses",
+        "KV blocks that were not found or not loaded, by reason.",
+        {"reason": MISS_REASONS},
+    ),
+    "tokens": Metric(
+        "tokens",
+        "Prompt tokens, by whether their KV was stored, and loaded instead of computed.",
+        {"event": ("queried", "hit", "announced", "loaded")},
+    ),
+    "waits": Metric(
+        "waits",
+        "Requests that waited, hit or miss, by what for.",
+        _WAITS,
+    ),
+    "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),
+    **TRANSFER_METRICS,
+}
