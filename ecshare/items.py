@@ -40,7 +40,6 @@ from ecshare.transfer.jobs import (
     StoredObject,
     Tier,
 )
-from ecshare.transfer.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +129,14 @@ class Items:
         self,
         engine: TransferEngine,
         embeddings: Embeddings,
-        stats: Stats,
         *,
         role: Role,
         wait_s: float,
     ) -> None:
-        """Ask `engine` for `embeddings`, each for `wait_s` at most; count into `stats`."""
+        """Ask `engine` for `embeddings`, each for `wait_s` at most."""
         self._engine = engine
         self._embeddings = embeddings
-        self._stats = stats
+        self._stats = engine.stats
         self._role = role
         self._wait_s = wait_s
         self._items: dict[str, Item] = {}

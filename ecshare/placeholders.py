@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a producer tells of its media items, so that a consumer can do without the pixels."""
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +8,8 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     PlaceholderMetadataResolver,
     collect_ec_item_metadata,
 )
+
+from ecshare.transfer.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ class Placeholders:
     def __init__(self, model_config: "ModelConfig") -> None:
         """Prepare to ask vLLM which fields the model needs, once for each modality."""
         self._resolver = PlaceholderMetadataResolver(model_config)
-        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._known: Recent[str, dict[str, Any]] = Recent(_REMEMBERED_ITEMS)
 
     def can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item contains pixels or sound, not only placeholder metadata."""
@@ -52,9 +53,6 @@ class Placeholders:
         (entry,) = collect_ec_item_metadata([feature], self._resolver).values()
         metadata = self._checked(feature, entry["metadata"])
         self._known[feature.identifier] = metadata
-        self._known.move_to_end(feature.identifier)
-        if len(self._known) > _REMEMBERED_ITEMS:
-            self._known.popitem(last=False)
         return metadata
 
     def announcement(self, features: "Sequence[MultiModalFeatureSpec]") -> dict[str, Any]:

@@ -12,7 +12,7 @@ import heapq
 import json
 import logging
 import time
-from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +27,11 @@ from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
-from ecshare.transfer.engine import TransferEngine
+from ecshare.plugin.start import start_with_namespace
 from ecshare.transfer.jobs import Done, Handle, Run, StoredObject
+from ecshare.transfer.recent import Recent
 from ecshare.transfer.staging import dtype_name
-from ecshare.transfer.stats import Stats, is_gauge, merged
+from ecshare.transfer.stats import is_gauge
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -84,19 +85,19 @@ class EncoderScheduler:
         self._numbers_media = names_media_by_request(vllm_config)
         self._has_tower_adapters = has_tower_adapters(vllm_config)
         self._placeholders = Placeholders(vllm_config.model_config)
-        self._engine = TransferEngine(config, OPTIONS_PATH)
-        namespace = encoder_namespace(vllm_config, config.epoch, self._engine.integrity)
-        self._engine.start_up(
-            namespace.kind, namespace.digest, namespace.facts, write=self._role.is_producer
+        self._engine, namespace = start_with_namespace(
+            config,
+            OPTIONS_PATH,
+            partial(encoder_namespace, vllm_config, config.epoch),
+            write=self._role.is_producer,
         )
         if not self._is_idle:
             saves, loads = self._role.is_producer, self._role.is_consumer
             log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
-        self._stats = Stats()
+        self._stats = self._engine.stats
         self._items = Items(
             self._engine,
             _embeddings(vllm_config, namespace),
-            self._stats,
             role=self._role,
             wait_s=config.wait_s,
         )
@@ -107,11 +108,11 @@ class EncoderScheduler:
         self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         self._loads: dict[str, LoadOrder] = {}
-        self._loading: OrderedDict[str, None] = OrderedDict()  # keys ordered, not reported yet
+        self._loading: Recent[str, None] = Recent(_MAX_UNREPORTED_LOADS)  # keys not reported yet
         # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
         # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
         # them, only by allocating them anew.
-        self._phantoms: OrderedDict[str, None] = OrderedDict()
+        self._phantoms: Recent[str, None] = Recent(_MAX_PHANTOMS)
         self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         self._lost: set[str] = set()
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
@@ -149,14 +150,10 @@ class EncoderScheduler:
         if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.object_key)
             self._loading[item.object_key] = None
-            if len(self._loading) > _MAX_UNREPORTED_LOADS:
-                self._loading.popitem(last=False)
             self._stats.add("items/loaded")
             self._stats.add("encodes_avoided")
         elif item is not None and item.phase is Phase.STORED:
             self._phantoms[identifier] = None
-            if len(self._phantoms) > _MAX_PHANTOMS:
-                self._phantoms.popitem(last=False)
             self._stats.add("items/stored")
             self._stats.add("encodes_avoided")
         else:
@@ -208,8 +205,7 @@ class EncoderScheduler:
         if self._ledger is not None and now_s >= self._next_reading_s:
             self._next_reading_s = now_s + _LEDGER_READ_EVERY_S
             self._engine.submit(Handle(Run("ledger", self._ledger.read), self._ledger_read))
-        self._engine.note_breakers("scheduler")
-        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
+        return counter_stats(self._engine.take_counts("scheduler"))
 
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""

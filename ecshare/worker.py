@@ -6,7 +6,6 @@ Every rank loads, one rank saves: all of them hold the same embedding.
 
 import logging
 import time
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,12 +16,13 @@ from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.plugin.ledger import open_ledger
 from ecshare.plugin.ranks import Rank
+from ecshare.plugin.start import start_engine
 from ecshare.store.format import TensorSpec
-from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, Run, StoredObject
+from ecshare.transfer.recent import Recent
 from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name
-from ecshare.transfer.stats import Stats, merged
+from ecshare.transfer.stats import merged
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,11 +60,10 @@ class EncoderWorker:
         self._timeout_s = config.io_timeout_s
         self._wait_s = config.wait_s
         self._staging = Staging(self._device, config.buffer_bytes)
-        self._engine = TransferEngine(config, OPTIONS_PATH)
-        self._engine.probe(write=self._is_writer)
-        self._orders: OrderedDict[str, SaveOrder] = OrderedDict()
+        self._engine = start_engine(config, OPTIONS_PATH, write=self._is_writer)
+        self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
         self._loaded: set[str] = set()
-        self._stats = Stats()
+        self._stats = self._engine.stats
         self._totals: dict[str, float] = {}
         self._has_news = False
         # Only of an engine that does nothing but encode does vLLM drop the reports.
@@ -95,8 +94,6 @@ class EncoderWorker:
         for order in orders.saves:
             self._orders[order.identifier] = order
             self.save(order.identifier, encoder_cache)
-        while len(self._orders) > _ORDERS_KEPT:
-            self._orders.popitem(last=False)
 
     def save(self, identifier: str, encoder_cache: dict[str, Tensor]) -> None:
         """Store an item as ordered, if it was ordered and is in the encoder cache; else nothing.
@@ -196,9 +193,7 @@ class EncoderWorker:
     def _add_up(self) -> None:
         """Add what was counted since the last call to the sums."""
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._engine.note_breakers("worker")
-        news = merged(self._stats.take(), self._engine.stats.take())
-        if news:
+        if news := self._engine.take_counts("worker"):
             self._totals = merged(self._totals, news)
             self._has_news = self._is_untold = True
 

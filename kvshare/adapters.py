@@ -16,7 +16,6 @@ from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.compat import hashed_adapter
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
-from ecshare.transfer.stats import Stats
 from kvshare.prefix import Grid
 
 
@@ -47,7 +46,6 @@ class Adapters:
         self,
         engine: TransferEngine,
         grid: Grid,
-        stats: Stats,
         *,
         wait_s: float,
         clock_s: Callable[[], float],
@@ -55,7 +53,7 @@ class Adapters:
         """`grid`: of requests without an adapter. `clock_s`: monotonic seconds."""
         self._engine = engine
         self._grid = grid
-        self._stats = stats
+        self._stats = engine.stats
         self._wait_s = wait_s
         self._clock_s = clock_s
         self._none = Adapter(grid, is_settled=True)

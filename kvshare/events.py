@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells those who follow vLLM's KV events which blocks the store has."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from ecshare.plugin.compat import event_extra_keys
+from ecshare.transfer.recent import Recent
 from kvshare.prefix import Chunk, ChunkKey, Grid
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class BlockEvents:
             "locality": "REMOTE" if is_remote else None,
             "ownership": OWNERSHIP,
         }
-        self._ordered: OrderedDict[ChunkKey, _Ordered] = OrderedDict()
-        self._announced: OrderedDict[ChunkKey, tuple[bytes, ...]] = OrderedDict()
+        self._ordered: Recent[ChunkKey, _Ordered] = Recent(_MAX_ORDERED)
+        self._announced: dict[ChunkKey, tuple[bytes, ...]] = {}  # the oldest first
         self._num_holders: Counter[bytes] = Counter()
         self._events: list[KVCacheEvent] = []
 
@@ -80,8 +81,6 @@ class BlockEvents:
             event_extra_keys(request, first, end, self._grid.block_tokens),
             self._num_shares,
         )
-        if len(self._ordered) > _MAX_ORDERED:
-            self._ordered.popitem(last=False)
 
     def stored(self, num_shares: Mapping[ChunkKey, int]) -> None:
         """Note that so many more shares of these are stored."""

@@ -17,7 +17,6 @@ from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Moved, Outcome, StoredObject
 from ecshare.transfer.staging import Inflow, as_tensor
-from ecshare.transfer.stats import Stats
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
 from kvshare.messages import LoadOrder, Piece
@@ -146,7 +145,6 @@ class Loads:
         config: KVConfig,
         engine: TransferEngine,
         blocks: Sequence[BlockCaches],
-        stats: Stats,
         *,
         keeps_prefix: bool,
         arrived_from: Callable[[Key, Sequence[Moved]], None],
@@ -161,7 +159,7 @@ class Loads:
         self._config = config
         self._engine = engine
         self._blocks = blocks
-        self._stats = stats
+        self._stats = engine.stats
         self._keeps_prefix = keeps_prefix
         self._arrived_from = arrived_from
         self._limit_bytes = min(config.buffer_bytes // 2, _MAX_BYTES)

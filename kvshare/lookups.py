@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
-from ecshare.transfer.stats import Stats
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
@@ -85,18 +84,17 @@ class Lookups:
         config: KVConfig,
         facts: KVFacts,
         engine: TransferEngine,
-        stats: Stats,
         clock_s: Callable[[], float],
     ) -> None:
         """Use what the scheduler half owns. `clock_s`: monotonic seconds."""
         self._config = config
         self._facts = facts
         self._engine = engine
-        self._stats = stats
+        self._stats = engine.stats
         self._clock_s = clock_s
         self.stored = RecentKeys[ChunkKey](clock_s)
         """What need not be saved; who saves adds to it."""
-        self.adapters = Adapters(engine, facts.grid, stats, wait_s=config.wait_s, clock_s=clock_s)
+        self.adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
         self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)
         # By what is asked for: requests with one prompt share one search.
         self._asking: dict[_Asked, list[Search]] = {}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What needs no saving, because the store has it, as far as one can know."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from math import inf
 from typing import Generic, TypeVar
+
+from ecshare.transfer.recent import Recent
 
 # What was seen in the store is not saved again for so long. Then it is, in case the store has lost
 # it: writes are create-only, so that costs little where it has not.
@@ -24,7 +25,7 @@ class RecentKeys(Generic[K]):
     def __init__(self, clock_s: Callable[[], float]) -> None:
         """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
-        self._seen_s: OrderedDict[K, float] = OrderedDict()
+        self._seen_s: Recent[K, float] = Recent(_MAX_CHUNKS)
         self.on_lost: Callable[[Collection[K]], None] = lambda _: None
         """Called with what the store was found not to have."""
 
@@ -34,9 +35,6 @@ class RecentKeys(Generic[K]):
     def add(self, key: K) -> None:
         """Note that the store has it now."""
         self._seen_s[key] = self._clock_s()
-        self._seen_s.move_to_end(key)
-        if len(self._seen_s) > _MAX_CHUNKS:
-            self._seen_s.popitem(last=False)
 
     def lost(self, keys: Collection[K]) -> None:
         """Note that the store does not have these."""

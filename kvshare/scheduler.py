@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from vllm.v1.request import Request
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
+from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
-from ecshare.transfer.stats import Stats, merged
 from kvshare.adapters import Adapter
 from kvshare.chunk_parts import Pieces
 from kvshare.config import OPTIONS_PATH, KVConfig
@@ -80,12 +81,12 @@ class KVScheduler:
         events: BlockEvents | None = None,
     ) -> None:
         """`clock_s`: monotonic seconds. `events`: None where vLLM's KV events are off."""
-        self._stats = Stats()
+        self._stats = engine.stats
         self._clock_s = clock_s
         self._facts = facts
         self._engine = engine
         self._events = events
-        self._lookups = Lookups(config, facts, engine, self._stats, clock_s)
+        self._lookups = Lookups(config, facts, engine, clock_s)
         self._stored = self._lookups.stored
         self._adapters = self._lookups.adapters
         if events is not None:
@@ -119,29 +120,32 @@ class KVScheduler:
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
         tp_size = vllm_config.parallel_config.tensor_parallel_size
         sets = layer_sets_of(vllm_config, kv_cache_config) if why_not is None else ()
-        engine = TransferEngine(config, OPTIONS_PATH)
-        namespace = kv_namespace(
-            vllm_config,
-            config.epoch,
-            engine.integrity,
-            chunk_blocks=chunk_blocks,
-            layer_sets=[each.facts for each in sets],
+        size = own_size(sets, tp_size)
+        saves = role.is_kv_producer and why_not is None
+        engine, namespace = start_with_namespace(
+            config,
+            OPTIONS_PATH,
+            partial(
+                kv_namespace,
+                vllm_config,
+                config.epoch,
+                chunk_blocks=chunk_blocks,
+                layer_sets=[each.facts for each in sets],
+            ),
+            write=saves,
+            mark_of=lambda namespace: size_key(namespace.kind, namespace.digest, size),
         )
         facts = KVFacts(
             namespace=namespace.digest,
             grid=Grid(block_tokens, chunk_blocks, tails=config.tails),
             layer_sets=sets,
-            size=own_size(sets, tp_size),
+            size=size,
             parts={size: parts_of(sets, size) for size in readable_sizes(sets)},
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
-            saves=role.is_kv_producer and why_not is None,
+            saves=saves,
             loads=role.is_kv_consumer and why_not is None,
             numbers_media=names_media_by_request(vllm_config),
             store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
-        )
-        mark = size_key(namespace.kind, namespace.digest, facts.size)
-        engine.start_up(
-            namespace.kind, namespace.digest, namespace.facts, write=facts.saves, mark=mark
         )
         log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
         events = None
@@ -308,8 +312,7 @@ class KVScheduler:
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
-        self._engine.note_breakers("scheduler")
-        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
+        return counter_stats(self._engine.take_counts("scheduler"))
 
     def close(self) -> None:
         """Stop the I/O thread."""

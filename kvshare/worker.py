@@ -14,11 +14,11 @@ from torch import Tensor
 from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
+from ecshare.plugin.start import start_engine
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.staging import Staging
-from ecshare.transfer.stats import Stats, merged
 from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import publishes_events
@@ -87,7 +87,7 @@ class KVWorker:
         self._shape = shape
         self._rank = rank
         self._engine = engine
-        self._stats = Stats()
+        self._stats = engine.stats
         # These are set by `register`; without them every save is dropped, every load fails.
         self._blocks: list[BlockCaches] = []
         self._staging: Staging | None = None
@@ -129,8 +129,7 @@ class KVWorker:
                 if repacks_blocks()
                 else None,
             )
-        engine = TransferEngine(config, OPTIONS_PATH)
-        engine.probe(write=role.is_kv_producer)
+        engine = start_engine(config, OPTIONS_PATH, write=role.is_kv_producer)
         return cls(
             config,
             shape,
@@ -167,7 +166,6 @@ class KVWorker:
             self._config,
             self._engine,
             blocks,
-            self._stats,
             keeps_prefix=shape.keeps_prefix,
             arrived_from=self._make_up_for,
         )
@@ -236,8 +234,7 @@ class KVWorker:
         """Return the counts since the last call; None if there are none."""
         if self._staging is not None:
             self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._engine.note_breakers("worker")
-        return counter_stats(merged(self._stats.take(), self._engine.stats.take()))
+        return counter_stats(self._engine.take_counts("worker"))
 
     def close(self) -> None:
         """Let saves end, briefly, and stop the I/O thread."""

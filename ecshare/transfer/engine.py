@@ -70,9 +70,9 @@ class TransferEngine:
     """One I/O thread with one event loop; jobs in, outcomes out.
 
     Ownership: the thread that submits also polls, drains and closes; it owns `in_flight` and
-    `stats`, which counts what was moved. The store, its breakers and all tasks belong to the I/O
-    thread. They meet in two queues, `_inbox` and `_done`; a thread that does nothing else carries
-    jobs from the first one to the loop.
+    `stats`, which counts what was moved and whatever else that thread counts. The store, its
+    breakers and all tasks belong to the I/O thread. They meet in two queues, `_inbox` and `_done`;
+    a thread that does nothing else carries jobs from the first one to the loop.
     """
 
     def __init__(self, config: StoreConfig, path: str, *, store: ObjectStore | None = None) -> None:
@@ -145,11 +145,15 @@ class TransferEngine:
         damaged = {"read"} if self._fetcher.is_open else set()
         return self._client.open_breakers | damaged
 
-    def note_breakers(self, half: str) -> None:
-        """Say in `stats` which breakers are open, for the `half` that this engine belongs to."""
+    def take_counts(self, half: str) -> dict[str, float]:
+        """Return what `stats` has counted since the last call, and whether breakers are open.
+
+        `half`: which of "scheduler" and "worker" this engine belongs to.
+        """
         opened = self.open_breakers
         for direction in ("read", "write"):
             self.stats.set(f"now/breaker_open/{half}/{direction}", float(direction in opened))
+        return self.stats.take()
 
     def submit(self, *jobs: Handle[Any] | Job[Any]) -> None:
         """Queue jobs; never blocks, never raises. What follows them is called by `poll`, `drain`.

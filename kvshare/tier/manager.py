@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ecshare.plugin.logs import log_as_vllm
+from ecshare.plugin.start import start_with_namespace
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Key
-from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Lookup, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
-from ecshare.transfer.stats import Stats, merged
 from kvshare.config import parse_tier
 from kvshare.tier.facts import tier_namespace
 
@@ -128,22 +127,17 @@ class KVShareTier(SecondaryTierManager):
         num_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         self._facts = TensorSpec("U8", (num_bytes,))
         self._staging = Staging(torch.device("cpu"), config.buffer_bytes)
-        self._stats = Stats()
         self._verdicts = LookupResults()
         self._loading: set[Handle[StoredObject]] = set()
         self._copying: set[Handle[None]] = set()
         self._finished: list[JobResult] = []
-        self._engine = TransferEngine(config, path)
-        try:
-            self._namespace = tier_namespace(
-                offloading_spec, num_bytes, config.epoch, self._engine.integrity
-            )
-            self._engine.start_up(
-                self._namespace.kind, self._namespace.digest, self._namespace.facts, write=True
-            )
-        except BaseException:
-            self._engine.close()
-            raise
+        self._engine, self._namespace = start_with_namespace(
+            config,
+            path,
+            partial(tier_namespace, offloading_spec, num_bytes, config.epoch),
+            write=True,
+        )
+        self._stats = self._engine.stats
         self._rows = torch.frombuffer(primary_kv_view.cast("B"), dtype=torch.uint8).view(
             -1, num_bytes
         )
@@ -233,8 +227,7 @@ class KVShareTier(SecondaryTierManager):
     def get_stats(self) -> "OffloadingConnectorStats | None":
         """Return the counts since the last call; None if there are none."""
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        self._engine.note_breakers("scheduler")
-        return offloading_stats(merged(self._stats.take(), self._engine.stats.take()))
+        return offloading_stats(self._engine.take_counts("scheduler"))
 
     # --- what came of it ---
 

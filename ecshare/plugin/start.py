@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the transfer engine of a connector's half, or of the tier: all in one way."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ecshare.plugin.model_facts import Namespace
+from ecshare.store.config import StoreConfig
+from ecshare.store.keys import Key
+from ecshare.transfer.engine import TransferEngine
+
+
+def start_with_namespace(
+    config: StoreConfig,
+    path: str,
+    namespace_of: Callable[[str], Namespace],
+    *,
+    write: bool,
+    mark_of: Callable[[Namespace], Key | None] = lambda _: None,
+) -> tuple[TransferEngine, Namespace]:
+    """Return an engine whose store has answered, and the namespace of its objects.
+
+    `path`: where the user wrote `config`. `namespace_of`: is given the fingerprint of the integrity
+    key. `write`: this engine stores, and leaves its manifest and the mark; see
+    `TransferEngine.start_up`. The caller closes the engine.
+
+    Raises:
+        ConfigError: an option is wrong, or the store cannot be used; names the option and the fix.
+    """
+    with _opened(config, path) as engine:
+        namespace = namespace_of(engine.integrity)
+        engine.start_up(
+            namespace.kind,
+            namespace.digest,
+            namespace.facts,
+            write=write,
+            mark=mark_of(namespace),
+        )
+    return engine, namespace
+
+
+def start_engine(config: StoreConfig, path: str, *, write: bool) -> TransferEngine:
+    """As `start_with_namespace`, for a worker: it is told the keys of objects."""
+    with _opened(config, path) as engine:
+        engine.probe(write=write)
+    return engine
+
+
+@contextmanager
+def _opened(config: StoreConfig, path: str) -> Iterator[TransferEngine]:
+    """Open an engine; close it if the body fails."""
+    engine = TransferEngine(config, path)
+    try:
+        yield engine
+    except BaseException:
+        engine.close()
+        raise

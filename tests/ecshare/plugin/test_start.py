@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How engines of both connectors and of the tier begin."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ecshare.plugin.model_facts import Namespace
+from ecshare.plugin.start import start_engine, start_with_namespace
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError
+from ecshare.store.keys import Kind, manifest_key
+from ecshare.transfer.jobs import Lookup
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> StoreConfig:
+    return StoreConfig(url=f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [each for each in threading.enumerate() if each.name == "ecshare-io"]
+
+
+def namespace_of(integrity: str) -> Namespace:
+    return Namespace.of(Kind.KV, {"model": "m", "integrity": integrity})
+
+
+def test_a_writer_leaves_its_manifest_and_its_mark(config: StoreConfig) -> None:
+    engine, namespace = start_with_namespace(
+        config, "options", namespace_of, write=True, mark_of=lambda found: found.key("mark")
+    )
+    assert namespace == namespace_of("")
+    keys = (manifest_key(namespace.kind, namespace.digest), namespace.key("mark"))
+    engine.submit(Lookup(keys, 10, store_only=True))
+    found = [done.value for done in engine.drain(10)]
+    engine.close()
+    assert found == [(True, True)]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda config: start_engine(config, "options", write=True),
+        lambda config: start_with_namespace(config, "options", namespace_of, write=True),
+    ],
+)
+def test_nothing_is_left_of_an_engine_whose_store_cannot_be_used(
+    tmp_path: Path, start: Callable[[StoreConfig], object]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s"}
+    config = StoreConfig(
+        url="s3://bucket/prefix", storage_options=options, host_cache_dir=f"{tmp_path}/host"
+    )
+    with pytest.raises(ConfigError, match="cannot be used"):
+        start(config)
+
+
+def test_nothing_is_left_of_an_engine_without_a_namespace(config: StoreConfig) -> None:
+    def fails(_: str) -> Namespace:
+        raise ConfigError("no such layout")
+
+    with pytest.raises(ConfigError, match="no such layout"):
+        start_with_namespace(config, "options", fails, write=True)
