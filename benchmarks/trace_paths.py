@@ -67,11 +67,12 @@ class Trace:
         return sum(one != other for one, other in zip(files, files[1:], strict=False))
 
     def types(self) -> set[type]:
-        """Our classes that the functions called name in their bodies or signatures."""
+        """Our classes that the functions called belong to, or name in their bodies."""
         found: set[type] = set()
         for _, code in self.calls:
             module = sys.modules.get(_module(code))
-            named = (getattr(module, name, None) for name in code.co_names)
+            names = (code.co_qualname.partition(".")[0], *code.co_names)
+            named = (getattr(module, name, None) for name in names)
             found.update(each for each in named if isinstance(each, type) and _is_ours(each))
         return found
 
@@ -207,9 +208,12 @@ def main(words: list[str] | None = None) -> None:
     for name, trace in paths.items():
         threads = [thread for thread, _ in trace.calls]
         hops = sum(one != other for one, other in zip(threads, threads[1:], strict=False))
+        kinds = trace.types()
+        num_kv = sum(kind.__module__.startswith("kvshare") for kind in kinds)
         print(
             f"{name}: {len(trace.calls)} calls, {len(set(trace.files))} files, "
-            f"{trace.num_changes} changes of file, {hops} of thread, {len(trace.types())} types"
+            f"{trace.num_changes} changes of file, {hops} of thread, "
+            f"{len(kinds)} types, {num_kv} of kvshare"
         )
         if options.calls:
             for (thread, code), file in zip(trace.calls, trace.files, strict=True):

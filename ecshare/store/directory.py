@@ -15,6 +15,7 @@ import errno
 import hashlib
 import logging
 import os
+import secrets
 import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -38,7 +39,6 @@ from ecshare.store.objects import (
     Span,
     cut,
 )
-from ecshare.store.temp_files import temporary_name
 from ecshare.store.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -315,6 +315,11 @@ class DirectoryStore:
             if not os.path.isdir(self._root):
                 raise StoreUnavailable(f"the folder {self._root} is gone") from exc
         return folders, found
+
+
+def temporary_name() -> str:
+    """Return a name that no other writer has, on any host that shares the folder."""
+    return f".{secrets.token_hex(8)}.{os.getpid()}.tmp"
 
 
 @contextlib.contextmanager

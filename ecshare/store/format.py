@@ -10,8 +10,10 @@ A fixed prologue lets a device copy straight to byte 4,096 of a slab before the 
 normative. All that is read here may come from an enemy: sizes are bounded before they are used.
 """
 
+import json
 import math
 import struct
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +23,7 @@ from msgspec import Struct
 from ecshare import __version__
 from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.integrity import Integrity
-from ecshare.store.keys import FORMAT_VERSION, JSON, canonical_json
+from ecshare.store.keys import FORMAT_VERSION, JSON
 
 PROLOGUE_BYTES: Final = 4096
 TENSOR_NAME: Final = "tensor"
@@ -99,15 +101,15 @@ _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
 _ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
-class Streamed(Struct, frozen=True):
-    """What is known of an object whose bytes have come in order."""
+class _Front(Struct, frozen=True):
+    """What the first bytes of an object say."""
 
     prologue: bytes
     header: _Header
     facts: TensorSpec
-    checksum: str
 
 
+@dataclass(slots=True)
 class StreamingChecksum:
     """The checksum of an object that comes in pieces, of those that come in order.
 
@@ -115,11 +117,10 @@ class StreamingChecksum:
     several in turn.
     """
 
-    def __init__(self) -> None:
-        self._num_bytes = 0
-        self._digest: xxhash.xxh3_128 | None = None
-        self._front: tuple[bytes, _Header, TensorSpec] | None = None
-        self._is_in_order = True
+    _num_bytes: int = 0
+    _digest: xxhash.xxh3_128 | None = None
+    _front: _Front | None = None
+    _is_in_order: bool = True
 
     def take(self, offset: int, piece: memoryview) -> None:
         """Add the bytes from `offset` on. Never raises: what is odd is for `unseal` to say."""
@@ -132,7 +133,7 @@ class StreamingChecksum:
                 header = _header(piece)
                 facts = _facts(header)
                 self._digest = xxhash.xxh3_128(_believed(facts, header.metadata))
-                self._front = (bytes(piece[:PROLOGUE_BYTES]), header, facts)
+                self._front = _Front(bytes(piece[:PROLOGUE_BYTES]), header, facts)
             except ObjectCorrupt:
                 self._is_in_order = False
                 return
@@ -140,14 +141,16 @@ class StreamingChecksum:
         self._digest.update(rest)
         self._num_bytes += len(piece)
 
-    def result(self, num_bytes: int) -> Streamed | None:
-        """Return what `unseal` need not do again; None: not all of `num_bytes` came, or not in
-        order."""
-        if self._digest is None or self._front is None:
-            return None
-        if not self._is_in_order or self._num_bytes != num_bytes:
-            return None
-        return Streamed(*self._front, _CHECKSUM_PREFIX + self._digest.hexdigest())
+    def front(self, body: memoryview) -> _Front | None:
+        """Return what `unseal` of these bytes need not parse again; None: it is not known."""
+        front = self._front
+        return front if front is not None and body[:PROLOGUE_BYTES] == front.prologue else None
+
+    def digest(self, num_bytes: int) -> str:
+        """Return the checksum; "": not all of `num_bytes` came, or not in order."""
+        if self._digest is None or not self._is_in_order or self._num_bytes != num_bytes:
+            return ""
+        return _CHECKSUM_PREFIX + self._digest.hexdigest()
 
 
 def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
@@ -169,7 +172,7 @@ def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | N
         format=str(FORMAT_VERSION),
         key=str(key),
         checksum="",
-        attributes=canonical_json(facts.attributes).decode("ascii"),
+        attributes=_json(facts.attributes),
         producer=__version__,
     )
     payload = raw[PROLOGUE_BYTES:]
@@ -193,24 +196,21 @@ def unseal(
     *,
     verify: bool = True,
     integrity: Integrity | None = None,
-    streamed: Streamed | None = None,
+    streamed: StreamingChecksum | None = None,
 ) -> Sealed:
     """Take the object under `key` apart. The payload is a view into `body`.
 
     With `integrity`, nothing is taken without the right MAC. `verify=False` skips the checksum and
     the MAC, and only these: for bytes that were verified before and lay where nobody else can
-    write. `streamed`: a StreamingChecksum's, of these very bytes: they are not added up again, nor
-    their header parsed.
+    write. `streamed` has taken these very bytes: what it knows of them is not computed again.
 
     Raises:
         ObjectCorrupt: anything odd; a sound object of another key, too.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
-    if streamed is not None and raw[:PROLOGUE_BYTES] == streamed.prologue:
-        header, facts = streamed.header, streamed.facts
-    else:
-        header = _header(raw)
-        facts = _facts(header)
+    front = streamed.front(raw) if streamed else None
+    header = front.header if front else _header(raw)
+    facts = front.facts if front else _facts(header)
     metadata = header.metadata
     _check_key(header, key)
     payload = raw[PROLOGUE_BYTES:].toreadonly()
@@ -221,7 +221,8 @@ def unseal(
     if header.tensor.data_offsets[0] != 0:
         raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
     if verify:
-        checksum = streamed.checksum if streamed else _checksum(_believed(facts, metadata), payload)
+        checksum = streamed.digest(len(raw)) if streamed and front else ""
+        checksum = checksum or _checksum(_believed(facts, metadata), payload)
         if checksum != metadata.checksum:
             raise ObjectCorrupt("corrupt object: the checksum differs")
         if integrity is not None:
@@ -291,7 +292,7 @@ def _invalid_reason(facts: TensorSpec) -> str | None:
 
 def _believed(facts: TensorSpec, metadata: _Metadata) -> bytes:
     """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
-    return canonical_json(
+    text = _json(
         [
             FORMAT_VERSION,
             metadata.key,
@@ -301,6 +302,12 @@ def _believed(facts: TensorSpec, metadata: _Metadata) -> bytes:
             metadata.producer,
         ]
     )
+    return text.encode("ascii")
+
+
+def _json(value: JSON) -> str:
+    """One text per value: sorted keys, no blanks, ASCII. ValueError for NaN and infinity."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _checksum(believed: bytes, payload: memoryview) -> str:

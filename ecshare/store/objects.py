@@ -90,7 +90,8 @@ class Memory:
 
     def begin(self, num_bytes: int) -> None:
         """See Sink."""
-        check_size(num_bytes, self._limit_bytes)
+        if not 0 <= num_bytes <= self._limit_bytes:
+            raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes, at most {self._limit_bytes}")
         self._buffer = fresh_buffer(num_bytes)
 
     def write(self, offset: int, piece: Buffer) -> None:
@@ -106,18 +107,6 @@ def cut(span: Span, most_bytes: int) -> list[Span]:
     """Return `span` in pieces of at most that size."""
     starts = range(span.start, span.stop, most_bytes)
     return [Span(start, min(start + most_bytes, span.stop)) for start in starts]
-
-
-def check_size(num_bytes: int, limit_bytes: int) -> None:
-    """Check the size of an object.
-
-    Raises:
-        ObjectCorrupt: it is more than `limit_bytes`.
-    """
-    if not 0 <= num_bytes <= limit_bytes:
-        raise ObjectCorrupt(
-            f"corrupt object: it has {num_bytes} bytes, at most {limit_bytes} were expected"
-        )
 
 
 class ObjectStore(Protocol):

@@ -6,10 +6,11 @@ import logging
 import os
 import random
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator
+
+from ecshare.store.directory import temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,6 @@ _REST = 9
 _LONGEST_S = 1800.0
 MARK = ".swept"
 """Its age says when somebody has last done this."""
-
-
-def temporary_name() -> str:
-    """Return a name that no other writer has, on any host that shares the folder."""
-    return f".{secrets.token_hex(8)}.{os.getpid()}.tmp"
 
 
 def sweep(root: str) -> int:

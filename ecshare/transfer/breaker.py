@@ -2,9 +2,12 @@
 """What is worth asking for: the store as a whole, and the objects found damaged in it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
 from time import monotonic
 
+from ecshare.store.errors import StoreUnavailable
 from ecshare.store.keys import Key
 from ecshare.transfer.recent import Recent
 
@@ -24,10 +27,23 @@ _LONGEST_BAD_S = 60.0
 _MAX_BAD = 10_000
 
 
+class Verdict(Enum):
+    """What the end of an operation shows of a store."""
+
+    WORKS = auto()
+    FAILED = auto()
+    UNKNOWN = auto()
+    """Nothing either way: another probe may follow at once."""
+
+
+Verdicts = tuple[tuple[type[Exception], Verdict], ...]
+"""What each exception shows; the first that fits counts. Any other shows nothing."""
+
+
 class CircuitBreaker:
     """Opens after consecutive failures; then one probe at a time asks the store again.
 
-    While it is open, `admit` refuses all but one operation per pause, and that one only when the
+    While it is open, `attempt` refuses all but one operation per pause, and that one only when the
     last has ended; a success closes it, a failed probe doubles the pause. So a dead store costs
     hits, and next to no time. Other failures while it is open, and those of operations that began
     before the last success, change nothing: they are old news. The log says when it opens and when
@@ -55,28 +71,45 @@ class CircuitBreaker:
         """True while the store counts as gone."""
         return self._failures >= _FAILURES_TO_OPEN
 
-    @property
-    def is_worth_asking(self) -> bool:
-        """Whether `admit` would say yes; claims nothing."""
-        if not self.is_open:
-            return True
-        return self._probe is None and self._clock_s() >= self._next_probe_s
+    def check(self) -> None:
+        """Raise StoreUnavailable if `attempt` would; claims nothing."""
+        if self.is_open and (self._probe is not None or self._clock_s() < self._next_probe_s):
+            raise StoreUnavailable(f"{self.what} failed repeatedly and are left alone for a while")
 
-    def admit(self) -> int | None:
-        """Let an operation begin: its number, for `failed` and `ended`; None if it may not.
+    @contextmanager
+    def attempt(self, verdicts: Verdicts) -> Iterator[None]:
+        """Do one operation in the body; `verdicts` say what exceptions of it show.
 
-        While the store counts as gone, it is the probe, and claims this pause's turn.
+        While the store counts as gone, the operation is the probe, and claims this pause's turn.
+
+        Raises:
+            StoreUnavailable: it may not begin.
         """
-        if not self.is_worth_asking:
-            return None
+        self.check()
         self._last_begun += 1
+        operation = self._last_begun
         if self.is_open:
-            self._probe = self._last_begun
+            self._probe = operation
             self._next_probe_s = self._clock_s() + self._pause_s
-        return self._last_begun
+        try:
+            yield
+        except BaseException as exc:
+            shown = (verdict for kind, verdict in verdicts if isinstance(exc, kind))
+            self._ended(operation, next(shown, Verdict.UNKNOWN), str(exc) or "no answer in time")
+            raise
+        self._ended(operation, Verdict.WORKS, "")
 
-    def succeeded(self) -> None:
-        """Record that the store answered, be it with a miss."""
+    def _ended(self, operation: int, verdict: Verdict, why: str) -> None:
+        if verdict is Verdict.WORKS:
+            self._succeeded()
+        elif verdict is Verdict.FAILED:
+            self._failed(operation, why)
+        elif operation == self._probe:
+            self._next_probe_s = self._clock_s()
+        if operation == self._probe:
+            self._probe = None
+
+    def _succeeded(self) -> None:
         if self.is_open:
             level = logging.INFO if self._is_told else logging.DEBUG
             logger.log(level, "store: %s work again", self.what)
@@ -84,8 +117,7 @@ class CircuitBreaker:
         self._pause_s = _FIRST_PAUSE_S
         self._last_before_success = self._last_begun
 
-    def failed(self, operation: int, why: str) -> None:
-        """Record a failure or a time-out; `why`: the store's own words."""
+    def _failed(self, operation: int, why: str) -> None:
         if operation <= self._last_before_success:
             return
         if not self.is_open:
@@ -98,16 +130,6 @@ class CircuitBreaker:
             return  # of the same blip as those that opened it
         if self.is_open:
             self._next_probe_s = self._clock_s() + self._pause_s
-
-    def withdrawn(self, operation: int) -> None:
-        """Record that it showed nothing either way: another probe may follow at once."""
-        if operation == self._probe:
-            self._next_probe_s = self._clock_s()
-
-    def ended(self, operation: int) -> None:
-        """Let another probe follow if this was one. Due to all that was admitted, come what may."""
-        if operation == self._probe:
-            self._probe = None
 
     def _tell(self, why: str) -> None:
         self._is_told = self._clock_s() >= self._next_telling_s
@@ -131,26 +153,19 @@ class DamagedKeys:
     def __init__(self) -> None:
         """Know none."""
         self._pauses: Recent[Key, tuple[float, float]] = Recent(_MAX_BAD)  # until when, how long
-        self._replaceable: Recent[Key, None] = Recent(_MAX_BAD)
+        self.replaceable: Recent[Key, None] = Recent(_MAX_BAD)
+        """Where a save may find a damaged object in its place."""
 
     def is_left_alone(self, key: Key) -> bool:
         """Whether what lies under `key` was of no use a moment ago."""
         until_s, _ = self._pauses.get(key, (0.0, 0.0))
         return monotonic() < until_s
 
-    def must_replace(self, key: Key) -> bool:
-        """Whether a save of `key` may find a damaged object in its place."""
-        return key in self._replaceable
-
     def leave_alone(self, key: Key) -> None:
         """Ask for `key` no more for a while."""
         _, last_s = self._pauses.get(key, (0.0, 0.0))
         pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
         self._pauses[key] = (monotonic() + pause_s, pause_s)
-
-    def may_be_replaced(self, key: Key) -> None:
-        """Have the next save of `key` take the place of what is there, if anything is."""
-        self._replaceable[key] = None
 
     def removed(self, key: Key) -> None:
         """Ask for `key` again: the object was removed."""
@@ -159,4 +174,4 @@ class DamagedKeys:
     def repaired(self, key: Key) -> None:
         """Record that a good object lies under `key`."""
         self._pauses.pop(key, None)
-        self._replaceable.pop(key, None)
+        self.replaceable.pop(key, None)

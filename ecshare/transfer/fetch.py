@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ecshare.store.errors import (
@@ -14,14 +15,12 @@ from ecshare.store.errors import (
     ObjectMissing,
     ObjectUnreadable,
     StoreError,
-    StoreUnavailable,
 )
-from ecshare.store.format import Streamed, StreamingChecksum, unseal
-from ecshare.store.hostcache.cache import Draft, HostCache
+from ecshare.store.format import unseal
+from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
-from ecshare.store.objects import Buffer
-from ecshare.transfer.breaker import CircuitBreaker
+from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
 from ecshare.transfer.priority import Priority
@@ -30,6 +29,13 @@ from ecshare.transfer.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 
+# What a download shows of all that the store sends: whether it is sound.
+_SOUNDNESS: Verdicts = (
+    (ObjectUnreadable, Verdict.UNKNOWN),
+    (ObjectCorrupt, Verdict.FAILED),
+)
+
+_Load = Callable[[], tuple[StoredObject, Moved]]
 _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
 # How often this host is looked at for what another process brings or stores.
@@ -43,7 +49,6 @@ _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
 # Glances are cheaper than questions: those that wait share four times as many.
 _HOST_POLLS_A_STORE_POLL = 4
-_ALL_DAMAGED = "what the store sends is damaged again and again"
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -54,41 +59,24 @@ def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject
     reads memory only.
     """
     entry = host.open(key)
-    if entry is None:
-        return None
+    return None if entry is None else _stored_object(host, entry, own=own)
+
+
+def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> StoredObject | None:
+    """Return what `entry` holds, which owns the entry; None: it cannot be used."""
     try:
-        sealed = unseal(entry.copy_on_write() if own else entry.body, key, verify=False)
+        body = entry.copy_on_write() if own else entry.body
+        sealed = unseal(body, entry.key, verify=False)
     except ObjectCorrupt as exc:
         logger.warning("host cache: dropping a damaged entry: %s", exc)
         entry.close()
-        host.discard(key)
+        host.discard(entry.key)
         return None
     except OSError as exc:
         logger.warning("host cache: an entry cannot be mapped: %s", exc)
         entry.close()
         return None
-    return StoredObject(key, sealed.facts, sealed.payload, entry)
-
-
-class _ChecksummingSink:
-    """A Sink: `incoming`, with the checksum of what passes. One download's own."""
-
-    def __init__(self, incoming: Draft) -> None:
-        self.incoming = incoming
-        self._checksum = StreamingChecksum()
-
-    def begin(self, num_bytes: int) -> None:
-        """See Sink."""
-        self.incoming.begin(num_bytes)
-
-    def write(self, offset: int, piece: Buffer) -> None:
-        """See Sink."""
-        self.incoming.write(offset, piece)
-        self._checksum.take(offset, memoryview(piece).cast("B"))
-
-    def streamed(self) -> Streamed | None:
-        """What all bytes add up to; None: it is not known."""
-        return self._checksum.result(len(self.incoming.body))
+    return StoredObject(entry.key, sealed.facts, sealed.payload, entry)
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
@@ -164,31 +152,30 @@ class Fetcher:
         # Whoever holds the claim may have been stopped; then go without.
         patience_s = started_s + _PATIENCE * (deadline_s - started_s)
         while True:
-            here = self._open(job)
-            if here is not None:
-                return await self._from_host(job, here, started_s)
-            claim = self._host.claim(job.key)
-            if claim is not None or time.monotonic() >= patience_s:
+            found = self._host.open_or_claim(job.key)
+            if isinstance(found, Entry):
+                here = self._usable(job, found)
+                if here is not None:
+                    return await self._from_host(job, here, started_s)
+                found = self._host.claim(job.key)
+            if found is not None or time.monotonic() >= patience_s:
                 break
             await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
         try:
-            here = self._open(job)  # published just before the claim was free
-            if here is not None:
-                return await self._from_host(job, here, started_s)
             return await self._from_store(job, started_s, deadline_s)
         finally:
-            if claim is not None:
-                claim.release()
+            if found is not None:
+                found.release()
 
     async def _from_host(self, job: Fetch, here: StoredObject, started_s: float) -> _Served:
         moved = Moved("read", Tier.HOST, len(here.payload), time.monotonic() - started_s)
         if job.use is None:
             return here, (moved,)
-        return await self._loaded(_handed_over, job, here, moved)
+        return await self._loaded(job, lambda: (here, moved))
 
-    def _open(self, job: Fetch) -> StoredObject | None:
-        """What this host has already, if the job has a use for it."""
-        here = open_object(self._host, job.key)
+    def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
+        """What this host has already; None: the job has no use for it."""
+        here = _stored_object(self._host, entry)
         if here is None or job.accepts is None or job.accepts(here.facts):
             return here
         here.release()
@@ -217,33 +204,24 @@ class Fetcher:
                 return
 
     async def _from_store(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
-        if self._client.damaged.is_left_alone(job.key):
+        damaged = self._client.damaged
+        if damaged.is_left_alone(job.key):
             raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
-        trial = self._damage_breaker.admit()
-        if trial is None:
-            raise StoreUnavailable(_ALL_DAMAGED)
         try:
-            served = await self._download_twice(job, started_s, deadline_s)
+            with self._damage_breaker.attempt(_SOUNDNESS):
+                served = await self._download_twice(job, started_s, deadline_s)
         except ObjectUnreadable:
-            self._damage_breaker.withdrawn(trial)
-            self._client.damaged.leave_alone(job.key)
+            damaged.leave_alone(job.key)
             raise
         except ObjectCorrupt:
-            self._damage_breaker.failed(trial, _ALL_DAMAGED)
             if await self._removal.consider(job, deadline_s):
-                self._client.damaged.removed(job.key)
+                damaged.removed(job.key)
             else:
-                self._client.damaged.leave_alone(job.key)
+                damaged.leave_alone(job.key)
             # Also where it is said to be gone: a store may say so and keep it.
-            self._client.damaged.may_be_replaced(job.key)
+            damaged.replaceable[job.key] = None
             raise
-        except BaseException:
-            self._damage_breaker.withdrawn(trial)
-            raise
-        finally:
-            self._damage_breaker.ended(trial)
-        self._damage_breaker.succeeded()
-        self._client.damaged.repaired(job.key)
+        damaged.repaired(job.key)
         return served
 
     async def _download_twice(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
@@ -257,23 +235,26 @@ class Fetcher:
 
     async def _download(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         incoming = self._host.receive(job.key, job.limit_bytes)
-        inspected = _ChecksummingSink(incoming)
         try:
             await self._client.ask(
-                lambda store: store.get(job.key, inspected),
+                lambda store: store.get(job.key, incoming),
                 Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
                 job.timeout_s,
             )
-            return await self._loaded(self._admit, job, inspected, started_s)
-        finally:
-            incoming.discard()
+            return await self._loaded(job, partial(self._admit, job, incoming, started_s))
+        except BaseException:
+            incoming.discard()  # its traceback may keep it
+            raise
 
-    async def _loaded(self, call: Callable[..., _Served], *args: object) -> _Served:
-        """Return `call(*args)`, from a load thread. It has ended on return, also when cancelled:
-        it reads what came, and writes to somebody's memory."""
-        work = asyncio.get_running_loop().run_in_executor(self._loads, call, *args)
+    async def _loaded(self, job: Fetch, load: _Load) -> _Served:
+        """Return what `load` does, or what `job.use` leaves of it, both on a load thread.
+
+        That has ended on return, also when cancelled: it reads what came, and writes to somebody's
+        memory.
+        """
+        work = asyncio.get_running_loop().run_in_executor(self._loads, _used, job, load)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -282,21 +263,23 @@ class Fetcher:
                 stored.release()
             raise
 
-    def _admit(self, job: Fetch, inspected: _ChecksummingSink, started_s: float) -> _Served:
-        """Verify what came, publish it to this host, and let `job.use` have it. Load thread."""
-        incoming, streamed = inspected.incoming, inspected.streamed()
-        sealed = unseal(incoming.body, job.key, integrity=self._integrity, streamed=streamed)
+    def _admit(self, job: Fetch, incoming: Draft, started_s: float) -> tuple[StoredObject, Moved]:
+        """Verify what came and publish it to this host. Load thread."""
+        sealed = unseal(
+            incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
+        )
         if job.accepts is not None and not job.accepts(sealed.facts):
             said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
         # Where the entry is another process's, its bytes are the same.
         stored = StoredObject(job.key, sealed.facts, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s
-        return _handed_over(job, stored, Moved("read", Tier.STORE, len(stored.payload), seconds))
+        return stored, Moved("read", Tier.STORE, len(stored.payload), seconds)
 
 
-def _handed_over(job: Fetch, stored: StoredObject, moved: Moved) -> _Served:
-    """Let `job.use` have the object, if there is one, and release it then. Load thread."""
+def _used(job: Fetch, load: _Load) -> _Served:
+    """Let `job.use` have the object that was loaded, if there is one, and release it then."""
+    stored, moved = load()
     if job.use is None:
         return stored, (moved,)
     try:

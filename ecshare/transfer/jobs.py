@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -166,6 +167,7 @@ class Done(Struct, Generic[R], frozen=True):
     moved: tuple[Moved, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class Handle(Generic[R]):
     """A job in the hands of the engine, and what follows it.
 
@@ -173,13 +175,11 @@ class Handle(Generic[R]):
     Whoever submits keeps the handle to cancel the job; None of it need be kept otherwise.
     """
 
-    __slots__ = ("job", "started_s", "task", "then")
-
-    def __init__(self, job: Job[R], then: Callable[[Done[R]], None] | None = None) -> None:
-        self.job = job
-        self.then = then
-        self.started_s = 0.0
-        self.task: asyncio.Task[None] | None = None  # the I/O thread's
+    job: Job[R]
+    then: Callable[[Done[R]], None] | None = None
+    started_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+    """The I/O thread's."""
 
     def ended(self, done: Done[R]) -> None:
         """Go on with what follows."""

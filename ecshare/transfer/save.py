@@ -8,13 +8,13 @@ from concurrent.futures import Executor
 from ecshare.store.errors import ObjectMissing
 from ecshare.store.format import seal
 from ecshare.store.hostcache.cache import Entry, HostCache
-from ecshare.store.hostcache.single_flight import Claim
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
-from ecshare.store.objects import ObjectStore
 from ecshare.transfer.jobs import Backfill, Moved, Put, Tier
-from ecshare.transfer.priority import Priority
 from ecshare.transfer.store_client import StoreClient
+
+# What the processes of a host see while one of them stores an object.
+_STORING = "storing"
 
 
 class Saver:
@@ -41,16 +41,13 @@ class Saver:
         Raises:
             StoreError, TimeoutError: it is not stored.
         """
-        loop, body = asyncio.get_running_loop(), job.slab.body
-        entry, published = await loop.run_in_executor(self._copies, self._prepare, job, body)
-        claim = self._claim(job.key)
+        loop = asyncio.get_running_loop()
+        body, entry, published = await loop.run_in_executor(self._copies, self._prepare, job)
+        claim = self._host.claim(job.key, _STORING)
         started_s = time.monotonic()
-        replace = self._client.damaged.must_replace(job.key)
         try:
-            await self._client.ask(
-                lambda store: store.put(job.key, body, replace=replace), Priority.SAVE, len(body)
-            )
-            self._client.damaged.repaired(job.key)
+            await self._client.put(job.key, body)
+            stored = Moved("write", Tier.STORE, len(body), time.monotonic() - started_s)
         except Exception:
             # What was there before may well be in the store.
             if entry is not None and entry.is_new and not job.keeps_unstored:
@@ -61,7 +58,7 @@ class Saver:
                 claim.release()
             if entry is not None:
                 entry.close()
-        return published, _stored(len(body), started_s)
+        return published, stored
 
     async def backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
         """Store what this host has and the store lacks: whether it had to be, and what was moved.
@@ -74,7 +71,7 @@ class Saver:
         if entry is None:
             raise ObjectMissing(job.key)
         with entry:
-            claim = self._claim(job.key)
+            claim = self._host.claim(job.key, _STORING)
             if claim is None:
                 return False, ()  # somebody here is storing it already
             with claim:
@@ -82,35 +79,16 @@ class Saver:
 
     async def _store_again(self, key: Key, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
         started_s, num_bytes = time.monotonic(), entry.num_bytes
-        replace = self._client.damaged.must_replace(key)
-
-        async def put_if_lost(store: ObjectStore) -> bool:
-            (is_stored,) = await store.exists([key])
-            if is_stored and not replace:
-                return False
-            await store.put(key, entry.body, replace=replace)
-            return True
-
-        # One operation: that the store answers the question does not mean that saves work.
-        if not await self._client.ask(put_if_lost, Priority.SAVE, num_bytes):
+        if not await self._client.put(key, entry.body, only_if_lost=True):
             return False, ()
-        self._client.damaged.repaired(key)
-        return True, (_stored(num_bytes, started_s),)
+        return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
-    def _claim(self, key: Key) -> Claim | None:
-        """Tell the processes of this host that the object is on its way to the store."""
-        return self._host.claim(Key(f"{key}.storing"))
-
-    def _prepare(self, job: Put, body: memoryview) -> tuple[Entry | None, Moved]:
-        """Seal the slab, whose memory is `body`, and publish it to this host. Copy thread."""
-        job.slab.wait()
+    def _prepare(self, job: Put) -> tuple[memoryview, Entry | None, Moved]:
+        """Seal the slab, publish it to this host, and return the object. Copy thread."""
+        body = job.slab.arrived()
         started_s = time.monotonic()
         seal(body, job.slab.facts, job.key, self._integrity)
         entry = self._host.publish(job.key, body)
         seconds = time.monotonic() - started_s
         num_bytes = len(body) if entry else 0
-        return entry, Moved("write", Tier.HOST, num_bytes, seconds)
-
-
-def _stored(num_bytes: int, started_s: float) -> Moved:
-    return Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
+        return body, entry, Moved("write", Tier.HOST, num_bytes, seconds)

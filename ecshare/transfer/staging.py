@@ -7,7 +7,7 @@ that one buffer goes to the wire, so a save copies each byte once.
 
 On a GPU the copy runs on a side stream, ordered after the kernels that wrote the source; kernels
 launched later wait for it on the device. So the source may be overwritten or freed right away in
-stream order, and no CPU thread waits except the one that needs the bytes (`Slab.wait`).
+stream order, and no CPU thread waits except the one that needs the bytes (`Slab.arrived`).
 """
 
 import threading
@@ -121,10 +121,10 @@ class Slab:
         flat = self._whole[PROLOGUE_BYTES : self._num_bytes]
         return flat.view(torch_dtype(self.facts.dtype)).view(self.facts.shape)
 
-    def wait(self) -> None:
-        """Block until the copy from the device has arrived. Any thread."""
-        if self.copied is not None:
-            self.copied.synchronize()
+    def arrived(self) -> memoryview:
+        """Block until the copy from the device has arrived, and return `body`. Any thread."""
+        self._wait()
+        return self.body
 
     def release(self, *, reuse: bool = True) -> None:
         """Give the memory back to the budget. The second call does nothing. Any thread.
@@ -134,8 +134,12 @@ class Slab:
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self.wait()
+            self._wait()
             self._staging.take_back(buffer, reuse=reuse)
+
+    def _wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
 
     @property
     def _whole(self) -> Tensor:

@@ -4,16 +4,25 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreUnavailable
-from ecshare.store.objects import ObjectStore
-from ecshare.transfer.breaker import CircuitBreaker, DamagedKeys
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.keys import Key
+from ecshare.store.objects import Buffer, ObjectStore
+from ecshare.transfer.breaker import CircuitBreaker, DamagedKeys, Verdict, Verdicts
 from ecshare.transfer.priority import Admission, Priority
 
 T = TypeVar("T")
+
+# A miss and a damaged object are answers.
+_WITHOUT_TIME: Verdicts = (
+    (ObjectMissing, Verdict.WORKS),
+    (ObjectCorrupt, Verdict.WORKS),
+    (StoreError, Verdict.FAILED),
+)
+_VERDICTS: Verdicts = (*_WITHOUT_TIME, (TimeoutError, Verdict.FAILED))
 
 
 class StoreClient:
@@ -62,45 +71,37 @@ class StoreClient:
         """
         breaker = self._writes if priority is Priority.SAVE else self._reads
         admission = self._polls if priority is Priority.POLL else self._admission
-        if not breaker.is_worth_asking:
-            raise _left_alone(breaker)
+        breaker.check()
         async with AsyncExitStack() as held:
             # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
-            async with _until(deadline_s):
+            async with asyncio.timeout_at(None if math.isinf(deadline_s) else deadline_s):
                 await held.enter_async_context(admission.admitted(priority, cost_bytes))
-            operation = breaker.admit()
-            if operation is None:  # it may have gone while this waited for its turn
-                raise _left_alone(breaker)
-            held.callback(breaker.ended, operation)
             begun_s = time.monotonic()
             ends_s = min(deadline_s, begun_s + self._timeout_s)
             is_fair = ends_s < deadline_s or ends_s - begun_s >= patience_s / 2
-            with _heard(breaker, operation, is_fair=is_fair):
+            # It may have gone while this waited for its turn.
+            with breaker.attempt(_VERDICTS if is_fair else _WITHOUT_TIME):
                 async with asyncio.timeout_at(ends_s):
                     return await call(self._store)
 
+    async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
+        """Save an object, also in the place of a damaged one; whether it was written.
 
-@contextmanager
-def _heard(breaker: CircuitBreaker, operation: int, *, is_fair: bool) -> Iterator[None]:
-    """Tell `breaker` how the body ended; of a time-out only if it `is_fair`."""
-    try:
-        yield
-    except (ObjectMissing, ObjectCorrupt):
-        breaker.succeeded()
-        raise
-    except StoreError as exc:
-        breaker.failed(operation, str(exc))
-        raise
-    except TimeoutError:
-        if is_fair:
-            breaker.failed(operation, "no answer in time")
-        raise
-    breaker.succeeded()
+        `only_if_lost`: the store is asked first; False: it has the object.
 
+        Raises:
+            StoreError, TimeoutError: as `ask`.
+        """
+        replace = key in self.damaged.replaceable
 
-def _left_alone(breaker: CircuitBreaker) -> StoreUnavailable:
-    return StoreUnavailable(f"{breaker.what} failed repeatedly and are left alone for a while")
+        async def save(store: ObjectStore) -> bool:
+            if only_if_lost and not replace and (await store.exists([key]))[0]:
+                return False
+            await store.put(key, body, replace=replace)
+            return True
 
-
-def _until(deadline_s: float) -> asyncio.Timeout:
-    return asyncio.timeout_at(None if math.isinf(deadline_s) else deadline_s)
+        # One operation: that the store answers the question does not mean that saves work.
+        if not await self.ask(save, Priority.SAVE, memoryview(body).nbytes):
+            return False
+        self.damaged.repaired(key)
+        return True

@@ -27,12 +27,13 @@ from typing import Self
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
+from ecshare.store.format import StreamingChecksum
 from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
-from ecshare.store.hostcache.lock import unlock_and_close
 from ecshare.store.hostcache.single_flight import Claim
+from ecshare.store.hostcache.usage import Usage, unlock_and_close
 from ecshare.store.keys import Key
-from ecshare.store.objects import Buffer, Memory, check_size
+from ecshare.store.objects import Buffer, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,10 @@ class Entry:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        unlock_and_close(fd)
+        with contextlib.suppress(OSError):
+            # Not by closing alone: a map holds a duplicate of the descriptor.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
         with contextlib.suppress(BufferError):
             self._body.release()
             if self._map is not None:
@@ -107,7 +111,8 @@ class Entry:
 class Draft:
     """A Sink: an object on its way into the cache. It belongs to one fetch; any thread writes.
 
-    Where the cache has no room, the bytes lie in private memory instead.
+    The checksum is computed while the bytes pass. Where the cache has no room, they lie in private
+    memory instead.
     """
 
     def __init__(self, cache: "HostCache", key: Key, limit_bytes: int) -> None:
@@ -117,11 +122,14 @@ class Draft:
         self._target: _DraftFile | Memory | None = None
         self._lock = threading.Lock()  # guards the count, for one subtraction
         self._missing_bytes = 0
+        self.checksum = StreamingChecksum()
+        """Of what was written so far."""
         self._is_over = False
 
     def begin(self, num_bytes: int) -> None:
         """See Sink."""
-        check_size(num_bytes, self._limit_bytes)
+        if not 0 <= num_bytes <= self._limit_bytes:
+            raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes, at most {self._limit_bytes}")
         self._target = self._cache.draft(num_bytes)
         if self._target is None:
             self._target = Memory(num_bytes)
@@ -139,8 +147,10 @@ class Draft:
         if target is None or self._is_over:
             raise BrokenPipeError(errno.EPIPE, "nobody wants this object any more")
         target.write(offset, piece)
+        raw = memoryview(piece).cast("B")
         with self._lock:
-            self._missing_bytes -= memoryview(piece).nbytes
+            self._missing_bytes -= len(raw)
+        self.checksum.take(offset, raw)
 
     @property
     def body(self) -> memoryview:
@@ -188,19 +198,6 @@ class _DraftFile:
         self.fd = fd
         self._map: mmap.mmap | None = None
 
-    @classmethod
-    def make(cls, path: str, num_bytes: int) -> "_DraftFile":
-        """Make the file, with its final size and a lock. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        draft = cls(path, os.open(path, flags, 0o400), num_bytes)
-        try:
-            fcntl.flock(draft.fd, fcntl.LOCK_SH)
-            os.ftruncate(draft.fd, num_bytes)
-        except OSError:
-            os.unlink(path)
-            raise
-        return draft
-
     @property
     def body(self) -> memoryview:
         if self._map is None:
@@ -244,8 +241,13 @@ class HostCache:
         self._prefix = f"{store_id}+" if store_id else ""
         self._said: set[str] = set()
         make_private(root)
-        self.limit_bytes = fitting(root, limit_bytes)
-        self._room = Evictor(root, self.limit_bytes)
+        self._usage = Usage(root, fitting(root, limit_bytes))
+        self._evictor = Evictor(self._usage)
+
+    @property
+    def limit_bytes(self) -> int:
+        """How many bytes the folder may hold."""
+        return self._usage.limit_bytes
 
     def open(self, key: Key) -> Entry | None:
         """Return the entry, pinned, or None."""
@@ -294,21 +296,38 @@ class HostCache:
         """Return a sink for the object `key`, which may have `limit_bytes` at most."""
         return Draft(self, key, limit_bytes)
 
-    def claim(self, key: Key) -> Claim | None:
+    def open_or_claim(self, key: Key) -> Entry | Claim | None:
+        """Return the entry, or the right to fetch it. None: somebody else is fetching it."""
+        entry = self.open(key)
+        if entry is not None:
+            return entry
+        claim = self.claim(key)
+        if claim is None:
+            return None
+        entry = self.open(key)  # published just before the claim was free
+        if entry is None:
+            return claim
+        claim.release()
+        return entry
+
+    def claim(self, key: Key, purpose: str = "") -> Claim | None:
         """Return the exclusive right to fetch `key` to this host. None: somebody has it.
 
-        Where locks fail, everybody gets it: fetching twice is better than not at all.
+        Where locks fail, everybody gets it: fetching twice is better than not at all. `purpose`:
+        what else may be done by one process at a time, e.g. "storing".
         """
         name = os.path.basename(self._path(key))
         try:
-            return Claim.take(f"{self.root}/{_CLAIMS_NAME}", name)
+            return Claim.take(
+                f"{self.root}/{_CLAIMS_NAME}", f"{name}.{purpose}" if purpose else name
+            )
         except OSError as exc:
             self._say_once("claim", "fetches are not shared between processes: %s", exc)
             return Claim(-1, 0)
 
     def discard(self, key: Key) -> None:
         """Remove the entry, pinned or not. Who has it open keeps its bytes."""
-        self._room.remove(self._path(key))
+        self._usage.remove(self._path(key))
 
     # What follows is for Draft.
 
@@ -322,9 +341,9 @@ class HostCache:
         free_bytes = 0
         for _ in range(_TRIES):
             try:
-                draft = self._room.admit(
-                    num_bytes, free_bytes, lambda path: _DraftFile.make(path, num_bytes)
-                )
+                made = None if free_bytes else self._usage.create(num_bytes)
+                made = made or self._evictor.admit(num_bytes, free_bytes)
+                draft = _DraftFile(*made, num_bytes) if made else None
                 if draft is not None:
                     self._reserve(draft)
             except FileNotFoundError as exc:
@@ -349,7 +368,7 @@ class HostCache:
         try:
             for _ in range(_TRIES):
                 try:
-                    self._room.rename(draft.path or "", path, draft.num_bytes)
+                    self._usage.rename(draft.path or "", path, draft.num_bytes)
                     draft.path = None
                     # The lock that kept the temporary file alive is the entry's pin from now on.
                     return draft.hand_over(key)
@@ -358,7 +377,7 @@ class HostCache:
                     if there is not None:
                         return there
                     # What bears this name and cannot be opened, nobody else would ever replace.
-                    self._room.remove(path)
+                    self._usage.remove(path)
         except OSError as exc:
             self._say_once("write", "the host cache cannot be written: %s", exc)
         finally:
@@ -377,7 +396,7 @@ class HostCache:
         """Remove `draft`, unless it has become an entry."""
         path, draft.path = draft.path, None
         if path is not None:
-            self._room.remove(path)
+            self._usage.remove(path)
 
     def _path(self, key: Key) -> str:
         # No key holds a '+', so that two keys never meet in one name.

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The byte budget of the host cache, kept by all its processes together.
+"""Which entries of the host cache are removed when it is full: the least recently used.
 
-`.used` holds the bytes in the folder, as all believe; it is read and written under its own lock.
-Only when it says "full" is the folder scanned, which corrects it, and emptied to LOW_WATER of the
-limit: a full cache does not scan for every entry. Only files of our own names are counted or
-removed.
+The folder is scanned only when the usage counter says "full". The scan corrects the counter, and
+entries are removed down to LOW_WATER of the limit, so that a full cache does not scan for every new
+entry. Only files with names of ours are counted or removed.
 
-A scan of very many entries takes seconds, and is not done under the lock: the others go on. What
-they add and remove meanwhile the scan may have seen or not. Its bytes are a second number in
-`.used`, so that a scan knows how far its own sum can be off, and corrects no more than that.
-Entries are removed a few at a time, each time under the lock; one process does it for all, in a
-thread of its own, and nobody waits for it long.
+A scan of very many entries takes seconds, so it does not hold the counter's lock: other processes
+add and remove entries meanwhile. The counter's second number tells the scan how far its own sum may
+be off, and it corrects no more than that. Entries are removed a few at a time, each time under the
+lock. One process does this for all, in a thread of its own.
 """
 
 import contextlib
@@ -18,37 +16,27 @@ import fcntl
 import heapq
 import os
 import re
-import secrets
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.hostcache.lock import HostLock, unlock_and_close
+from ecshare.store.hostcache.usage import HostLock, Usage, unlock_and_close
 
 LOW_WATER = 0.9
 THREAD_NAME = "ecshare-evict"
 
-T = TypeVar("T")
-
-_TALLY = struct.Struct("<qq")
-_TALLY_NAME = ".used"
 _TURN_NAME = ".evicting"
-# Whoever holds the tally for so long, and it is held for a few milliseconds, was stopped.
-_TALLY_WAIT_S = 1.0
 # Whoever makes room touches its file all the time: without that for so long, it was stopped.
 _TURN_WAIT_S = 2.0
 _ROOM_WAIT_S = 0.25  # then others help themselves
 _ROOM_PAUSE_S = 0.005
 _STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
 _RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
-_MAX_TURNOVER = 1 << 62
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 # Of any version of the keys: nobody else would ever remove what an older release left. Some kept
 # parts of an object, under names below the object's.
@@ -58,13 +46,16 @@ _ENTRY = re.compile(
 
 
 class Evictor:
-    """Who may write how much into the folder `root`. Safe from several threads and processes."""
+    """Makes room in a folder. Safe from several threads and processes."""
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
-        """Count what is there. ConfigError names `host_cache_dir`: it cannot be used."""
-        self.root = root
-        self.limit_bytes = limit_bytes
-        self._lock = HostLock(f"{root}/{_TALLY_NAME}", _TALLY_WAIT_S)
+    def __init__(self, usage: Usage) -> None:
+        """Count what is there.
+
+        Raises:
+            ConfigError: it cannot be used; the message names `host_cache_dir`.
+        """
+        self.usage = usage
+        root = usage.root
         self._turn = HostLock(f"{root}/{_TURN_NAME}", _TURN_WAIT_S)
         try:
             turn = self._turn.attempt()
@@ -76,30 +67,24 @@ class Evictor:
                 f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
             ) from exc
 
-    def admit(self, num_bytes: int, free_bytes: int, make: Callable[[str], T]) -> T | None:
-        """Account for a file of `num_bytes` and `make` it, at the temporary path it is given.
+    def admit(self, num_bytes: int, free_bytes: int) -> tuple[str, int] | None:
+        """As `Usage.create`, after making room: None: everything here is in use.
 
-        Under the tally's lock: until it is let go of, nobody takes the file for a dead writer's. So
-        `make` gives it its size, and a lock. `free_bytes` asks for that much to be evicted first,
-        whatever the tally says. None: everything here is in use. Raises OSError, also that of
-        `make`.
+        `free_bytes` asks for that much to be evicted first, whatever the counter says.
         """
         patience = self._turn.watch()
         waits_until_s = time.monotonic() + _ROOM_WAIT_S
         while True:
-            with self.tally() as tally:
-                used = tally.read().used
-                if used is not None and not free_bytes and used + num_bytes <= self.limit_bytes:
-                    made = make(f"{self.root}/.{secrets.token_hex(8)}.tmp")
-                    tally.add(num_bytes)
-                    return made
+            made = None if free_bytes else self.usage.create(num_bytes)
+            if made is not None:
+                return made
             turn = self._turn.attempt()
             if turn is None and patience.is_over():
                 turn = self._turn.take_over()
             if turn is not None:
                 is_room = self._make_room(turn, num_bytes, free_bytes)
                 free_bytes = 0
-            elif used is None or time.monotonic() < waits_until_s:
+            elif time.monotonic() < waits_until_s or self._is_unknown():
                 is_room = True  # soon: somebody is making it, or counts
                 time.sleep(_ROOM_PAUSE_S)
             else:
@@ -107,23 +92,9 @@ class Evictor:
             if not is_room:
                 return None
 
-    def rename(self, temporary: str, path: str, num_bytes: int) -> None:
-        """Give a finished file, of that size, its name.
-
-        FileExistsError: it is taken; OSError: it cannot be.
-        """
-        with self.tally() as tally:
-            os.link(temporary, path)
-            os.unlink(temporary)
-            # A scan at this moment may see two files, or none.
-            tally.add(0, turnover=num_bytes)
-
-    def remove(self, path: str) -> None:
-        """Unlink the file and take it off the account. Nothing happens if it is not there."""
-        with contextlib.suppress(OSError), self.tally() as tally:
-            status = os.stat(path, follow_symlinks=False)
-            os.unlink(path)
-            tally.add(-status.st_size if stat.S_ISREG(status.st_mode) else 0)
+    def _is_unknown(self) -> bool:
+        with self.usage.counter() as counter:
+            return counter.read().used is None
 
     def _make_room(self, turn: int, num_bytes: int, free_bytes: int) -> bool:
         """Have the least recently used leave until there is room. False: there is none.
@@ -137,16 +108,16 @@ class Evictor:
         used = scan.run_if_short(work, is_urgent=bool(free_bytes))
         if used is None:
             return self._help_oneself(num_bytes, scan.first)
-        return used + num_bytes <= self.limit_bytes
+        return used + num_bytes <= self.usage.limit_bytes
 
     def _evict_oldest(self, scan: "_Scan", num_bytes: int, free_bytes: int) -> int:
         runs: list[list[_Found]] = []
         used = scan.recount(runs.append)
-        goal = self.limit_bytes - num_bytes
+        goal = self.usage.limit_bytes - num_bytes
         if free_bytes:
             goal = min(goal, used - free_bytes)
         if used > goal:
-            goal = min(goal, int(self.limit_bytes * LOW_WATER))
+            goal = min(goal, int(self.usage.limit_bytes * LOW_WATER))
         return self.evict_in_steps(scan.living(heapq.merge(*runs)), used, goal)
 
     def _help_oneself(self, num_bytes: int, some: "list[_Found]") -> bool:
@@ -154,12 +125,12 @@ class Evictor:
 
         They are not the least recently used of all, but a scan of all takes seconds.
         """
-        with self.tally() as tally:
-            used = tally.read().used or 0
+        with self.usage.counter() as counter:
+            used = counter.read().used or 0
         share = (1 - LOW_WATER) * sum(each.num_bytes for each in some)
-        goal = min(self.limit_bytes - num_bytes, used - int(share))
+        goal = min(self.usage.limit_bytes - num_bytes, used - int(share))
         used = self.evict_in_steps(sorted(some), used, goal)
-        return used + num_bytes <= self.limit_bytes
+        return used + num_bytes <= self.usage.limit_bytes
 
     def evict_in_steps(self, oldest_first: "Iterable[_Found]", used: int, goal: int) -> int:
         """Unlink these, in order, until `goal` bytes are in use; return how many are.
@@ -177,8 +148,8 @@ class Evictor:
         Stops where they are `goal`. One hold of the lock.
         """
         # Their memory or disk space is given back when they are closed: after the lock.
-        with contextlib.ExitStack() as unlinked, self.tally() as tally:
-            used = tally.read().used or 0
+        with contextlib.ExitStack() as unlinked, self.usage.counter() as counter:
+            used = counter.read().used or 0
             freed = 0
             for each in some:
                 if used - freed <= goal:
@@ -187,12 +158,12 @@ class Evictor:
                 if fd is not None:
                     unlinked.callback(unlock_and_close, fd)
                     freed += each.num_bytes
-            tally.add(-freed)
+            counter.add(-freed)
             return max(0, used - freed)
 
     def _unlink_unpinned(self, found: "_Found") -> int | None:
         """Unlink it and return it open. None: it is pinned, used since, or gone."""
-        path = f"{self.root}/{found.name}"
+        path = f"{self.usage.root}/{found.name}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -211,7 +182,7 @@ class Evictor:
 
     def files(self) -> "Iterator[_Found]":
         """Yield all files of ours that take room."""
-        with os.scandir(self.root) as entries:
+        with os.scandir(self.usage.root) as entries:
             for entry in entries:
                 is_temporary = entry.name.startswith(".")
                 if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
@@ -223,15 +194,6 @@ class Evictor:
                 if stat.S_ISREG(status.st_mode):
                     yield _Found(status.st_atime_ns, status.st_size, entry.name, is_temporary)
 
-    @contextlib.contextmanager
-    def tally(self) -> "Iterator[_UsageCounter]":
-        """Hold the tally's lock."""
-        fd = self._lock.take()
-        try:
-            yield _UsageCounter(fd)
-        finally:
-            unlock_and_close(fd)
-
 
 class _Scan:
     """One scan of a folder, by whoever has the turn to do so. One thread at a time."""
@@ -241,8 +203,8 @@ class _Scan:
         self._room = room
         self._turn = turn
         try:
-            with room.tally() as tally:
-                self._believed = tally.read()
+            with room.usage.counter() as counter:
+                self._believed = counter.read()
             self._files = room.files()
             self.first = list(islice(self._files, _RUN_ENTRIES))
         except OSError:
@@ -271,7 +233,7 @@ class _Scan:
             yield each
 
     def recount(self, keep: Callable[[list["_Found"]], object]) -> int:
-        """Remove what dead writers left, correct the tally and return the bytes in use.
+        """Remove what dead writers left, correct the counter and return the bytes in use.
 
         `keep` is given the entries, sorted, some thousands at a time.
         """
@@ -282,8 +244,8 @@ class _Scan:
             keep(sorted(each for each in run if not each.is_temporary))
             os.utime(self._turn)
             run = list(islice(self._files, _RUN_ENTRIES))
-        with self._room.tally() as tally:
-            used = tally.correct(total, self._believed.turnover)
+        with self._room.usage.counter() as counter:
+            used = counter.correct(total, self._believed.turnover)
         return self._room.evict_in_steps(temporary, used, 0)
 
     def _run(self, work: Callable[[], int]) -> int:
@@ -314,55 +276,4 @@ class _Found(NamedTuple):
     name: str
     is_temporary: bool
     """Still being written, unless its writer is dead. That had a lock on it from the moment it let
-    go of the tally's."""
-
-
-class _Believed(NamedTuple):
-    """What `.used` says."""
-
-    used: int | None
-    """The bytes in the folder. None: nobody knows; scan."""
-    turnover: int
-    """The bytes of all files ever added, renamed or removed."""
-
-
-class _UsageCounter:
-    """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._read: _Believed | None = None
-
-    def read(self) -> _Believed:
-        """Return what is believed."""
-        if self._read is None:
-            self._read = self._parsed(os.pread(self._fd, _TALLY.size, 0))
-        return self._read
-
-    def _parsed(self, raw: bytes) -> _Believed:
-        used = int.from_bytes(raw[:8], "little", signed=True) if len(raw) >= 8 else -1
-        # An older release writes the first number alone.
-        turnover = int.from_bytes(raw[8:], "little") if len(raw) == _TALLY.size else 0
-        return _Believed(used if used >= 0 else None, turnover)
-
-    def add(self, num_bytes: int, *, turnover: int | None = None) -> None:
-        """Account for a change: of `turnover` bytes, unless it is `num_bytes` as well."""
-        used, before = self.read()
-        moved = abs(num_bytes) if turnover is None else turnover
-        self._write(-1 if used is None else max(0, used + num_bytes), before + moved)
-
-    def correct(self, counted: int, before: int) -> int:
-        """Correct what is believed by what a scan has `counted`; return it.
-
-        `before`: the turnover when the scan began. What came or went since, it may have missed.
-        """
-        used, turnover = self.read()
-        doubt = max(0, turnover - before)
-        most = counted + doubt
-        used = most if used is None else min(max(used, counted - doubt), most)
-        self._write(used, turnover)
-        return used
-
-    def _write(self, used: int, turnover: int) -> None:
-        os.pwrite(self._fd, _TALLY.pack(used, turnover % _MAX_TURNOVER), 0)
-        self._read = None
+    go of the counter's."""

@@ -9,8 +9,9 @@ import pytest
 
 from ecshare.store import temp_files
 from ecshare.store.config import StoreConfig
+from ecshare.store.directory import temporary_name
 from ecshare.store.keys import Kind, namespace_digest, object_key
-from ecshare.store.temp_files import MARK, sweep, temporary_name
+from ecshare.store.temp_files import MARK, sweep
 from ecshare.transfer.engine import TransferEngine
 
 DAY_S = 86_400.0

@@ -3,7 +3,8 @@ import logging
 
 import pytest
 
-from ecshare.transfer.breaker import CircuitBreaker
+from ecshare.store.errors import ObjectMissing, StoreError, StoreUnavailable
+from ecshare.transfer.breaker import CircuitBreaker, Verdict
 
 
 class Clock:
@@ -18,59 +19,79 @@ def clock() -> Clock:
     return Clock()
 
 
-def begun(breaker: CircuitBreaker) -> int:
-    operation = breaker.admit()
-    assert operation is not None
-    return operation
+VERDICTS = ((ObjectMissing, Verdict.WORKS), (StoreError, Verdict.FAILED))
 
 
-def fail(breaker: CircuitBreaker, operation: int) -> None:
-    breaker.failed(operation, "the disk is full")
-    breaker.ended(operation)
+class Operation:
+    """One that has begun, and ends when the test says so."""
+
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        self._held = breaker.attempt(VERDICTS)
+        self._held.__enter__()
+
+    def succeed(self) -> None:
+        self._held.__exit__(None, None, None)
+
+    def fail(self, exc: Exception) -> None:
+        assert not self._held.__exit__(type(exc), exc, None)
+
+
+def begun(breaker: CircuitBreaker) -> Operation:
+    return Operation(breaker)
+
+
+def fail(operation: Operation, words: str = "the disk is full") -> None:
+    operation.fail(StoreError(words))
+
+
+def may_begin(breaker: CircuitBreaker) -> bool:
+    try:
+        breaker.check()
+    except StoreUnavailable:
+        return False
+    return True
 
 
 def opened(clock: Clock) -> CircuitBreaker:
     breaker = CircuitBreaker("saves", clock)
     for _ in range(4):
-        fail(breaker, begun(breaker))
+        fail(begun(breaker))
     return breaker
 
 
 def test_it_opens_after_consecutive_failures_only(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     for _ in range(3):
-        fail(breaker, begun(breaker))
-    breaker.succeeded()
+        fail(begun(breaker))
+    begun(breaker).succeed()
     for _ in range(3):
-        fail(breaker, begun(breaker))
+        fail(begun(breaker))
     assert not breaker.is_open
-    fail(breaker, begun(breaker))
+    fail(begun(breaker))
     assert breaker.is_open
-    assert breaker.admit() is None
+    assert not may_begin(breaker)
 
 
-def test_one_probe_a_pause(clock: Clock) -> None:
+def test_it_is_probed_after_a_pause(clock: Clock) -> None:
     breaker = opened(clock)
-    clock.now_s += 0.51
-    assert breaker.is_worth_asking
-    breaker.ended(begun(breaker))
-    assert not breaker.is_worth_asking
-    assert breaker.admit() is None
-    clock.now_s += 0.51
-    assert breaker.admit()
+    clock.now_s += 0.49
+    assert not may_begin(breaker)
+    with pytest.raises(StoreUnavailable, match="saves failed repeatedly"):
+        Operation(breaker)
+    clock.now_s += 0.02
+    assert may_begin(breaker)
 
 
 def test_a_probe_that_showed_nothing_leaves_its_turn_to_the_next(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
     probe = begun(breaker)
-    breaker.withdrawn(probe)
-    assert breaker.admit() is None
-    breaker.ended(probe)
-    fail(breaker, begun(breaker))
-    breaker.withdrawn(probe)  # of old: changes nothing
+    assert not may_begin(breaker)
+    probe.fail(ValueError())
+    assert may_begin(breaker)
+    fail(begun(breaker))
     clock.now_s += 0.99
-    assert breaker.admit() is None
+    assert not may_begin(breaker)
 
 
 def test_no_probe_while_one_is_out(clock: Clock) -> None:
@@ -78,72 +99,69 @@ def test_no_probe_while_one_is_out(clock: Clock) -> None:
     clock.now_s += 0.51
     probe = begun(breaker)
     clock.now_s += 60
-    assert not breaker.is_worth_asking
-    assert breaker.admit() is None
-    fail(breaker, probe)
+    assert not may_begin(breaker)
+    fail(probe)
     clock.now_s += 0.99
-    assert breaker.admit() is None
+    assert not may_begin(breaker)
     clock.now_s += 0.02
-    assert breaker.admit()
+    assert may_begin(breaker)
 
 
 def test_a_failed_probe_doubles_the_pause_up_to_a_limit(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
-    fail(breaker, begun(breaker))
+    fail(begun(breaker))
     clock.now_s += 0.99
-    assert breaker.admit() is None
+    assert not may_begin(breaker)
     clock.now_s += 0.02
-    fail(breaker, begun(breaker))
+    fail(begun(breaker))
     for _ in range(20):
         clock.now_s += 30.01
-        fail(breaker, begun(breaker))
+        fail(begun(breaker))
     clock.now_s += 29.99
-    assert breaker.admit() is None
+    assert not may_begin(breaker)
     clock.now_s += 0.02
-    assert breaker.admit()
+    assert may_begin(breaker)
 
 
 def test_many_failures_of_one_blip_make_no_longer_pause(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     operations = [begun(breaker) for _ in range(20)]
     for operation in operations[:10]:
-        fail(breaker, operation)
+        fail(operation)
     clock.now_s += 0.51
     probe = begun(breaker)
     for operation in operations[10:]:
-        fail(breaker, operation)
-    assert breaker.admit() is None
-    fail(breaker, probe)
+        fail(operation)
+    assert not may_begin(breaker)
+    fail(probe)
     clock.now_s += 1.01
-    assert breaker.admit()
+    assert may_begin(breaker)
 
 
 def test_a_success_closes_it_and_forgets_the_pause(clock: Clock) -> None:
     breaker = opened(clock)
     clock.now_s += 0.51
-    fail(breaker, begun(breaker))
+    fail(begun(breaker))
     clock.now_s += 1.01
     probe = begun(breaker)
-    breaker.succeeded()
-    breaker.ended(probe)
-    assert breaker.admit()
-    assert breaker.admit()
+    probe.succeed()
+    assert may_begin(breaker)
     for _ in range(4):
-        fail(breaker, begun(breaker))
+        fail(begun(breaker))
     clock.now_s += 0.51
-    assert breaker.admit()
+    assert may_begin(breaker)
 
 
 def test_failures_of_what_began_before_a_success_are_old_news(clock: Clock) -> None:
     breaker = CircuitBreaker("saves", clock)
     before = [begun(breaker) for _ in range(4)]
-    breaker.succeeded()
+    begun(breaker).succeed()
     for operation in before:
-        fail(breaker, operation)
+        fail(operation)
     assert not breaker.is_open
     for operation in [begun(breaker) for _ in range(4)]:
-        fail(breaker, operation)
+        fail(operation)
     assert breaker.is_open
 
 
@@ -158,13 +176,12 @@ def test_the_log_says_once_that_it_opens_and_once_that_it_closes(
     breaker = opened(clock)
     for _ in range(5):
         clock.now_s += 40
-        fail(breaker, begun(breaker))
+        fail(begun(breaker))
     opens = "store: saves failed repeatedly and are left alone for a while: the disk is full"
     assert said(caplog) == [(logging.WARNING, opens)]
     clock.now_s += 40
-    begun(breaker)
-    breaker.succeeded()
-    breaker.succeeded()
+    begun(breaker).succeed()
+    begun(breaker).succeed()
     assert said(caplog)[1:] == [(logging.INFO, "store: saves work again")]
 
 
@@ -175,11 +192,10 @@ def test_a_store_that_fails_now_and_then_does_not_fill_the_log(
     breaker = CircuitBreaker("saves", clock)
     for _ in range(100):
         for _ in range(4):
-            fail(breaker, begun(breaker))
+            fail(begun(breaker))
         clock.now_s += 1.3
         probe = begun(breaker)
-        breaker.succeeded()
-        breaker.ended(probe)
+        probe.succeed()
     assert len(said(caplog)) == 2 * 3, "it lasted for two minutes and a bit"
 
 
@@ -188,7 +204,7 @@ def test_what_a_server_says_cannot_forge_the_log(
 ) -> None:
     breaker = CircuitBreaker("saves", clock)
     for _ in range(4):
-        breaker.failed(begun(breaker), "no\n2026-01-01 ERROR all is lost\x1b[31m" + 1000 * "x")
+        fail(begun(breaker), "no\n2026-01-01 ERROR all is lost\x1b[31m" + 1000 * "x")
     (record,) = caplog.records
     assert record.getMessage().isprintable()
     assert len(record.getMessage()) < 400

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.hostcache import eviction
+from ecshare.store.hostcache import eviction, usage
 from ecshare.store.hostcache.cache import Entry, HostCache
-from ecshare.store.hostcache.lock import HostLock, unlock_and_close
+from ecshare.store.hostcache.usage import HostLock, unlock_and_close
 from ecshare.store.keys import Key, Kind, object_key
 from tests.ecshare.store.hostcache.evictions import evicted
 
@@ -299,7 +299,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
 def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "_TALLY_WAIT_S", 0.01)
+    monkeypatch.setattr(usage, "_TALLY_WAIT_S", 0.01)
     cache = HostCache(cache.root, 100 * KIB)
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
@@ -316,7 +316,7 @@ def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Three times as much as there is room for goes through the cache beside the stopped one."""
-    monkeypatch.setattr(eviction, "_TALLY_WAIT_S", 0.05)
+    monkeypatch.setattr(usage, "_TALLY_WAIT_S", 0.05)
     monkeypatch.setattr(eviction, "_TURN_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
     held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
@@ -345,13 +345,13 @@ def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
 def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many entries were removed under each hold of the tally. No folder is read under one."""
     holds: list[int] = []
-    tally, unlink, scandir = eviction.Evictor.tally, os.unlink, os.scandir
+    counter, unlink, scandir = usage.Usage.counter, os.unlink, os.scandir
     is_held = False
 
     @contextlib.contextmanager
-    def counted(room: eviction.Evictor) -> Iterator[Any]:
+    def counted(room: usage.Usage) -> Iterator[Any]:
         nonlocal is_held
-        with tally(room) as held:
+        with counter(room) as held:
             is_held = True
             holds.append(0)
             yield held
@@ -366,7 +366,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert not is_held
         return scandir(path)
 
-    monkeypatch.setattr(eviction.Evictor, "tally", counted)
+    monkeypatch.setattr(usage.Usage, "counter", counted)
     monkeypatch.setattr(os, "unlink", counting)
     monkeypatch.setattr(os, "scandir", beside)
     return holds

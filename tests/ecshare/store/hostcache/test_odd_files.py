@@ -296,7 +296,7 @@ from pathlib import Path
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
 cache = HostCache(Path(sys.argv[1]) / "host", 1 << 40)
-cache.limit_bytes = cache._room.limit_bytes = 1 << 40  # as if the disk had looked larger
+cache._usage.limit_bytes = 1 << 40  # as if the disk had looked larger
 keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
 for n, key in enumerate(keys):
     incoming = cache.receive(key, 1 << 30)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.store.hostcache.lock import HostLock, unlock_and_close
+from ecshare.store.hostcache.usage import HostLock, unlock_and_close
 
 SHORT_S, LONG_S = 0.05, 60.0
 
 # Takes the lock, says so, and stops; when it is let go on, it writes to the file and ends.
 HOLDER = """
 import os, signal, sys
-from ecshare.store.hostcache.lock import HostLock
+from ecshare.store.hostcache.usage import HostLock
 fd = HostLock(sys.argv[1], 60.0).take()
 os.write(fd, b"first")
 os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes the host cache holds, agreed by all its processes, and the lock they share.
+
+`.used` holds the bytes in the folder, as all believe; it is read and written under its own lock.
+What a scan of the folder adds up may differ by what was added, renamed or removed meanwhile: the
+bytes of all that are a second number in the file.
+
+A HostLock is a `flock` on a small file. It goes with its holder, however that ends; but a holder
+may also be stopped by a debugger, a frozen container or a dead disk. Whoever has waited too long
+therefore puts another file in its place, with the same content: the stopped one holds the lock of a
+file that nobody opens any more, and does one step beside the others when it goes on.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_TALLY = struct.Struct("<qq")
+_TALLY_NAME = ".used"
+# Whoever holds the counter for so long, and it is held for a few milliseconds, was stopped.
+_TALLY_WAIT_S = 1.0
+_MAX_TURNOVER = 1 << 62
+_LOCK_PAUSE_S = 0.0005
+_MOST_BYTES = 64
+
+
+class Usage:
+    """The files of the folder `root`, and the bytes they take.
+
+    Safe from several threads and processes.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        """Make nothing yet. `limit_bytes`: how many the folder may hold."""
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._lock = HostLock(f"{root}/{_TALLY_NAME}", _TALLY_WAIT_S)
+
+    @contextlib.contextmanager
+    def counter(self) -> "Iterator[UsageCounter]":
+        """Hold the lock of the counter. Raises OSError: the file cannot be used."""
+        fd = self._lock.take()
+        try:
+            yield UsageCounter(fd)
+        finally:
+            unlock_and_close(fd)
+
+    def create(self, num_bytes: int) -> tuple[str, int] | None:
+        """Make a temporary file of `num_bytes`, counted and with a shared lock; its path, open.
+
+        None: there is no room for it, or nobody knows. It has its lock before the counter is let
+        go of: nobody takes it for a dead writer's. Raises OSError.
+        """
+        with self.counter() as counter:
+            used = counter.read().used
+            if used is None or used + num_bytes > self.limit_bytes:
+                return None
+            path = f"{self.root}/.{secrets.token_hex(8)}.tmp"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o400)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                os.ftruncate(fd, num_bytes)
+            except OSError:
+                os.close(fd)
+                os.unlink(path)
+                raise
+            counter.add(num_bytes)
+            return path, fd
+
+    def rename(self, temporary: str, path: str, num_bytes: int) -> None:
+        """Give a finished file, of that size, its name.
+
+        Raises:
+            FileExistsError: it is taken.
+            OSError: it cannot be.
+        """
+        with self.counter() as counter:
+            os.link(temporary, path)
+            os.unlink(temporary)
+            # A scan at this moment may see two files, or none.
+            counter.add(0, turnover=num_bytes)
+
+    def remove(self, path: str) -> None:
+        """Unlink the file and take it off the account. Nothing happens if it is not there."""
+        with contextlib.suppress(OSError), self.counter() as counter:
+            status = os.stat(path, follow_symlinks=False)
+            os.unlink(path)
+            counter.add(-status.st_size if stat.S_ISREG(status.st_mode) else 0)
+
+
+class Believed(NamedTuple):
+    """What `.used` says."""
+
+    used: int | None
+    """The bytes in the folder. None: nobody knows; scan."""
+    turnover: int
+    """The bytes of all files ever added, renamed or removed."""
+
+
+class UsageCounter:
+    """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read: Believed | None = None
+
+    def read(self) -> Believed:
+        """Return what is believed."""
+        if self._read is None:
+            self._read = self._parsed(os.pread(self._fd, _TALLY.size, 0))
+        return self._read
+
+    def _parsed(self, raw: bytes) -> Believed:
+        used = int.from_bytes(raw[:8], "little", signed=True) if len(raw) >= 8 else -1
+        # An older release writes the first number alone.
+        turnover = int.from_bytes(raw[8:], "little") if len(raw) == _TALLY.size else 0
+        return Believed(used if used >= 0 else None, turnover)
+
+    def add(self, num_bytes: int, *, turnover: int | None = None) -> None:
+        """Account for a change: of `turnover` bytes, unless it is `num_bytes` as well."""
+        used, before = self.read()
+        moved = abs(num_bytes) if turnover is None else turnover
+        self._write(-1 if used is None else max(0, used + num_bytes), before + moved)
+
+    def correct(self, counted: int, before: int) -> int:
+        """Correct what is believed by what a scan has `counted`; return it.
+
+        `before`: the turnover when the scan began. What came or went since, it may have missed.
+        """
+        used, turnover = self.read()
+        doubt = max(0, turnover - before)
+        most = counted + doubt
+        used = most if used is None else min(max(used, counted - doubt), most)
+        self._write(used, turnover)
+        return used
+
+    def _write(self, used: int, turnover: int) -> None:
+        os.pwrite(self._fd, _TALLY.pack(used, turnover % _MAX_TURNOVER), 0)
+        self._read = None
+
+
+class HostLock:
+    """The exclusive lock of the file `path`, which is made if need be.
+
+    Safe from several threads and processes. All methods raise OSError: the file cannot be used.
+    """
+
+    def __init__(self, path: str, patience_s: float) -> None:
+        """`patience_s`: how long a holder may take who does not write to the file, nor touch it."""
+        self._path = path
+        self._patience_s = patience_s
+
+    def take(self) -> int:
+        """Wait for the lock; return the open file, which the caller gives to `unlock_and_close`."""
+        patience: Patience | None = None
+        while (fd := self.attempt()) is None:
+            patience = patience or self.watch()
+            if patience.is_over() and (fd := self.take_over()) is not None:
+                return fd
+            time.sleep(_LOCK_PAUSE_S)
+        return fd
+
+    def attempt(self) -> int | None:
+        """As `take`, at once. None: somebody has it."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _has_name(fd, self._path):
+                return fd
+        except BlockingIOError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        unlock_and_close(fd)
+        return None
+
+    def watch(self) -> "Patience":
+        """Return what tells how long somebody has waited for this lock, from now on."""
+        return Patience(self._path, self._patience_s)
+
+    def take_over(self) -> int | None:
+        """Take the lock from whoever does not let go of it. None: it has changed hands meanwhile.
+
+        The file is as `attempt` returns it.
+        """
+        stuck = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            temporary = f"{os.path.dirname(self._path)}/.{secrets.token_hex(8)}.tmp"
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                os.write(fd, os.pread(stuck, _MOST_BYTES, 0))
+                if _has_name(stuck, self._path):
+                    os.rename(temporary, self._path)
+                    return fd
+                os.unlink(temporary)
+            except OSError:
+                unlock_and_close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            unlock_and_close(fd)
+            return None
+        finally:
+            os.close(stuck)
+
+
+class Patience:
+    """How long somebody has waited for one holder of a lock: a sign of life begins it anew."""
+
+    def __init__(self, path: str, patience_s: float) -> None:
+        """Made by `HostLock.watch`."""
+        self._path = path
+        self._patience_s = patience_s
+        self._seen: tuple[int, int] | None = None
+        self._until_s = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the file has been the same for too long: none put in its place, none written."""
+        try:
+            status = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        seen = status.st_ino, status.st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._until_s = seen, time.monotonic() + self._patience_s
+            return False
+        return time.monotonic() > self._until_s
+
+
+def unlock_and_close(fd: int) -> None:
+    """Let go of the lock. Not by closing alone: a map holds a duplicate of the descriptor, and so
+    may a fork."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _has_name(fd: int, path: str) -> bool:
+    """Whether the file open as `fd` is still the one at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    return False
