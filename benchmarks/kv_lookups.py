@@ -55,7 +55,7 @@ def _looked_up(
     hashes = prompt_of(NUM_TOKENS, seed).block_hashes[:num_blocks]
     stored = Prefix(grid, tuple(hashes), None)
     chunks = [stored.whole(number) for number in range(stored.num_whole)]
-    _store(place, [*chunks, *stored.parts(stored.num_whole)[:1]])
+    _store(place, [*chunks, *stored.partials(stored.num_whole)[:1]])
     readings: Readings[str] = Readings()
     found = 0
     for turn in range(rounds):

@@ -28,7 +28,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.layers import LayerSet, Span
+from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import LoadOrder, Orders, Piece
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
@@ -162,7 +162,7 @@ def _end(engine: TransferEngine) -> None:
 
 def kv_load(folder: Path) -> Trace:
     """Return the calls of one rank's worker that loads a chunk, from its orders to its report."""
-    layer_set = LayerSet(0, (0,), (("l.0", 0),), Span(), HEADS, HEADS)
+    layer_set = LayerSet(0, (0,), (("l.0", 0),), AttentionWindow(), HEADS, HEADS)
     shape = CacheShape(BLOCKS, TOKENS, (layer_set,), 1)
     key, trace = ChunkKey(b"\1" * 32), Trace()
     piece = Piece(key, 2, 2 * TOKENS, ((0, 1),))

@@ -22,7 +22,7 @@ from ecshare.facts import encoder_namespace, encoder_widths
 from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
-from ecshare.plugin.compat import is_named_by_request, names_media_by_request
+from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -284,7 +284,7 @@ class EncoderScheduler:
         placeholder metadata from an encoder. Both come from the client, so all that follows from
         them is a wait, of at most `wait_s`.
         """
-        params = getattr(request, "ec_transfer_params", None)
+        params = option(request, "ec_transfer_params")
         is_told = isinstance(params, dict) and feature.identifier in params
         return is_told or not self._placeholders.can_encode(feature)
 
@@ -358,7 +358,7 @@ def _may_confuse_inputs(model_config: "ModelConfig") -> bool:
     The API server's half of the cache does not see inputs without pixels, and the engine's half
     lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
     """
-    media = getattr(model_config, "multimodal_config", None)
+    media = option(model_config, "multimodal_config")
     return bool(getattr(media, "mm_processor_cache_gb", 0))
 
 

@@ -140,14 +140,14 @@ class EncoderWorker:
         if stored is None or stored.entry is None:
             return None
         stored.entry.close()  # and no more: the tensor holds the payload
-        return as_tensor(stored.payload, stored.facts)
+        return as_tensor(stored.payload, stored.spec)
 
     def _brought(self, order: LoadOrder) -> Tensor | None:
         """Return a copy of an embedding on the device, wherever it is; None: nowhere."""
         stored = open_object(self._engine.host, order.key) or self._fetch(order)
         if stored is None:
             return None
-        tensor = as_tensor(stored.payload, stored.facts).to(self._device, copy=True)
+        tensor = as_tensor(stored.payload, stored.spec).to(self._device, copy=True)
         stored.release()
         return tensor
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm.v1.request import Request
 
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
-from ecshare.plugin.compat import hashed_adapter
+from ecshare.plugin.compat import hashed_adapter, option
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
 from kvshare.prefix import Grid
@@ -67,7 +67,7 @@ class Adapters:
         num_blocks = -(-(request.num_prompt_tokens - 1) // self._grid.block_tokens)
         deadline_s = self._clock_s() + self._wait_s
         adapter = Adapter(None, False, hashed_adapter(request), deadline_s, num_blocks)
-        if getattr(lora, "tensorizer_config_dict", None):
+        if option(lora, "tensorizer_config_dict"):
             self._settle(adapter, "")  # its weights lie elsewhere
             return adapter
         job = Run("adapter", partial(adapter_fingerprint, Path(lora.lora_path)))

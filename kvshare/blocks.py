@@ -152,7 +152,7 @@ class BlockCaches:
         blocks = self._blocks_of(stored, self._block_tokens // tokens)
         own = self._in_own_layout(blocks, is_head_first=is_head_first)
         own = own[:, piece.first_block : piece.first_block + piece.num_held]
-        heads = None if piece.source is None else piece.source.heads
+        heads = None if piece.shard is None else piece.shard.heads
         axis = 2 if self._is_head_first else 3  # of one layer
         if heads is not None:
             own = own.narrow(axis + 1, heads.first, heads.count)
@@ -164,7 +164,7 @@ class BlockCaches:
             _scatter(here[number], pages, places[group])
 
     def _num_stored_heads(self, piece: Piece) -> int:
-        return self._num_heads if piece.source is None else piece.source.num_heads
+        return self._num_heads if piece.shard is None else piece.shard.num_heads
 
     def _blocks_of(self, chunk: Tensor, kernel_blocks: int) -> Tensor:
         """View a stored chunk as [layer, block, kernel block, ...]; so many kernel blocks each."""

@@ -51,12 +51,12 @@ class BlockEvents:
     last. Tails are left out, for vLLM has no name for them. Ownership: vLLM's scheduler thread.
     """
 
-    def __init__(self, grid: Grid, num_shares: int, *, group: int | None, is_remote: bool) -> None:
-        """`num_shares`: how many objects make a chunk. `group`: vLLM's number of the cache group,
+    def __init__(self, grid: Grid, num_shards: int, *, group: int | None, is_remote: bool) -> None:
+        """`num_shards`: how many objects make a chunk. `group`: vLLM's number of the cache group,
         None for all of several. `is_remote`: surely not on this host.
         """
         self._grid = grid
-        self._num_shares = num_shares
+        self._num_shares = num_shards
         self._where: dict[str, Any] = {
             "medium": MEDIUM_STORAGE,
             "group_idx": group,
@@ -82,9 +82,9 @@ class BlockEvents:
             self._num_shares,
         )
 
-    def stored(self, num_shares: Mapping[ChunkKey, int]) -> None:
+    def stored(self, num_shards: Mapping[ChunkKey, int]) -> None:
         """Note that so many more shares of these are stored."""
-        for key, count in num_shares.items():
+        for key, count in num_shards.items():
             ordered = self._ordered.get(key)
             if ordered is None:
                 continue

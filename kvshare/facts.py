@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecshare.plugin.compat import cpu_attention_kernel
+from ecshare.plugin.compat import cpu_attention_kernel, option
 from ecshare.plugin.model_facts import (
     Namespace,
     json_value,
@@ -28,10 +28,10 @@ class KVFacts:
     namespace: str
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
-    size: int
-    """The tensor-parallel size that it stores chunks in; see shares.py."""
-    parts: Mapping[int, tuple[str, ...]]
-    """By each size that it can read, the names of the shares in which a chunk is stored: it is
+    tp_size: int
+    """The tensor-parallel size that it stores chunks in; see shards.py."""
+    shard_names: Mapping[int, tuple[str, ...]]
+    """By each tensor-parallel size that it can read: the names of the shards of a chunk, which is
     there if all of one size are."""
     hash_function: HashFunction
     """vLLM's own, which made the block hashes."""
@@ -70,7 +70,7 @@ def kv_namespace(
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
         "page": _page_format(vllm_config),
-        "other_dtype_layers": json_value(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }

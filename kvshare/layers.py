@@ -3,7 +3,7 @@
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
-equally far. A chunk of KV is one object a layer set (and share of the heads).
+equally far. A chunk of KV is one object a layer set (and shard of the heads).
 
 Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers that
 look back over a window need the last tokens of a prefix alone, and vLLM frees the blocks before
@@ -26,14 +26,15 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from ecshare.plugin.compat import option
 from ecshare.plugin.ranks import Rank
 from kvshare.prefix import Chunk
 from kvshare.shards import (
-    Source,
+    ShardSlice,
     is_first_holder,
-    num_shares,
-    share_of,
-    sources,
+    num_shards,
+    shard_of,
+    shard_slices,
     stored_size,
     stored_sizes,
 )
@@ -53,39 +54,41 @@ _KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionWindow:
     """How far back a layer looks. Both None: to the first token."""
 
-    window: int | None = None
+    sliding_tokens: int | None = None
     """Over the last so many tokens, the current one among them."""
-    section: int | None = None
+    chunk_tokens: int | None = None
     """To the last multiple of this (vLLM's chunked local attention)."""
 
     @classmethod
-    def of(cls, spec: KVCacheSpec) -> "Span":
-        """Return the span of layers that vLLM describes as `spec`."""
+    def of(cls, spec: KVCacheSpec) -> "AttentionWindow":
+        """Return the window of layers that vLLM describes as `spec`."""
         if isinstance(spec, SlidingWindowSpec):
             # vLLM keeps some more where it may compute them again.
-            return cls(window=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+            kept = option(spec, "extra_retained_tokens") or 0
+            return cls(sliding_tokens=spec.sliding_window + kept)
         if isinstance(spec, ChunkedLocalAttentionSpec):
-            return cls(section=spec.attention_chunk_size)
+            return cls(chunk_tokens=spec.attention_chunk_size)
         return cls()
 
     @property
     def is_full(self) -> bool:
         """Whether all tokens are needed."""
-        return self.window is None and self.section is None
+        return self.sliding_tokens is None and self.chunk_tokens is None
 
     def first_needed(self, num_tokens: int) -> int:
         """Return the first token whose KV the token after `num_tokens` needs; never falls."""
-        if self.window is not None:
-            return max(0, num_tokens - self.window + 1)
-        return num_tokens // self.section * self.section if self.section else 0
+        if self.sliding_tokens is not None:
+            return max(0, num_tokens - self.sliding_tokens + 1)
+        return num_tokens // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
 
     def __str__(self) -> str:
-        if self.window is not None:
-            return f"window {self.window}"
-        return f"section {self.section}" if self.section else "full"
+        # A fact of the namespace: another text makes all that is stored a miss.
+        if self.sliding_tokens is not None:
+            return f"window {self.sliding_tokens}"
+        return f"section {self.chunk_tokens}" if self.chunk_tokens else "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,48 +100,48 @@ class LayerSet:
     """vLLM's cache groups that they are in."""
     layers: tuple[tuple[str, int], ...]
     """Their names in the order of the model and, for each, which of `groups` it is in."""
-    span: Span
+    window: AttentionWindow
     num_heads: int
     """Of one rank."""
     total_heads: int
     """Of all ranks together."""
 
-    def part(self, share: int, size: int) -> str:
-        """Return what a share is called that engines of `size` store; see shares.py."""
-        name = f"t{share}of{num_shares(self.total_heads, size)}"
+    def shard_name(self, shard: int, size: int) -> str:
+        """Return what a shard is called that engines of `size` store; see shards.py."""
+        name = f"t{shard}of{num_shards(self.total_heads, size)}"
         return f"{name}-s{self.number}" if self.number else name
 
-    def parts(self, size: int) -> tuple[str, ...]:
-        """Return what all shares are called that engines of `size` store."""
-        shares = range(num_shares(self.total_heads, size))
-        return tuple(self.part(share, size) for share in shares)
+    def shard_names(self, size: int) -> tuple[str, ...]:
+        """Return what all shards are called that engines of `size` store."""
+        shards = range(num_shards(self.total_heads, size))
+        return tuple(self.shard_name(shard, size) for shard in shards)
 
-    def own_part(self, rank: Rank) -> str:
-        """Return what the share of `rank` is called. Ranks that hold the same share one."""
-        share = share_of(rank.tp_rank, rank.tp_size, self.total_heads)
-        return self.part(share, rank.tp_size)
+    def own_shard_name(self, rank: Rank) -> str:
+        """Return what the shard of `rank` is called. Ranks that hold the same shard one."""
+        shard = shard_of(rank.tp_rank, rank.tp_size, self.total_heads)
+        return self.shard_name(shard, rank.tp_size)
 
     def is_written_by(self, rank: Rank) -> bool:
-        """Whether `rank` stores its share: one of those that hold the same does."""
+        """Whether `rank` stores its shard: one of those that hold the same does."""
         return is_first_holder(rank.tp_rank, rank.tp_size, self.total_heads)
 
-    def sources(self, rank: Rank, size: int) -> tuple[Source, ...]:
+    def shard_slices(self, rank: Rank, size: int) -> tuple[ShardSlice, ...]:
         """Return where the heads of `rank` lie in what engines of `size` store."""
-        count = num_shares(self.total_heads, size)
-        return sources(rank.tp_rank, rank.tp_size, self.total_heads, count)
+        count = num_shards(self.total_heads, size)
+        return shard_slices(rank.tp_rank, rank.tp_size, self.total_heads, count)
 
     def first_block(self, chunk: Chunk, block_tokens: int) -> int:
         """Return the first block of `chunk` that is stored: those before it nobody can need.
 
         A reader may leave out the last token of the chunk, to compute that one itself.
         """
-        needed = self.span.first_needed(chunk.end_tokens - 1) // block_tokens
+        needed = self.window.first_needed(chunk.end_tokens - 1) // block_tokens
         return max(chunk.first_block, needed)
 
     @property
     def facts(self) -> list[Any]:
         """Return what must agree between engines that share it, as JSON can hold it."""
-        return [str(self.span), len(self.layers), self.total_heads]
+        return [str(self.window), len(self.layers), self.total_heads]
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
@@ -157,7 +160,7 @@ def _option_refusal(vllm_config: "VllmConfig") -> str | None:
         )
     if getattr(cache, "calculate_kv_scales", False):
         return "calculate_kv_scales is on: each engine scales its KV in its own way"
-    if getattr(cache, "prefix_match_unit", None) not in (None, cache.block_size):
+    if option(cache, "prefix_match_unit") not in (None, cache.block_size):
         return "prefix_match_unit is set: blocks are hashed in pieces"
     return None
 
@@ -193,9 +196,9 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
         return f"a KV cache of type {type(spec).__name__} is not supported"
     if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
         return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
-    if getattr(spec, "num_head_slots", None) is not None:
+    if option(spec, "num_head_slots") is not None:
         return "the attention kernel keeps something else than heads side by side in a block"
-    if "ds_mla" in str(getattr(spec, "cache_dtype_str", None)):
+    if "ds_mla" in str(option(spec, "cache_dtype_str")):
         return "a KV cache of quantization fp8_ds_mla is not supported"
     if getattr(spec, "non_causal", False):
         return "a token's KV depends on later tokens in this model"
@@ -250,7 +253,7 @@ def layer_sets(
 
     `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks; of those
     layers that have the most.
-    The order is the same in every engine of the model: by span, the full ones first, then by shape.
+    The order is the same in every engine of the model: by window, then by shape; without one first.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -263,25 +266,25 @@ def layer_sets(
             (name, groups.index(group_id))
             for name, group_id in sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
         )
-        window, section, is_replicated, num_heads, *_ = likeness
-        span = Span(window or None, section or None)
+        sliding_tokens, chunk_tokens, is_replicated, num_heads, *_ = likeness
+        window = AttentionWindow(sliding_tokens or None, chunk_tokens or None)
         if is_replicated:
             total_heads = num_heads
         else:
             total_heads = num_heads * tp_size
             if num_heads == 1:  # where there are more ranks than heads, several have the same one
                 total_heads = min(total_heads, max(1, model_heads))
-        sets.append(LayerSet(number, groups, layers, span, num_heads, total_heads))
+        sets.append(LayerSet(number, groups, layers, window, num_heads, total_heads))
     return tuple(sets)
 
 
 def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
     """Return what is equal for layers that are stored together."""
-    span = Span.of(spec)
+    window = AttentionWindow.of(spec)
     assert isinstance(spec, _SPECS)
     is_replicated = isinstance(spec, MLAAttentionSpec)
     shape = (spec.num_heads, spec.page_size_bytes, str(spec.dtype))
-    return (span.window or 0, span.section or 0, is_replicated, *shape)
+    return (window.sliding_tokens or 0, window.chunk_tokens or 0, is_replicated, *shape)
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
@@ -302,16 +305,16 @@ def _context_parallel_size(parallel: object) -> int:
     return max(int(getattr(parallel, name, 1)) for name in names)
 
 
-def parts_of(sets: Sequence[LayerSet], size: int) -> tuple[str, ...]:
-    """Return the names of all shares of a chunk; it is stored in `size` if all of them are."""
-    return tuple(part for layer_set in sets for part in layer_set.parts(size))
+def shard_names_of(sets: Sequence[LayerSet], size: int) -> tuple[str, ...]:
+    """Return the names of all shards of a chunk; it is stored in `size` if all of them are."""
+    return tuple(part for layer_set in sets for part in layer_set.shard_names(size))
 
 
-def own_size(sets: Sequence[LayerSet], tp_size: int) -> int:
-    """Return the size that an engine of `tp_size` stores chunks in; see shares.py."""
+def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
+    """Return the size that an engine of `tp_size` stores chunks in; see shards.py."""
     return stored_size(tp_size, [each.total_heads for each in sets])
 
 
-def readable_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
+def readable_tp_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
     """Return the sizes of chunks that engines can have stored; each of them can be read."""
     return stored_sizes([each.total_heads for each in sets])

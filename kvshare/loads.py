@@ -275,10 +275,10 @@ class Loads:
 
     def _fits(self, stored: StoredObject, piece: Piece) -> bool:
         """Whether the object is what was asked for: sound bytes may be those of something else."""
-        if self._blocks[piece.layer_set].can_use(stored.facts, piece):
+        if self._blocks[piece.layer_set].can_use(stored.spec, piece):
             return True
         # Out of the host cache with it: what is computed and saved instead is to be found there.
-        logger.warning("%s does not hold what its key promises: %s", stored.key, stored.facts)
+        logger.warning("%s does not hold what its key promises: %s", stored.key, stored.spec)
         self._engine.host.discard(stored.key)
         return False
 
@@ -292,7 +292,7 @@ class Loads:
             wanting = [each for each in waiters if each[0].wants(each[1])]
             for load, number in wanting:
                 load.copying.add(number)
-        tensor, order = as_tensor(stored.payload, stored.facts), stored.facts.attributes["order"]
+        tensor, order = as_tensor(stored.payload, stored.spec), stored.spec.attributes["order"]
         for load, number in wanting:
             piece = load.pieces[number]
             with self._inflow.after(load.begun):
@@ -303,7 +303,7 @@ class Loads:
         if not load.wants(number):
             return
         piece = load.pieces[number]
-        if piece.source is None or not piece.source.heads.first_own:
+        if piece.shard is None or not piece.shard.heads.first_own:
             # Counted once, of how many objects it may come.
             self._stats.add("blocks/loaded", piece.num_held)
         load.missing.discard(number)

@@ -20,11 +20,11 @@ from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
 from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
-from kvshare.messages import announced_size, announced_tokens
+from kvshare.messages import announced_tokens, announced_tp_size
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
-from kvshare.tp_sizes import StoredSizes
+from kvshare.tp_sizes import StoredTpSizes
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
@@ -56,7 +56,7 @@ class Search:
     """Where what was found is, as far as it was asked for."""
     is_announced: bool = False
     """Nobody looked for `found`: whoever computes it said so."""
-    other_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    other_tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """Of those that are stored in another size than this engine's own."""
 
     @property
@@ -95,7 +95,9 @@ class Lookups:
         self.stored = RecentKeys[ChunkKey](clock_s)
         """What need not be saved; who saves adds to it."""
         self.adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
-        self.sizes = StoredSizes(facts.namespace, facts.size, tuple(facts.parts), engine, clock_s)
+        self.sizes = StoredTpSizes(
+            facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
+        )
         # By what is asked for: requests with one prompt share one search.
         self._asking: dict[_Asked, list[Search]] = {}
 
@@ -103,7 +105,7 @@ class Lookups:
         """Return a search for what `request` could load after `num_computed_tokens`."""
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
-        sizes = self.sizes.with_announced(announced_size(request))
+        sizes = self.sizes.with_announced(announced_tp_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
         awaited_tokens = 0
         if announced:
@@ -176,8 +178,8 @@ class Lookups:
         if search.is_over:
             return
         search.found, search.tiers = done.value.chunks, done.value.tiers
-        own, sizes = self._facts.size, done.value.sizes
-        search.other_sizes = {key: size for key, size in sizes.items() if size != own}
+        own, sizes = self._facts.tp_size, done.value.sizes
+        search.other_tp_sizes = {key: size for key, size in sizes.items() if size != own}
         found_tokens = search.found[-1].end_tokens if search.found else 0
         if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
             self._end(search, "missing")
@@ -240,36 +242,36 @@ class _Asked:
             for chunk in unclear:
                 # Somewhere it is, as those around it are; who loads it will see.
                 sizes.setdefault(chunk.key, self._sizes[-1])
-        return replace(found.in_sizes(sizes), tiers=tiers)
+        return replace(found.in_tp_sizes(sizes), tiers=tiers)
 
     def _sizes_of(
         self, chunks: Sequence[Chunk], sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
     ) -> Answers:
         """Ask for `chunks`; return the first size in which all that was asked of each is there.
 
-        Add to `tiers` where that is.
-        Of each size that is all shares, if that is one round trip for all chunks, else one, in
-        turn. A chunk of which another is lost is then found by the load.
+        Add to `tiers` where that is. If the keys of all shards fit into one round trip, all are
+        asked for. Otherwise one shard of each chunk is, in turn: that another one is lost is then
+        noticed when the chunk is loaded.
         """
-        parts = [self._facts.parts[size] for size in sizes]
-        is_little = len(chunks) * sum(map(len, parts)) <= KEYS_A_ROUND
+        names = [self._facts.shard_names[size] for size in sizes]
+        is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND
         keys = [
             [
-                self._keys(chunk, shares if is_little else (shares[number % len(shares)],))
-                for shares in parts
+                self._keys(chunk, shards if is_little else (shards[number % len(shards)],))
+                for shards in names
             ]
             for number, chunk in enumerate(chunks)
         ]
-        where = iter((yield [key for by_size in keys for shares in by_size for key in shares]))
+        where = iter((yield [key for by_size in keys for shards in by_size for key in shards]))
         found: dict[ChunkKey, int] = {}
         for chunk, by_size in zip(chunks, keys, strict=True):
-            for size, shares in zip(sizes, by_size, strict=True):
-                places = [next(where) for _ in shares]
+            for size, shards in zip(sizes, by_size, strict=True):
+                places = [next(where) for _ in shards]
                 if None not in places and chunk.key not in found:
                     found[chunk.key] = size
                     tiers[chunk.key] = Tier.STORE if Tier.STORE in places else Tier.HOST
         return found
 
-    def _keys(self, chunk: Chunk, parts: Sequence[str]) -> list[Key]:
+    def _keys(self, chunk: Chunk, shard_names: Sequence[str]) -> list[Key]:
         namespace, name = self._facts.namespace, bytes(chunk.key)
-        return [object_key(Kind.KV, namespace, name, part) for part in parts]
+        return [object_key(Kind.KV, namespace, name, shard) for shard in shard_names]

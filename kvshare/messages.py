@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvshare.prefix import ChunkKey
-from kvshare.shards import Source
+from kvshare.shards import ShardSlice
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -33,9 +33,9 @@ class Piece:
     first_block: int = 0
     """Which stored block the first of `block_ids` is."""
     layer_set: int = 0
-    size: int | None = None
-    """The tensor-parallel size that it is stored in (see shares.py); None: this engine's own."""
-    source: Source | None = None
+    tp_size: int | None = None
+    """The tensor-parallel size that it is stored in (see shards.py); None: this engine's own."""
+    shard: ShardSlice | None = None
     """Which heads of it are meant, and where they lie; None: all of this rank. Set by the worker,
     which makes a piece of another size several, if need be."""
 
@@ -92,12 +92,12 @@ class Report(KVConnectorWorkerMetadata):
 def announcement(num_tokens: int, size: int) -> dict[str, Any]:
     """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored.
 
-    `size`: the tensor-parallel size in which this engine stores them; see shares.py.
+    `size`: the tensor-parallel size in which this engine stores them; see shards.py.
     """
     return {"kvshare": {"num_tokens": num_tokens, "size": size}}
 
 
-def announced_size(request: "Request") -> int:
+def announced_tp_size(request: "Request") -> int:
     """Return the tensor-parallel size of whoever announces; 0: nobody says, or nonsense.
 
     It comes from the client: the caller must see that it is a possible one.

@@ -4,14 +4,14 @@
 A chunk is a run of consecutive blocks of a request that begins at a multiple of the chunk size:
 
     whole   all blocks up to the next multiple
-    part    the full blocks that follow the last whole chunk, where a prompt or an answer ends
+    partial the full blocks that follow the last whole chunk, where a prompt or an answer ends
     tail    a prompt's last, partly filled block, wherever it lies; its very last token does not
             count, since the reader computes that one itself
 
-Whole chunks and parts are named by vLLM's own chained hash of their last block. vLLM's hashes cover
-the tokens, all tokens before them, the media, the name of the LoRA adapter and the cache_salt; what
-the adapter contains is added (see `adapters`). So equal names mean equal KV, and with the chunk
-size (a fact of the namespace) equal blocks in one chunk.
+Whole and partial chunks are named by vLLM's own chained hash of their last block. vLLM's hashes
+cover the tokens, all tokens before them, the media, the name of the LoRA adapter and the
+cache_salt; what the adapter contains is added (see `adapters`). So equal names mean equal KV, and
+with the chunk size (a fact of the namespace) equal blocks in one chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -169,8 +169,8 @@ class Prefix:
         first_block = number * self.grid.chunk_blocks
         return self.grid.run(self.hashes, first_block, first_block + self.grid.chunk_blocks)
 
-    def parts(self, number: int, start_block: int = 0) -> list[Chunk]:
-        """Return the parts that chunk `number` may have been stored as, the longest first.
+    def partials(self, number: int, start_block: int = 0) -> list[Chunk]:
+        """Return the partial chunks that chunk `number` may have been stored as, the longest first.
 
         One for each place where somebody's prompt or answer may have ended, after `start_block`.
         """
@@ -188,7 +188,7 @@ class Prefix:
         """
         for number in range(start_block // self.grid.chunk_blocks, self.num_whole):
             yield self.whole(number)
-        yield from self.parts(self.num_whole, start_block)[:1]
+        yield from self.partials(self.num_whole, start_block)[:1]
         if self.tail is not None:
             yield self.tail.chunk(self.grid, hash_function)
 

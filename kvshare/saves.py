@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from kvshare.chunk_parts import Pieces
 from kvshare.events import BlockEvents
 from kvshare.facts import KVFacts
 from kvshare.lookups import Lookups
 from kvshare.messages import Piece
+from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, Grid, tail_of
 
 if TYPE_CHECKING:

@@ -19,17 +19,17 @@ from ecshare.plugin.compat import is_named_by_request, names_media_by_request, o
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
-from ecshare.store.keys import size_key
+from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from kvshare.adapters import Adapter
-from kvshare.chunk_parts import Pieces
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
-from kvshare.layers import layer_sets_of, own_size, parts_of, readable_sizes, refusal
+from kvshare.layers import layer_sets_of, own_tp_size, readable_tp_sizes, refusal, shard_names_of
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
+from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
 from kvshare.saves import Progress, SavePlan
 
@@ -120,7 +120,7 @@ class KVScheduler:
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
         tp_size = vllm_config.parallel_config.tensor_parallel_size
         sets = layer_sets_of(vllm_config, kv_cache_config) if why_not is None else ()
-        size = own_size(sets, tp_size)
+        size = own_tp_size(sets, tp_size)
         saves = role.is_kv_producer and why_not is None
         engine, namespace = start_with_namespace(
             config,
@@ -133,14 +133,14 @@ class KVScheduler:
                 layer_sets=[each.facts for each in sets],
             ),
             write=saves,
-            mark_of=lambda namespace: size_key(namespace.kind, namespace.digest, size),
+            mark_of=lambda namespace: tp_size_key(namespace.kind, namespace.digest, size),
         )
         facts = KVFacts(
             namespace=namespace.digest,
             grid=Grid(block_tokens, chunk_blocks, tails=config.tails),
             layer_sets=sets,
-            size=size,
-            parts={size: parts_of(sets, size) for size in readable_sizes(sets)},
+            tp_size=size,
+            shard_names={size: shard_names_of(sets, size) for size in readable_tp_sizes(sets)},
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=saves,
             loads=role.is_kv_consumer and why_not is None,
@@ -152,15 +152,15 @@ class KVScheduler:
         if facts.saves and publishes_events(vllm_config):
             events = BlockEvents(
                 facts.grid,
-                len(facts.parts[facts.size]),
+                len(facts.shard_names[facts.tp_size]),
                 group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
                 is_remote=not config.folder,
             )
         half = cls(config, facts, engine, events=events)
-        half.learn_sizes(config.io_timeout_s)
+        half.learn_tp_sizes(config.io_timeout_s)
         return half
 
-    def learn_sizes(self, timeout_s: float) -> None:
+    def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until the store has said in which sizes there is KV, at start-up."""
         if self._facts.loads:
             self._lookups.sizes.look(timeout_s)
@@ -213,7 +213,9 @@ class KVScheduler:
             return
         end_tokens = tracked.start_tokens + num_external_tokens
         pieces = [
-            replace(piece, size=search.other_sizes.get(chunk.key)) if search.other_sizes else piece
+            replace(piece, tp_size=search.other_tp_sizes.get(chunk.key))
+            if search.other_tp_sizes
+            else piece
             for chunk in search.found
             for piece in self._pieces.loaded(chunk, block_ids, tracked.start_tokens, end_tokens)
         ]
@@ -290,7 +292,7 @@ class KVScheduler:
             progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
             self._saves.left(progress)
         num_tokens = self._num_handed_over(tracked)
-        return announcement(num_tokens, self._facts.size) if num_tokens else None
+        return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
 
     def reset(self) -> None:
         """Forget what lies in the cache's blocks: it is no longer what it was.

@@ -4,9 +4,9 @@
 A store takes one round trip for as many questions as it asks at once, and what is stored of a
 prompt is nearly always closed: who stored a chunk has stored those before it. So whole chunks are
 searched from coarse to fine: some, evenly spread, then those in the gap between the last one that
-is there and the first one that is not. Where that gap closes, the parts that may be stored of the
-next chunk are asked for. A chunk that was not asked for and is lost all the same is found by the
-load.
+is there and the first one that is not. Where that gap closes, the partial chunks that may be stored
+of the next chunk are asked for. A chunk that was not asked for and is lost all the same is found by
+the load.
 
 32,768 tokens in chunks of 256, blocks of 16: one round where nothing or all is stored, at most
 three otherwise.
@@ -38,7 +38,7 @@ class Found:
         """Whether anything is stored."""
         return bool(self.chunks)
 
-    def in_sizes(self, sizes: Mapping[ChunkKey, int]) -> "Found":
+    def in_tp_sizes(self, sizes: Mapping[ChunkKey, int]) -> "Found":
         """Return the leading chunks that are there by `sizes`, with these."""
         chunks = tuple(takewhile(lambda chunk: chunk.key in sizes, self.chunks))
         lost = (chunk.key for chunk in self.chunks if chunk.key not in sizes)
@@ -97,18 +97,18 @@ class _Search:
         """Return the chunks to ask for; none: all is known."""
         wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
         # Where nothing is stored, as with most prompts, this makes the first round the last one.
-        next_parts = self._open_parts(self._low)
-        if len(next_parts) <= self._most // 2 or self._low == self._high:
-            wanted |= {chunk.key: chunk for chunk in next_parts}
+        next_partials = self._open_partials(self._low)
+        if len(next_partials) <= self._most // 2 or self._low == self._high:
+            wanted |= {chunk.key: chunk for chunk in next_partials}
         room = max(1, self._most - len(wanted))
         for number in _spread(self._low, self._high, room):
             chunk = self._prefix.whole(number)
             wanted[chunk.key] = chunk
         for number in (self._high, *range(self._low + 1, self._high)):
-            parts = {chunk.key: chunk for chunk in self._open_parts(number)}
-            if len(wanted | parts) > self._most:
+            partials = {chunk.key: chunk for chunk in self._open_partials(number)}
+            if len(wanted | partials) > self._most:
                 break
-            wanted |= parts
+            wanted |= partials
         return list(wanted.values())
 
     def learn(self, chunks: Sequence[Chunk], are_there: Sequence[bool]) -> None:
@@ -127,8 +127,8 @@ class _Search:
     def found(self) -> Found:
         """Return the end of it."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
-        parts = self._prefix.parts(self._low, self._start_block)
-        chunks += [chunk for chunk in parts if self._is_there.get(chunk.key)][:1]
+        partials = self._prefix.partials(self._low, self._start_block)
+        chunks += [chunk for chunk in partials if self._is_there.get(chunk.key)][:1]
         end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
         tail = self._tail
         if tail is not None and self._is_there[tail.key] and tail.first_block == end_block:
@@ -138,14 +138,14 @@ class _Search:
 
     def _ends(self) -> list[Chunk]:
         """Return the tail, and the part that all but the tail would end in."""
-        parts = self._prefix.parts(self._prefix.num_whole, self._start_block)
-        return [*([self._tail] if self._tail else []), *parts[:1]]
+        partials = self._prefix.partials(self._prefix.num_whole, self._start_block)
+        return [*([self._tail] if self._tail else []), *partials[:1]]
 
-    def _open_parts(self, number: int) -> list[Chunk]:
-        """Return the parts of chunk `number` that are longer than any which is known to be there,
-        and not known to be missing."""
+    def _open_partials(self, number: int) -> list[Chunk]:
+        """Return the partial chunks of chunk `number` that may be there, longer than any that
+        is known to be."""
         unknown = []
-        for chunk in self._prefix.parts(number, self._start_block):
+        for chunk in self._prefix.partials(number, self._start_block):
             if self._is_there.get(chunk.key):
                 break
             if chunk.key not in self._is_there:

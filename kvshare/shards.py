@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads each rank of an engine holds, and where they lie in what others have stored; pure.
 
-An engine of tensor-parallel size N stores KV in shares: share i of `t<i>of<n>` holds the i-th n-th
+An engine of tensor-parallel size N stores KV in shards: shard i of `t<i>of<n>` holds the i-th n-th
 of the heads. n is N; or the number of heads where there are more ranks than these: then vLLM gives
 ranks that follow each other the same head, and the first of them stores it. So a reader needs to
-know only n, and works out which shares hold its heads. It reads shares whole: the ranks of a host
+know only n, and works out which shards hold its heads. It reads shards whole: the ranks of a host
 share what one of them has fetched.
 """
 
@@ -14,53 +14,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of a stored share that one rank holds."""
+    """Heads of a stored shard that one rank holds."""
 
     first: int
-    """Which of the share's heads the first one is."""
+    """Which of the shard's heads the first one is."""
     count: int
     first_own: int
     """Which of the rank's own heads it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A stored share that holds heads of one rank."""
+class ShardSlice:
+    """A stored shard that holds heads of one rank."""
 
-    share: int
+    number: int
     num_heads: int
-    """Of the share."""
+    """Of the shard."""
     heads: Heads
 
 
-def num_shares(num_heads: int, tp_size: int) -> int:
-    """Return in how many shares an engine of `tp_size` stores `num_heads` heads."""
+def num_shards(num_heads: int, tp_size: int) -> int:
+    """Return in how many shards an engine of `tp_size` stores `num_heads` heads."""
     return min(num_heads, tp_size)
 
 
-def share_of(tp_rank: int, tp_size: int, num_heads: int) -> int:
-    """Return which share a rank holds."""
-    return tp_rank * num_shares(num_heads, tp_size) // tp_size
+def shard_of(tp_rank: int, tp_size: int, num_heads: int) -> int:
+    """Return which shard a rank holds."""
+    return tp_rank * num_shards(num_heads, tp_size) // tp_size
 
 
 def is_first_holder(tp_rank: int, tp_size: int, num_heads: int) -> bool:
-    """Whether a rank is the first one of those that hold its share."""
-    share = share_of(tp_rank, tp_size, num_heads)
-    return tp_rank == 0 or share_of(tp_rank - 1, tp_size, num_heads) != share
+    """Whether a rank is the first one of those that hold its shard."""
+    shard = shard_of(tp_rank, tp_size, num_heads)
+    return tp_rank == 0 or shard_of(tp_rank - 1, tp_size, num_heads) != shard
 
 
-def sources(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tuple[Source, ...]:
-    """Return where the heads of a rank lie in `count` shares, in their order."""
-    num_own = num_heads // num_shares(num_heads, tp_size)
-    own_first = share_of(tp_rank, tp_size, num_heads) * num_own
+def shard_slices(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tuple[ShardSlice, ...]:
+    """Return where the heads of a rank lie in `count` shards, in their order."""
+    num_own = num_heads // num_shards(num_heads, tp_size)
+    own_first = shard_of(tp_rank, tp_size, num_heads) * num_own
     own_end = own_first + num_own
     num_stored = num_heads // count
     found = []
-    for share in range(own_first // num_stored, -(-own_end // num_stored)):
-        start = share * num_stored
+    for shard in range(own_first // num_stored, -(-own_end // num_stored)):
+        start = shard * num_stored
         first, end = max(own_first, start), min(own_end, start + num_stored)
         heads = Heads(first - start, end - first, first - own_first)
-        found.append(Source(share, num_stored, heads))
+        found.append(ShardSlice(shard, num_stored, heads))
     return tuple(found)
 
 

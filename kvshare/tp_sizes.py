@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ecshare.store.keys import Key, Kind, size_key
+from ecshare.store.keys import Key, Kind, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Lookup
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 30.0
 
 
-class StoredSizes:
+class StoredTpSizes:
     """The sizes to ask for, this engine's own first.
 
-    Each writer leaves a mark that names its size (see shares.py). Which sizes there can be follows
+    Each writer leaves a mark that names its size (see shards.py). Which sizes there can be follows
     from the model, so that one look-up of few keys tells which there are: at start, and again after
     a miss.
 
@@ -35,7 +35,9 @@ class StoredSizes:
     ) -> None:
         """`clock_s`: monotonic seconds."""
         self.known: tuple[int, ...] = (own,)
-        self._marks = {size_key(Kind.KV, namespace, size): size for size in possible if size != own}
+        self._marks = {
+            tp_size_key(Kind.KV, namespace, size): size for size in possible if size != own
+        }
         self._engine = engine
         self._clock_s = clock_s
         self._next_look_s = clock_s()

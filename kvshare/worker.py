@@ -49,7 +49,7 @@ class CacheShape:
     @property
     def keeps_prefix(self) -> bool:
         """See `Loads`."""
-        return self.num_groups == 1 and all(each.span.is_full for each in self.layer_sets)
+        return self.num_groups == 1 and all(each.window.is_full for each in self.layer_sets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,19 +243,19 @@ class KVWorker:
     def _object_key(self, namespace: str, piece: Piece) -> Key:
         assert self._shape is not None
         layer_set = self._shape.layer_sets[piece.layer_set]
-        if piece.source is None or piece.size is None:
-            part = layer_set.own_part(self._rank)
+        if piece.shard is None or piece.tp_size is None:
+            part = layer_set.own_shard_name(self._rank)
         else:
-            part = layer_set.part(piece.source.share, piece.size)
+            part = layer_set.shard_name(piece.shard.number, piece.tp_size)
         return object_key(Kind.KV, namespace, bytes(piece.key), part)
 
     def _sourced(self, piece: Piece) -> Iterable[Piece]:
         """Make `piece` one of each object in which its heads lie."""
-        if piece.size is None or self._shape is None:
+        if piece.tp_size is None or self._shape is None:
             return [piece]
         layer_set = self._shape.layer_sets[piece.layer_set]
-        found = layer_set.sources(self._rank, piece.size)
-        return [replace(piece, source=source) for source in found]
+        found = layer_set.shard_slices(self._rank, piece.tp_size)
+        return [replace(piece, shard=shard) for shard in found]
 
     def _save_all(self, namespace: str, pieces: Iterable[Piece]) -> None:
         copied = [put for piece in pieces if (put := self._copied(namespace, piece)) is not None]

@@ -33,10 +33,10 @@ from ecshare.store.gcs_options import GCSPlan
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
+    ByteRange,
     ObjectInfo,
     ObjectStat,
     Sink,
-    Span,
     cut,
     md5_of_etag,
 )
@@ -209,16 +209,18 @@ class CloudStore:
         """See ObjectStore."""
         first = await self._threads.run(self._first, key, sink)
         if first.at < first.size:
-            rest = cut(Span(first.at, first.size), PIECE_BYTES)
+            rest = cut(ByteRange(first.at, first.size), PIECE_BYTES)
             try:
                 await self._pieces(key, rest, first, sink)
             except _RangesIgnored:
                 await self._threads.run(self._rest, key, first, sink)
 
-    async def _pieces(self, key: Key, pieces: Sequence[Span], first: "_Answer", sink: Sink) -> None:
+    async def _pieces(
+        self, key: Key, pieces: Sequence[ByteRange], first: "_Answer", sink: Sink
+    ) -> None:
         lanes = asyncio.Semaphore(_PIECES)
 
-        async def fetch(piece: Span) -> None:
+        async def fetch(piece: ByteRange) -> None:
             async with lanes:
                 await self._threads.run(self._piece, key, piece, first, sink)
 
@@ -305,16 +307,16 @@ class CloudStore:
             again.check_same(first)
             again.pour(sink, begin=first.at)
 
-    def _piece(self, key: Key, piece: Span, first: "_Answer", sink: Sink) -> None:
+    def _piece(self, key: Key, piece: ByteRange, first: "_Answer", sink: Sink) -> None:
         with contextlib.closing(self._open(key, piece)) as answer:
             answer.pour_piece(sink, piece, first)
 
-    def _open(self, key: Key, piece: Span) -> "_Answer":
+    def _open(self, key: Key, piece: ByteRange) -> "_Answer":
         """Ask for one piece; its bytes are on the way."""
-        span = piece.start, piece.stop
+        byte_range = piece.start, piece.stop
         try:
             with mapped_errors(key):
-                return _Answer(key, obstore.get(self._plain, key, options={"range": span}))
+                return _Answer(key, obstore.get(self._plain, key, options={"range": byte_range}))
         except StoreUnavailable as exc:
             if "non-partial response" in str(exc.__cause__):
                 self._ranges = False
@@ -414,7 +416,7 @@ class _Answer:
         if self.at != self.stop:
             raise StoreUnavailable(f"{self._key}: the server sent less than it announced")
 
-    def pour_piece(self, sink: Sink, piece: Span, first: "_Answer") -> None:
+    def pour_piece(self, sink: Sink, piece: ByteRange, first: "_Answer") -> None:
         """Give the body to `sink`: it must be that `piece` of the object that `first` began."""
         self.check_same(first)
         if (self.at, self.stop) != (piece.start, piece.stop):

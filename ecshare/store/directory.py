@@ -33,10 +33,10 @@ from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
     Buffer,
+    ByteRange,
     ObjectInfo,
     ObjectStat,
     Sink,
-    Span,
     cut,
 )
 from ecshare.store.threads import Threads
@@ -146,7 +146,7 @@ class DirectoryStore:
                 raise
             _check_kind(file.status, key)
         sink.begin(file.size)
-        whole = Span(0, file.size)
+        whole = ByteRange(0, file.size)
         if file.size < _SPLIT_BYTES:
             file.copy(sink, whole, key)
         else:
@@ -371,9 +371,9 @@ class _File:
         if hasattr(self, "_fd"):
             os.close(self._fd)
 
-    def copy(self, sink: Sink, span: Span, key: Key) -> None:
-        """Give the bytes of `span` to `sink`."""
-        start, stop = span.start, span.stop
+    def copy(self, sink: Sink, byte_range: ByteRange, key: Key) -> None:
+        """Give the bytes of `byte_range` to `sink`."""
+        start, stop = byte_range.start, byte_range.stop
         buffer = _own_buffer()
         while start < stop:
             with mapped_errors(key):

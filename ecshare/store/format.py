@@ -71,7 +71,7 @@ class TensorSpec(Struct, frozen=True):
 class Sealed(Struct, frozen=True):
     """An object, taken apart without copying it."""
 
-    facts: TensorSpec
+    spec: TensorSpec
     payload: memoryview
     """Read only; it keeps the object's buffer alive."""
 
@@ -106,7 +106,7 @@ class _Front(Struct, frozen=True):
 
     prologue: bytes
     header: _Header
-    facts: TensorSpec
+    spec: TensorSpec
 
 
 @dataclass(slots=True)
@@ -131,9 +131,9 @@ class StreamingChecksum:
         if self._digest is None:
             try:
                 header = _header(piece)
-                facts = _facts(header)
-                self._digest = xxhash.xxh3_128(_believed(facts, header.metadata))
-                self._front = _Front(bytes(piece[:PROLOGUE_BYTES]), header, facts)
+                spec = _spec(header)
+                self._digest = xxhash.xxh3_128(_believed(spec, header.metadata))
+                self._front = _Front(bytes(piece[:PROLOGUE_BYTES]), header, spec)
             except ObjectCorrupt:
                 self._is_in_order = False
                 return
@@ -153,34 +153,37 @@ class StreamingChecksum:
         return _CHECKSUM_PREFIX + self._digest.hexdigest()
 
 
-def seal(slab: memoryview, facts: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
+def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
     """Write the prologue of `slab`, whose payload already lies at byte 4,096, in place.
 
-    `key`: where the object will lie; `integrity`: adds a MAC. Raises ValueError: the slab is not
-    4,096 bytes plus the payload that `facts` describes, or the facts do not fit into the prologue.
+    `key`: where the object will lie; `integrity`: adds a MAC.
+
+    Raises:
+        ValueError: the slab is not 4,096 bytes plus the payload that `spec` describes, or the
+            attributes do not fit into the prologue.
     """
     raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
-    problem = _invalid_reason(facts)
+    problem = _invalid_reason(spec)
     if problem:
         raise ValueError(f"cannot seal: {problem}")
-    if len(raw) != PROLOGUE_BYTES + facts.num_bytes:
+    if len(raw) != PROLOGUE_BYTES + spec.num_bytes:
         raise ValueError(
             f"cannot seal: the slab has {len(raw)} bytes, "
-            f"the facts ask for {PROLOGUE_BYTES + facts.num_bytes}"
+            f"its spec asks for {PROLOGUE_BYTES + spec.num_bytes}"
         )
     metadata = _Metadata(
         format=str(FORMAT_VERSION),
         key=str(key),
         checksum="",
-        attributes=_json(facts.attributes),
+        attributes=_json(spec.attributes),
         producer=__version__,
     )
     payload = raw[PROLOGUE_BYTES:]
-    believed = _believed(facts, metadata)
+    believed = _believed(spec, metadata)
     metadata.checksum = _checksum(believed, payload)
     if integrity is not None:
         metadata.mac = integrity.mac(believed, payload)
-    tensor = _Tensor(dtype=facts.dtype, shape=facts.shape, data_offsets=(0, facts.num_bytes))
+    tensor = _Tensor(dtype=spec.dtype, shape=spec.shape, data_offsets=(0, spec.num_bytes))
     header = msgspec.json.encode(_Header(metadata=metadata, tensor=tensor))
     if len(header) > _HEADER_BYTES:
         raise ValueError(
@@ -210,30 +213,30 @@ def unseal(
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
     front = streamed.front(raw) if streamed else None
     header = front.header if front else _header(raw)
-    facts = front.facts if front else _facts(header)
+    spec = front.spec if front else _spec(header)
     metadata = header.metadata
     _check_key(header, key)
     payload = raw[PROLOGUE_BYTES:].toreadonly()
-    if not len(payload) == facts.num_bytes == header.tensor.data_offsets[1]:
+    if not len(payload) == spec.num_bytes == header.tensor.data_offsets[1]:
         raise ObjectCorrupt(
-            f"corrupt object: {len(payload)} bytes of payload, {facts.num_bytes} expected"
+            f"corrupt object: {len(payload)} bytes of payload, {spec.num_bytes} expected"
         )
     if header.tensor.data_offsets[0] != 0:
         raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
     if verify:
         checksum = streamed.digest(len(raw)) if streamed and front else ""
-        checksum = checksum or _checksum(_believed(facts, metadata), payload)
+        checksum = checksum or _checksum(_believed(spec, metadata), payload)
         if checksum != metadata.checksum:
             raise ObjectCorrupt("corrupt object: the checksum differs")
         if integrity is not None:
-            _authenticate(facts, metadata, payload, integrity)
-    return Sealed(facts=facts, payload=payload)
+            _authenticate(spec, metadata, payload, integrity)
+    return Sealed(spec=spec, payload=payload)
 
 
 def _authenticate(
-    facts: TensorSpec, metadata: _Metadata, payload: memoryview, integrity: Integrity
+    spec: TensorSpec, metadata: _Metadata, payload: memoryview, integrity: Integrity
 ) -> None:
-    if not integrity.accepts(metadata.mac, _believed(facts, metadata), payload):
+    if not integrity.accepts(metadata.mac, _believed(spec, metadata), payload):
         wrong = "the MAC is not made with our integrity_key" if metadata.mac else "it has no MAC"
         raise ObjectCorrupt(f"corrupt object: {wrong}")
 
@@ -262,16 +265,16 @@ def _header(raw: memoryview) -> _Header:
     return header
 
 
-def _facts(header: _Header) -> TensorSpec:
-    facts = TensorSpec(
+def _spec(header: _Header) -> TensorSpec:
+    spec = TensorSpec(
         dtype=header.tensor.dtype,
         shape=header.tensor.shape,
         attributes=_attributes(header.metadata.attributes),
     )
-    problem = _invalid_reason(facts)
+    problem = _invalid_reason(spec)
     if problem:
         raise ObjectCorrupt(f"corrupt object: {problem}")
-    return facts
+    return spec
 
 
 def _attributes(text: str) -> dict[str, JSON]:
@@ -281,23 +284,23 @@ def _attributes(text: str) -> dict[str, JSON]:
         raise ObjectCorrupt(f"corrupt object: odd attributes, {exc}") from exc
 
 
-def _invalid_reason(facts: TensorSpec) -> str | None:
-    """Why no object may have these facts, or None."""
-    if facts.dtype not in ITEM_BYTES:
-        return f"unknown dtype {facts.dtype[:32]!r}"
-    if len(facts.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in facts.shape):
+def _invalid_reason(spec: TensorSpec) -> str | None:
+    """Why no object may have this spec, or None."""
+    if spec.dtype not in ITEM_BYTES:
+        return f"unknown dtype {spec.dtype[:32]!r}"
+    if len(spec.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in spec.shape):
         return "a shape has at most 8 dimensions, none negative or absurd"
     return None
 
 
-def _believed(facts: TensorSpec, metadata: _Metadata) -> bytes:
+def _believed(spec: TensorSpec, metadata: _Metadata) -> bytes:
     """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
     text = _json(
         [
             FORMAT_VERSION,
             metadata.key,
-            facts.dtype,
-            list(facts.shape),
+            spec.dtype,
+            list(spec.shape),
             metadata.attributes,
             metadata.producer,
         ]

@@ -31,10 +31,10 @@ from ecshare.store.errors import (
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
+    ByteRange,
     ObjectInfo,
     ObjectStat,
     Sink,
-    Span,
     cut,
     md5_of_etag,
 )
@@ -192,7 +192,7 @@ class FsspecStore:
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
         sink.begin(size)
-        for part in cut(Span(0, size), _PIECE_BYTES):
+        for part in cut(ByteRange(0, size), _PIECE_BYTES):
             with mapped_errors(key):
                 piece = await self._call("cat_file", path, start=part.start, end=part.stop)
             await self._write_piece(key, sink, part.start, piece, part.stop)

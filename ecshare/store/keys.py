@@ -88,7 +88,7 @@ def manifest_key(kind: Kind, namespace: str) -> Key:
     return Key(manifests_prefix(kind) + _checked(namespace))
 
 
-def size_key(kind: Kind, namespace: str, size: int) -> Key:
+def tp_size_key(kind: Kind, namespace: str, size: int) -> Key:
     """The key of the mark that engines of `size` ranks store objects of `namespace` in shares."""
     return Key(f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}")
 

@@ -45,7 +45,7 @@ class ObjectStat(Struct, frozen=True):
     """Of all its bytes, in hexadecimal digits; "": the store does not say."""
 
 
-class Span(Struct, frozen=True):
+class ByteRange(Struct, frozen=True):
     """The bytes of an object from `start` to before `stop`; at least one."""
 
     start: int
@@ -103,10 +103,10 @@ class Memory:
             self._buffer[offset + start : offset + start + len(part)] = part
 
 
-def cut(span: Span, most_bytes: int) -> list[Span]:
-    """Return `span` in pieces of at most that size."""
-    starts = range(span.start, span.stop, most_bytes)
-    return [Span(start, min(start + most_bytes, span.stop)) for start in starts]
+def cut(byte_range: ByteRange, most_bytes: int) -> list[ByteRange]:
+    """Return `byte_range` in pieces of at most that size."""
+    starts = range(byte_range.start, byte_range.stop, most_bytes)
+    return [ByteRange(start, min(start + most_bytes, byte_range.stop)) for start in starts]
 
 
 class ObjectStore(Protocol):

@@ -76,7 +76,7 @@ def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> Store
         logger.warning("host cache: an entry cannot be mapped: %s", exc)
         entry.close()
         return None
-    return StoredObject(entry.key, sealed.facts, sealed.payload, entry)
+    return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
@@ -176,7 +176,7 @@ class Fetcher:
     def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
         """What this host has already; None: the job has no use for it."""
         here = _stored_object(self._host, entry)
-        if here is None or job.accepts is None or job.accepts(here.facts):
+        if here is None or job.accepts is None or job.accepts(here.spec):
             return here
         here.release()
         self._host.discard(here.key)
@@ -268,11 +268,11 @@ class Fetcher:
         sealed = unseal(
             incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
         )
-        if job.accepts is not None and not job.accepts(sealed.facts):
-            said = f"{sealed.facts.dtype} {list(sealed.facts.shape)}"
+        if job.accepts is not None and not job.accepts(sealed.spec):
+            said = f"{sealed.spec.dtype} {list(sealed.spec.shape)}"
             raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
         # Where the entry is another process's, its bytes are the same.
-        stored = StoredObject(job.key, sealed.facts, sealed.payload, incoming.publish())
+        stored = StoredObject(job.key, sealed.spec, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s
         return stored, Moved("read", Tier.STORE, len(stored.payload), seconds)
 

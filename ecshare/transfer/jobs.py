@@ -46,7 +46,7 @@ class StoredObject(Struct, frozen=True):
     """
 
     key: Key
-    facts: TensorSpec
+    spec: TensorSpec
     payload: memoryview
     entry: Entry | None
 

@@ -161,7 +161,7 @@ class Removal:
         except ObjectCorrupt:
             return _difference(stated, body)
         # What was stored is what has come: its own checksum says so.
-        is_usable = job.accepts is None or job.accepts(sealed.facts)
+        is_usable = job.accepts is None or job.accepts(sealed.spec)
         return "read once more, it is sound" if is_usable else None
 
 

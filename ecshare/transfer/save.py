@@ -87,7 +87,7 @@ class Saver:
         """Seal the slab, publish it to this host, and return the object. Copy thread."""
         body = job.slab.arrived()
         started_s = time.monotonic()
-        seal(body, job.slab.facts, job.key, self._integrity)
+        seal(body, job.slab.spec, job.key, self._integrity)
         entry = self._host.publish(job.key, body)
         seconds = time.monotonic() - started_s
         num_bytes = len(body) if entry else 0

@@ -75,16 +75,16 @@ def torch_dtype(name: str) -> torch.dtype:
         raise ValueError(f"no torch dtype for {name!r}") from None
 
 
-def as_tensor(payload: memoryview, facts: TensorSpec) -> Tensor:
-    """View `payload` as the host tensor that `facts` describe; no copy.
+def as_tensor(payload: memoryview, spec: TensorSpec) -> Tensor:
+    """View `payload` as the host tensor that `spec` describes; no copy.
 
     The tensor shares memory with `payload`, which must outlive it. A read-only payload gives a
     tensor that must not be written (torch cannot enforce that).
     """
-    if not facts.num_bytes:
-        return torch.empty(facts.shape, dtype=torch_dtype(facts.dtype))
+    if not spec.num_bytes:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
     _warn_of_read_only_memory()
-    return torch.frombuffer(payload, dtype=torch_dtype(facts.dtype)).view(facts.shape)
+    return torch.frombuffer(payload, dtype=torch_dtype(spec.dtype)).view(spec.shape)
 
 
 @cache
@@ -102,13 +102,13 @@ class Slab:
     transfer engine with a Put, and the engine releases it.
     """
 
-    def __init__(self, staging: "Staging", buffer: Tensor, facts: TensorSpec) -> None:
+    def __init__(self, staging: "Staging", buffer: Tensor, spec: TensorSpec) -> None:
         """Made by `Staging.reserve` only. `buffer`: uint8, at least prologue and payload long."""
-        self.facts = facts
+        self.spec = spec
         self._staging = staging
         self._buffer: Tensor | None = buffer
         self.copied: torch.cuda.Event | None = None
-        self._num_bytes = PROLOGUE_BYTES + facts.num_bytes
+        self._num_bytes = PROLOGUE_BYTES + spec.num_bytes
 
     @property
     def body(self) -> memoryview:
@@ -117,9 +117,9 @@ class Slab:
 
     @property
     def payload(self) -> Tensor:
-        """The payload as a host tensor of the slab's facts; valid until `release`."""
+        """The payload as a host tensor of the slab's spec; valid until `release`."""
         flat = self._whole[PROLOGUE_BYTES : self._num_bytes]
-        return flat.view(torch_dtype(self.facts.dtype)).view(self.facts.shape)
+        return flat.view(torch_dtype(self.spec.dtype)).view(self.spec.shape)
 
     def arrived(self) -> memoryview:
         """Block until the copy from the device has arrived, and return `body`. Any thread."""
@@ -172,13 +172,13 @@ class Staging:
         """Host memory that slabs in use hold. Any thread."""
         return self._used_bytes
 
-    def reserve(self, facts: TensorSpec) -> Slab | None:
-        """Return a slab for an object of `facts`. None: there is no memory for it, drop this save.
+    def reserve(self, spec: TensorSpec) -> Slab | None:
+        """Return a slab for an object of `spec`. None: there is no memory for it, drop this save.
 
         The budget is spent, or the host has no more. One object larger than the whole budget may go
         alone, else it could never be stored.
         """
-        size = _slab_bytes(PROLOGUE_BYTES + facts.num_bytes, is_pinned=self._stream is not None)
+        size = _slab_bytes(PROLOGUE_BYTES + spec.num_bytes, is_pinned=self._stream is not None)
         with self._lock:
             if self._used_bytes and self._used_bytes + size > self._limit_bytes:
                 return None
@@ -191,7 +191,7 @@ class Staging:
             with self._lock:
                 self._used_bytes -= size
             return None
-        return Slab(self, buffer, facts)
+        return Slab(self, buffer, spec)
 
     def copy_out(self, slab: Slab, tensor: Tensor) -> None:
         """Start copying `tensor` (of the slab's shape and dtype, any strides) to `slab`.
@@ -217,8 +217,8 @@ class Staging:
         if self._stream is None:
             write(slab.payload)
             return
-        facts = slab.facts
-        gathered = torch.empty(facts.shape, dtype=torch_dtype(facts.dtype), device=self._device)
+        spec = slab.spec
+        gathered = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
         write(gathered)
         self._send(slab, gathered, self._stream)
 

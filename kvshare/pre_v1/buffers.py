@@ -138,7 +138,7 @@ class _Buffer:
         body = await read(self._store, key, MAX_OBJECT_BYTES)
         sealed = unseal(body, key, integrity=self._integrity)
         try:
-            return as_tensor(sealed.payload, sealed.facts).clone()
+            return as_tensor(sealed.payload, sealed.spec).clone()
         except (ValueError, RuntimeError) as exc:  # an unknown dtype or an impossible shape
             raise ObjectCorrupt(f"corrupt object: torch has no such tensor: {exc}") from exc
 
@@ -149,12 +149,12 @@ class _Buffer:
             _TooLarge: it exceeds the size of an object.
             ValueError: its dtype cannot be stored.
         """
-        facts = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), {})
-        _check_size(PROLOGUE_BYTES + facts.num_bytes)
-        body = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))
-        if facts.num_bytes:
-            as_tensor(body[PROLOGUE_BYTES:], facts).copy_(tensor)
-        seal(body, facts, key, self._integrity)
+        spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), {})
+        _check_size(PROLOGUE_BYTES + spec.num_bytes)
+        body = memoryview(bytearray(PROLOGUE_BYTES + spec.num_bytes))
+        if spec.num_bytes:
+            as_tensor(body[PROLOGUE_BYTES:], spec).copy_(tensor)
+        seal(body, spec, key, self._integrity)
         return body
 
 

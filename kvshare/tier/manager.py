@@ -289,7 +289,7 @@ class KVShareTier(SecondaryTierManager):
         return facts == self._facts
 
     def _copy_in(self, place: int, stored: StoredObject) -> None:
-        self._rows[place].copy_(as_tensor(stored.payload, stored.facts))
+        self._rows[place].copy_(as_tensor(stored.payload, stored.spec))
 
     def _copy_out(self, store: _Store) -> None:
         for key, place in store.chunks:

@@ -101,14 +101,14 @@ def test_a_durable_step_ends_when_its_saves_are_stored(
     start: Start, tmp_path: Path, role: str
 ) -> None:
     encode(start(role, save="durable"))
-    facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts
+    facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec
     assert facts.shape == (16, 64)
     assert facts.attributes == SAVE.attributes
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
     encode(start("producer", save="durable"), torch.randn(64, 32).T[:16, ::1])
-    assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).facts.shape == (16, 64)
+    assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec.shape == (16, 64)
 
 
 def test_what_the_encoder_cache_already_holds_is_stored_too(start: Start, tmp_path: Path) -> None:

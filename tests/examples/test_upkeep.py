@@ -17,7 +17,7 @@ from botocore import xform_name
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied
-from ecshare.store.keys import Kind, manifest_key, object_key, size_key
+from ecshare.store.keys import Kind, manifest_key, object_key, tp_size_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
 from lab.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, SeaweedFS
@@ -32,7 +32,7 @@ EC = [object_key(Kind.EC, NAMESPACE, "picture"), manifest_key(Kind.EC, NAMESPACE
 KV = [
     object_key(Kind.KV, NAMESPACE, b"block", "t0of2"),
     manifest_key(Kind.KV, NAMESPACE),
-    size_key(Kind.KV, NAMESPACE, 2),
+    tp_size_key(Kind.KV, NAMESPACE, 2),
 ]
 DAY_S = 86_400
 

@@ -52,7 +52,7 @@ UNFIT: dict[str, Callable[[Shape], tuple[str, Shape]]] = {
 
 def unfit(name: str, whole: bytes, key: str) -> bytes:
     """A sound object under `key` that no engine can use."""
-    right = unseal(memoryview(whole), key).facts
+    right = unseal(memoryview(whole), key).spec
     dtype, shape = UNFIT[name](right.shape)
     facts = TensorSpec(dtype, shape, right.attributes)
     made = memoryview(bytearray(PROLOGUE_BYTES + facts.num_bytes))

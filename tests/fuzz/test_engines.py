@@ -122,7 +122,7 @@ def test_every_answer_is_right(engines: list[ToyEngine], tmp_path: Path) -> None
         ]
         for request, answer in zip(requests, engine.run(*requests), strict=True):
             words = list(request.prompt_token_ids or ())
-            right = expected_answer(words, request.max_tokens, engine.spans)
+            right = expected_answer(words, request.max_tokens, engine.windows)
             assert answer.tokens == right, (words, request.kv_transfer_params)
             seen["loaded"] += answer.computed_prompt_tokens < len(words)
         if chance.random() < 0.5:

@@ -88,7 +88,7 @@ def with_fitting_checksum(raw: bytes) -> bytes:
     """As an enemy makes it, who knows the format and no key."""
     try:
         said = fmt._header(memoryview(raw))
-        facts = fmt._facts(said)
+        facts = fmt._spec(said)
     except ObjectCorrupt:
         return raw
     header = json.loads(raw[8:PROLOGUE_BYTES])
@@ -251,7 +251,7 @@ def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
 
 def check(found: fmt.Sealed, facts: TensorSpec, payload: bytes) -> None:
     assert bytes(found.payload) == payload, "wrong bytes were taken"
-    assert found.facts == facts, "wrong facts were believed"
+    assert found.spec == facts, "wrong facts were believed"
 
 
 READERS = [read_whole, read_with_running_checksum]

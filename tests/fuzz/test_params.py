@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshare.messages import announced_size, announced_tokens
+from kvshare.messages import announced_tokens, announced_tp_size
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import mutated
 
@@ -30,4 +30,4 @@ def test_announcements_are_in_range(params: Any) -> None:
     num_tokens = announced_tokens(request)
     assert type(num_tokens) is int
     assert 0 <= num_tokens < NUM_TOKENS
-    assert type(announced_size(request)) is int
+    assert type(announced_tp_size(request)) is int

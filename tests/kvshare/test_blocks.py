@@ -24,10 +24,10 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
-from kvshare.layers import LayerSet, Span
+from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
-from kvshare.shards import Heads, Source
+from kvshare.shards import Heads, ShardSlice
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
 SHAPE = (LAYERS, 1, HEADS, TOKENS, CONTENT)
@@ -72,7 +72,7 @@ def named(caches: list[Tensor]) -> dict[str, Tensor]:
 def layer_set(names: Iterable[str], heads: int = HEADS) -> LayerSet:
     """All layers in one cache group, in the order of their numbers."""
     ordered = sorted(names, key=lambda name: int(name.split(".")[-2 if "attn" in name else -1]))
-    return LayerSet(0, (0,), tuple((name, 0) for name in ordered), Span(), heads, heads)
+    return LayerSet(0, (0,), tuple((name, 0) for name in ordered), AttentionWindow(), heads, heads)
 
 
 def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
@@ -189,7 +189,8 @@ def test_engines_of_other_layouts_read_each_other(
     blocks = blocks_of(named(theirs))
     ours = [torch.zeros_like(cache)[:, :1] for cache in reader()]
     one_head = replace(
-        piece_of([2, 3], num_blocks=3, first=1), source=Source(0, HEADS, Heads(1, 1, first_own=0))
+        piece_of([2, 3], num_blocks=3, first=1),
+        shard=ShardSlice(0, HEADS, Heads(1, 1, first_own=0)),
     )
     order = blocks.spec(whole).attributes["order"]
     write(blocks_of(named(ours), heads=1), one_head, saved(blocks, whole), order)
@@ -405,7 +406,12 @@ def test_groups_are_read_and_written_through_their_own_blocks() -> None:
     memory = head_major()[:2]
     names = [f"model.layers.{number}.attn" for number in range(4)]
     both = LayerSet(
-        0, (0, 1), tuple((name, number % 2) for number, name in enumerate(names)), Span(), 2, 2
+        0,
+        (0, 1),
+        tuple((name, number % 2) for number, name in enumerate(names)),
+        AttentionWindow(),
+        2,
+        2,
     )
     caches = dict(zip(names, (memory[0], memory[0], memory[1], memory[1]), strict=True))
     blocks = BlockCaches(caches, both, BLOCKS, TOKENS)

@@ -27,7 +27,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.ranks import Rank
-from kvshare.layers import LayerSet, Span, layer_sets, most_kv_heads, parts_of, refusal
+from kvshare.layers import (
+    AttentionWindow,
+    LayerSet,
+    layer_sets,
+    most_kv_heads,
+    refusal,
+    shard_names_of,
+)
 from kvshare.prefix import Chunk, ChunkKey
 
 BLOCKS, HEADS, TOKENS = 5, 2, 16
@@ -123,9 +130,9 @@ def test_other_engines_are_refused_in_a_sentence(
 def test_groups_that_look_back_equally_far_are_one_set() -> None:
     """However vLLM has grouped them: engines must agree on the order of the layers."""
     full, short = layer_sets(cache(window(64), FULL, window(64)), 1, HEADS)
-    assert (full.span, full.groups) == (Span(), (1,))
+    assert (full.window, full.groups) == (AttentionWindow(), (1,))
     assert full.layers == (("l.1", 0), ("l.4", 0))
-    assert (short.span, short.groups) == (Span(window=64), (0, 2))
+    assert (short.window, short.groups) == (AttentionWindow(sliding_tokens=64), (0, 2))
     assert short.layers == (("l.0", 0), ("l.2", 1), ("l.3", 0), ("l.5", 1))
     assert [each.facts for each in (full, short)] == [["full", 2, 2], ["window 64", 4, 2]]
 
@@ -170,9 +177,9 @@ def test_the_layers_with_the_most_heads_count(more: dict[str, Any], expected: in
 
 def test_shares_have_a_name_each_and_replicas_one() -> None:
     sets = layer_sets(cache(FULL, window(64)), 1, HEADS)
-    assert parts_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
+    assert shard_names_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
     (replicated,) = layer_sets(cache(MLA), 1, HEADS)
-    assert parts_of((replicated,), 2) == ("t0of1",)
+    assert shard_names_of((replicated,), 2) == ("t0of1",)
     assert [replicated.is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2)] == [True, False]
     assert all(sets[0].is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2))
 
@@ -186,22 +193,30 @@ def test_a_window_reaches_as_far_back_as_vllm_keeps_blocks(
         sliding_window=size, extra_retained_tokens=extra, attention_chunk_size=size
     )
     kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
-    assert Span.of(spec).first_needed(num_tokens) == kept
+    assert AttentionWindow.of(spec).first_needed(num_tokens) == kept
     local = replace(LOCAL, attention_chunk_size=size)
     kept = ChunkedLocalAttentionManager.get_num_skipped_tokens(manager, num_tokens)
-    assert Span.of(local).first_needed(num_tokens) == kept
+    assert AttentionWindow.of(local).first_needed(num_tokens) == kept
 
 
 @given(
-    st.sampled_from([Span(), Span(window=1), Span(window=7), Span(window=64), Span(section=48)]),
+    st.sampled_from(
+        [
+            AttentionWindow(),
+            AttentionWindow(sliding_tokens=1),
+            AttentionWindow(sliding_tokens=7),
+            AttentionWindow(sliding_tokens=64),
+            AttentionWindow(chunk_tokens=48),
+        ]
+    ),
     st.integers(1, 4),
     st.integers(1, 400),
 )
 def test_what_is_stored_is_enough_for_every_prefix(
-    span: Span, chunk_blocks: int, num_tokens: int
+    window: AttentionWindow, chunk_blocks: int, num_tokens: int
 ) -> None:
     """A prefix that ends in the middle of nowhere, cut into chunks as `kvshare.prefix` does."""
-    layer_set = LayerSet(0, (0,), (("l.0", 0),), span, HEADS, HEADS)
+    layer_set = LayerSet(0, (0,), (("l.0", 0),), window, HEADS, HEADS)
     blocks, rest = divmod(num_tokens, TOKENS)
     ends = [*range(chunk_blocks, blocks, chunk_blocks), *([blocks] if blocks else [])]
     chunks = [
@@ -219,5 +234,5 @@ def test_what_is_stored_is_enough_for_every_prefix(
     }
     # The reader computes the last token itself where it must, and may begin one token earlier.
     for end in (num_tokens, num_tokens - 1):
-        needed = set(range(span.first_needed(end) // TOKENS, -(-end // TOKENS)))
+        needed = set(range(window.first_needed(end) // TOKENS, -(-end // TOKENS)))
         assert needed <= stored

@@ -34,7 +34,7 @@ def in_two(path: Path, root: Path) -> None:
     """Replace an object by what two ranks would have stored."""
     key = str(path.relative_to(root / "store"))
     whole = unseal(memoryview(path.read_bytes()), key)
-    spec = whole.facts
+    spec = whole.spec
     assert spec.attributes["order"] == "head token"
     heads = as_tensor(whole.payload, spec).chunk(HEADS, 2)
     for rank, head in enumerate(heads):

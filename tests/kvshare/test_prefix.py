@@ -73,10 +73,10 @@ def test_a_chunk_is_named_by_its_last_block() -> None:
 
 def test_parts_are_all_places_where_a_prompt_may_have_ended() -> None:
     prefix = Prefix.of(make_request("r", range(5 * BLOCK + 1)), Grid(BLOCK, 3))
-    assert [(part.first_block, part.num_blocks) for part in prefix.parts(0)] == [(0, 2), (0, 1)]
-    assert [(part.first_block, part.num_blocks) for part in prefix.parts(1)] == [(3, 2), (3, 1)]
-    assert [part.num_blocks for part in prefix.parts(1, start_block=4)] == [2]
-    assert prefix.parts(1, start_block=5) == []
+    assert [(part.first_block, part.num_blocks) for part in prefix.partials(0)] == [(0, 2), (0, 1)]
+    assert [(part.first_block, part.num_blocks) for part in prefix.partials(1)] == [(3, 2), (3, 1)]
+    assert [part.num_blocks for part in prefix.partials(1, start_block=4)] == [2]
+    assert prefix.partials(1, start_block=5) == []
 
 
 def test_prompts_with_one_prefix_share_names_up_to_where_they_part() -> None:
@@ -152,7 +152,7 @@ def test_what_an_adapter_contains_is_part_of_every_name() -> None:
     )
     assert plain.identity != tuned.identity
     for one, other in zip(
-        [plain.whole(0), *plain.parts(2)], [tuned.whole(0), *tuned.parts(2)], strict=True
+        [plain.whole(0), *plain.partials(2)], [tuned.whole(0), *tuned.partials(2)], strict=True
     ):
         assert other.key == one.key + b"0123456789abcdef"
     assert plain.tail is not None

@@ -17,14 +17,14 @@ from vllm.v1.request import Request
 
 import kvshare.recent_keys as module
 from ecshare.store.format import TensorSpec
-from ecshare.store.keys import Key, Kind, object_key, size_key
+from ecshare.store.keys import Key, Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Outcome, Put
 from ecshare.transfer.staging import Staging
 from kvshare import lookups
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
-from kvshare.layers import LayerSet, Span
+from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Orders, Report, announced_tokens, announcement
 from kvshare.prefix import Chunk, Grid
 from kvshare.scheduler import KVScheduler
@@ -34,7 +34,7 @@ from tests.kvshare.toy import BLOCK, chunks_for, make_request
 NAMESPACE = "0" * 32
 PROMPT = list(range(3 * BLOCK + 2))
 NUM_CHUNKS = 4
-FULL = LayerSet(0, (0,), (("layers.0", 0),), Span(), 1, 1)
+FULL = LayerSet(0, (0,), (("layers.0", 0),), AttentionWindow(), 1, 1)
 
 
 class Clock:
@@ -54,7 +54,7 @@ class Bench:
         parts: tuple[str, ...] = ("t0of1",),
         chunk_blocks: int = 1,
         layer_sets: tuple[LayerSet, ...] = (FULL,),
-        other_sizes: dict[int, tuple[str, ...]] | None = None,
+        other_tp_sizes: dict[int, tuple[str, ...]] | None = None,
         **roles: Any,
     ) -> None:
         self.config = KVConfig(
@@ -64,7 +64,7 @@ class Bench:
         self.engine = TransferEngine(self.config, "options")
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
-        sizes = {1: parts, **(other_sizes or {})}
+        sizes = {1: parts, **(other_tp_sizes or {})}
         facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
@@ -635,9 +635,9 @@ def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int)
 
 def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> None:
     """It never misses a look-up, which is when others would be looked for."""
-    here = bench(other_sizes={2: ("t0of2", "t1of2")})
-    here.half.learn_sizes(20.0)
-    here.put_keys(size_key(Kind.KV, NAMESPACE, 2))
+    here = bench(other_tp_sizes={2: ("t0of2", "t1of2")})
+    here.half.learn_tp_sizes(20.0)
+    here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
     here.clock.now_s += 60
     here.ask(announcing(PROMPT))
     here.engine.drain(20.0)
@@ -700,7 +700,7 @@ def test_what_was_dropped_is_not_announced(
 
 def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> None:
     """The local cache has it, the store may have lost it, and it cannot be saved any more."""
-    window = LayerSet(0, (0,), (("layers.0", 0),), Span(window=BLOCK), 1, 1)
+    window = LayerSet(0, (0,), (("layers.0", 0),), AttentionWindow(sliding_tokens=BLOCK), 1, 1)
     here = bench(layer_sets=(window,))
     request = make_request("r", PROMPT)
     here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])

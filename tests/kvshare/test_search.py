@@ -56,7 +56,7 @@ def longest(prefix: Prefix, start_block: int, is_there: Callable[[Chunk], bool])
     while number < prefix.num_whole and is_there(prefix.whole(number)):
         number += 1
     found = [prefix.whole(each) for each in range(first, number)]
-    parts = prefix.parts(number, start_block)
+    parts = prefix.partials(number, start_block)
     found += [part for part in parts if is_there(part)][:1]
     end_block = found[-1].first_block + found[-1].num_blocks if found else start_block
     covers_all = end_block == len(prefix.hashes)

@@ -7,12 +7,12 @@ import pytest
 
 from kvshare.shards import (
     Heads,
-    Source,
+    ShardSlice,
     is_first_holder,
     is_possible,
-    num_shares,
-    share_of,
-    sources,
+    num_shards,
+    shard_of,
+    shard_slices,
     stored_size,
     stored_sizes,
 )
@@ -40,47 +40,47 @@ def test_every_head_of_every_share_is_stored_once(num_heads: int) -> None:
         stored: dict[int, list[int]] = {}
         for rank, heads in enumerate(held(tp_size, num_heads)):
             if is_first_holder(rank, tp_size, num_heads):
-                share = share_of(rank, tp_size, num_heads)
+                share = shard_of(rank, tp_size, num_heads)
                 assert share not in stored
                 stored[share] = heads
-        assert [*stored] == [*range(num_shares(num_heads, tp_size))]
+        assert [*stored] == [*range(num_shards(num_heads, tp_size))]
         assert [head for heads in stored.values() for head in heads] == [*range(num_heads)]
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_every_reader_finds_its_heads_in_what_every_writer_stores(num_heads: int) -> None:
     for writer in engines(num_heads):
-        count = num_shares(num_heads, writer)
+        count = num_shards(num_heads, writer)
         shares = [
             [*range(n * num_heads // count, (n + 1) * num_heads // count)] for n in range(count)
         ]
         for reader in engines(num_heads):
             for rank, heads in enumerate(held(reader, num_heads)):
                 found: list[int] = []
-                for each in sources(rank, reader, num_heads, count):
+                for each in shard_slices(rank, reader, num_heads, count):
                     first, end = each.heads.first, each.heads.first + each.heads.count
-                    assert each.num_heads == len(shares[each.share])
+                    assert each.num_heads == len(shares[each.number])
                     assert 0 <= first < end <= each.num_heads
                     assert each.heads.first_own == len(found)
-                    found += shares[each.share][first:end]
+                    found += shares[each.number][first:end]
                 assert found == heads
 
 
 def test_examples() -> None:
-    assert sources(1, 2, 8, 1) == (Source(0, 8, Heads(4, 4, first_own=0)),)
-    assert sources(0, 1, 8, 2) == (
-        Source(0, 4, Heads(0, 4, first_own=0)),
-        Source(1, 4, Heads(0, 4, first_own=4)),
+    assert shard_slices(1, 2, 8, 1) == (ShardSlice(0, 8, Heads(4, 4, first_own=0)),)
+    assert shard_slices(0, 1, 8, 2) == (
+        ShardSlice(0, 4, Heads(0, 4, first_own=0)),
+        ShardSlice(1, 4, Heads(0, 4, first_own=4)),
     )
-    assert sources(0, 2, 6, 3) == (
-        Source(0, 2, Heads(0, 2, first_own=0)),
-        Source(1, 2, Heads(0, 1, first_own=2)),
+    assert shard_slices(0, 2, 6, 3) == (
+        ShardSlice(0, 2, Heads(0, 2, first_own=0)),
+        ShardSlice(1, 2, Heads(0, 1, first_own=2)),
     )
 
 
 def test_engines_of_more_ranks_than_heads_store_what_smaller_ones_do() -> None:
-    assert num_shares(2, 8) == num_shares(2, 2) == 2
-    assert sources(5, 8, 2, 2) == sources(1, 2, 2, 2)
+    assert num_shards(2, 8) == num_shards(2, 2) == 2
+    assert shard_slices(5, 8, 2, 2) == shard_slices(1, 2, 2, 2)
 
 
 def test_few_sizes_can_be_stored() -> None:
@@ -98,4 +98,4 @@ def test_every_engine_stores_in_one_of_these_sizes(heads: list[int]) -> None:
             size = stored_size(tp_size, heads)
             assert size in stored_sizes(heads)
             for each in heads:
-                assert num_shares(each, size) == num_shares(each, tp_size)
+                assert num_shards(each, size) == num_shards(each, tp_size)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.keys import Kind, namespace_digest, size_key
+from ecshare.store.keys import Kind, namespace_digest, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup
-from kvshare.tp_sizes import StoredSizes
+from kvshare.tp_sizes import StoredTpSizes
 from tests.expiry import expire, renew_often, wait_until_there
 
 FACTS = {"model": "m"}
@@ -39,24 +39,24 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def sizes(engine: TransferEngine, clock: Clock) -> StoredSizes:
-    return StoredSizes(NAMESPACE, 2, POSSIBLE, engine, clock)
+def sizes(engine: TransferEngine, clock: Clock) -> StoredTpSizes:
+    return StoredTpSizes(NAMESPACE, 2, POSSIBLE, engine, clock)
 
 
 def write(engine: TransferEngine, size: int) -> None:
     """What an engine of that size does when it starts."""
-    mark = size_key(Kind.KV, NAMESPACE, size)
+    mark = tp_size_key(Kind.KV, NAMESPACE, size)
     engine.start_up(Kind.KV, NAMESPACE, FACTS, write=True, mark=mark)
 
 
-def look(engine: TransferEngine, sizes: StoredSizes) -> int:
+def look(engine: TransferEngine, sizes: StoredTpSizes) -> int:
     """How many keys the store was asked for."""
     sizes.look(10)
     ended = engine.drain(10)
     return sum(len(done.job.keys) for done in ended if isinstance(done.job, Lookup))
 
 
-def test_the_own_size_comes_first(engine: TransferEngine, sizes: StoredSizes) -> None:
+def test_the_own_size_comes_first(engine: TransferEngine, sizes: StoredTpSizes) -> None:
     assert sizes.known == (2,)
     write(engine, 1)
     write(engine, 2)
@@ -66,7 +66,7 @@ def test_the_own_size_comes_first(engine: TransferEngine, sizes: StoredSizes) ->
     assert {*sizes.known} == {1, 2, 8}
 
 
-def test_others_may_come_later(engine: TransferEngine, sizes: StoredSizes, clock: Clock) -> None:
+def test_others_may_come_later(engine: TransferEngine, sizes: StoredTpSizes, clock: Clock) -> None:
     assert look(engine, sizes) == 3
     write(engine, 4)
     assert look(engine, sizes) == 0, "asked a moment ago"
@@ -88,36 +88,36 @@ def test_a_size_is_found_while_an_engine_of_it_runs_whatever_expires(
     renew_often(monkeypatch)
     write(engine, 4)
     wait_until_there(expire(tmp_path / "store"))
-    newcomer = StoredSizes(NAMESPACE, 2, POSSIBLE, engine, clock)
+    newcomer = StoredTpSizes(NAMESPACE, 2, POSSIBLE, engine, clock)
     look(engine, newcomer)
     assert newcomer.known == (2, 4)
 
 
 def test_marks_of_another_namespace_are_not_seen(
-    engine: TransferEngine, sizes: StoredSizes
+    engine: TransferEngine, sizes: StoredTpSizes
 ) -> None:
     other = {"model": "other"}
     digest = namespace_digest(other)
-    engine.start_up(Kind.KV, digest, other, write=True, mark=size_key(Kind.KV, digest, 4))
+    engine.start_up(Kind.KV, digest, other, write=True, mark=tp_size_key(Kind.KV, digest, 4))
     look(engine, sizes)
     assert sizes.known == (2,)
 
 
 def test_an_engine_that_only_reads_leaves_no_mark(
-    engine: TransferEngine, sizes: StoredSizes
+    engine: TransferEngine, sizes: StoredTpSizes
 ) -> None:
-    mark = size_key(Kind.KV, NAMESPACE, 4)
+    mark = tp_size_key(Kind.KV, NAMESPACE, 4)
     engine.start_up(Kind.KV, NAMESPACE, FACTS, write=False, mark=mark)
     look(engine, sizes)
     assert sizes.known == (2,)
 
 
 def test_a_model_with_one_size_asks_for_nothing(engine: TransferEngine, clock: Clock) -> None:
-    assert look(engine, StoredSizes(NAMESPACE, 1, (1,), engine, clock)) == 0
+    assert look(engine, StoredTpSizes(NAMESPACE, 1, (1,), engine, clock)) == 0
 
 
 @pytest.mark.parametrize("size", [-1, 0, 1, 2, 3, 4, 16, 1 << 80])
-def test_an_announced_size_counts_if_it_is_possible(sizes: StoredSizes, size: int) -> None:
+def test_an_announced_size_counts_if_it_is_possible(sizes: StoredTpSizes, size: int) -> None:
     expected = (2, size) if size in (1, 4) else (2,)
     assert sizes.with_announced(size) == expected
     assert sizes.known == (2,)

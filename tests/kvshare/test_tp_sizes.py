@@ -14,7 +14,7 @@ from torch import Tensor
 from ecshare.plugin.ranks import Rank
 from ecshare.transfer.engine import TransferEngine
 from kvshare.config import KVConfig
-from kvshare.layers import LayerSet, Span
+from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece
 from kvshare.prefix import ChunkKey
@@ -46,7 +46,7 @@ class Fleet:
         self.tp_size = tp_size
         own = max(1, num_heads // tp_size)
         layers = tuple((f"l.{number}", 0) for number in range(LAYERS))
-        layer_set = LayerSet(0, (0,), layers, Span(), own, num_heads)
+        layer_set = LayerSet(0, (0,), layers, AttentionWindow(), own, num_heads)
         shape = CacheShape(BLOCKS, TOKENS, (layer_set,), 1)
         self.engines, self.workers, self.caches = [], [], []
         for rank in range(tp_size):
@@ -121,7 +121,7 @@ def start(place: dict[str, Any], tmp_path: Path) -> Iterator[Start]:
 
 def chunk(*block_ids: int, size: int | None = None, first_block: int = 0) -> Piece:
     num_tokens = CHUNK_BLOCKS * TOKENS
-    return Piece(KEY, CHUNK_BLOCKS, num_tokens, (block_ids,), first_block, size=size)
+    return Piece(KEY, CHUNK_BLOCKS, num_tokens, (block_ids,), first_block, tp_size=size)
 
 
 def stored_size(writer: int, num_heads: int) -> int:

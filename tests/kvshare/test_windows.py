@@ -158,7 +158,7 @@ def test_preempted_requests_find_what_they_had(
     engine = start(num_blocks=10 * len(specs) + 4, store=chunked(2), specs=specs)
     requests = [make_request(f"r{number}", prompt, 20) for number, prompt in enumerate(prompts)]
     for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
-        assert answer.tokens == expected_answer(prompt, 20, engine.spans)
+        assert answer.tokens == expected_answer(prompt, 20, engine.windows)
     assert any(request.num_preemptions for request in requests)
 
 
@@ -198,4 +198,4 @@ def ask(engine: ToyEngine, dice: random.Random, stem: list[int], turn: int) -> N
     ]
     answers = engine.run(*requests[:4]) + engine.run(*requests[4:])
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == expected_answer(prompt, num_tokens, engine.spans)
+        assert answer.tokens == expected_answer(prompt, num_tokens, engine.windows)

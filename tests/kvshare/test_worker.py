@@ -21,7 +21,7 @@ from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
-from kvshare.layers import LayerSet, Span
+from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
@@ -33,7 +33,7 @@ BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
 LAYER_SET = LayerSet(
-    0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), Span(), HEADS, HEADS
+    0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), AttentionWindow(), HEADS, HEADS
 )
 SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1)
 RANK = Rank(0, 1, 0, 1)

@@ -38,7 +38,7 @@ from vllm.v1.request import Request
 
 from ecshare.transfer.stats import merged
 from kvshare.connector import KVShareConnector
-from kvshare.layers import Span
+from kvshare.layers import AttentionWindow
 from kvshare.prefix import Chunk, Grid, Prefix
 from lab.vllm_loop import EngineLoop, Model, Row, RunnerName
 
@@ -154,7 +154,7 @@ def chunks_for(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
     grid = Grid(BLOCK, chunk_blocks)
     prefix = Prefix.of(request, grid)
     chunks = [prefix.whole(number) for number in range(prefix.num_whole)]
-    chunks += prefix.parts(prefix.num_whole)[:1]
+    chunks += prefix.partials(prefix.num_whole)[:1]
     return (*chunks, *([prefix.tail.chunk(grid, sha256)] if prefix.tail else []))
 
 
@@ -171,10 +171,10 @@ def next_token(kv: Sequence[float]) -> int:
 def expected_answer(
     prompt: Sequence[int],
     num_tokens: int,
-    spans: Sequence[Span] = (Span(),),
+    windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     flavour: Sequence[int] = (),
 ) -> list[int]:
-    """What any sound engine answers whose cache groups look back over `spans`.
+    """What any sound engine answers whose cache groups look back over `windows`.
 
     `flavour`: of the request's LoRA adapter.
     """
@@ -182,8 +182,8 @@ def expected_answer(
     for _ in range(num_tokens):
         kv = [
             kv_of([*flavour, *tokens[: position + 1]], group)
-            for group, span in enumerate(spans)
-            for position in range(span.first_needed(len(tokens) - 1), len(tokens))
+            for group, window in enumerate(windows)
+            for position in range(window.first_needed(len(tokens) - 1), len(tokens))
         ]
         tokens.append(next_token(kv))
     return tokens[len(prompt) :]
@@ -211,7 +211,7 @@ class ToyModel(Model):
         """`computed`: is told of each request how many tokens of its prompt are computed."""
         super().__init__()
         groups = cache.kv_cache_groups
-        self.spans = [Span.of(group.kv_cache_spec) for group in groups]
+        self.windows = [AttentionWindow.of(group.kv_cache_spec) for group in groups]
         # Garbage, so that a block nobody wrote is noticed.
         self._cache = torch.full((LAYERS, cache.num_blocks, HEADS, BLOCK, 2 * HEAD_SIZE), -7.0)
         self.kv_caches = {
@@ -231,8 +231,8 @@ class ToyModel(Model):
         if end < len(row.tokens):
             return []
         kv = []
-        for group, span in enumerate(self.spans):
-            for position in range(span.first_needed(end - 1), end):
+        for group, window in enumerate(self.windows):
+            for position in range(window.first_needed(end - 1), end):
                 cells = self._cells(row, group, position)
                 assert cells.min() == cells.max(), "a token's KV is torn"
                 kv.append(float(cells[0, 0, 0]))
@@ -241,7 +241,7 @@ class ToyModel(Model):
 
     def fill(self, row: Row, position: int, tokens: Sequence[int]) -> None:
         """Write the KV of the last of `tokens` to a position of a request."""
-        for group in range(len(self.spans)):
+        for group in range(len(self.windows)):
             self._cells(row, group, position)[:] = kv_of(tokens, group)
 
     def _cells(self, row: Row, group: int, position: int) -> Tensor:
@@ -271,7 +271,7 @@ class ToyEngine(EngineLoop):
         config.scheduler_config.async_scheduling = is_async
         cache = cache_config(num_blocks, specs)
         self.model = model(cache, self._computed)
-        self.spans = self.model.spans
+        self.windows = self.model.windows
         self.answers: dict[str, Answer] = {}
         self.counts: dict[str, float] = {}
         self.hit_sources: Counter[Any] = Counter()
@@ -344,7 +344,7 @@ class ToyEngine(EngineLoop):
 def serve(engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str = "r") -> Answer:
     """Serve one request and check its tokens."""
     (answer,) = engine.run(make_request(name, prompt, max_tokens))
-    assert answer.tokens == expected_answer(prompt, max_tokens, engine.spans)
+    assert answer.tokens == expected_answer(prompt, max_tokens, engine.windows)
     return answer
 
 

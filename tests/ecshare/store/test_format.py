@@ -42,7 +42,7 @@ def with_header(slab: bytearray, header: dict[str, Any] | bytes) -> bytearray:
 def test_what_is_sealed_comes_out_again_without_a_copy() -> None:
     slab = sealed()
     found = unseal(memoryview(slab), KEY)
-    assert found.facts == FACTS
+    assert found.spec == FACTS
     assert found.payload == slab[PROLOGUE_BYTES:]
     assert found.payload.readonly
     slab[PROLOGUE_BYTES] ^= 1
@@ -58,14 +58,14 @@ def test_safetensors_reads_it() -> None:
 def test_safetensors_knows_every_dtype_by_the_same_name_and_size(dtype: str) -> None:
     slab = bytes(sealed(TensorSpec(dtype, (2, 3)), bytes(6 * ITEM_BYTES[dtype])))
     assert safetensors.torch.load(slab)["tensor"].shape == (2, 3)
-    assert unseal(memoryview(slab), KEY).facts.num_bytes == 6 * ITEM_BYTES[dtype]
+    assert unseal(memoryview(slab), KEY).spec.num_bytes == 6 * ITEM_BYTES[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 7), (1,) * 8])
 def test_scalars_and_empty_tensors_have_their_bytes(shape: tuple[int, ...]) -> None:
     facts = TensorSpec("F32", shape)
     slab = sealed(facts, bytes(facts.num_bytes))
-    assert unseal(memoryview(slab), KEY).facts == facts
+    assert unseal(memoryview(slab), KEY).spec == facts
     assert safetensors.torch.load(bytes(slab))["tensor"].shape == shape
 
 
@@ -90,7 +90,7 @@ def test_typed_views_of_a_slab_are_taken() -> None:
     slab = memoryview(bytearray(PROLOGUE_BYTES + 8))
     floats: Any = slab.cast("f")
     seal(floats, TensorSpec("F32", (2,)), KEY)
-    assert unseal(floats, KEY).facts.shape == (2,)
+    assert unseal(floats, KEY).spec.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_caught_or_means_nothing(bit: int) -> None:
         found = unseal(memoryview(slab), KEY)
     except ObjectCorrupt:
         return
-    assert (found.facts, bytes(found.payload)) == (FACTS, bytes(sealed()[PROLOGUE_BYTES:]))
+    assert (found.spec, bytes(found.payload)) == (FACTS, bytes(sealed()[PROLOGUE_BYTES:]))
 
 
 def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
@@ -135,7 +135,7 @@ def test_every_bit_of_the_header_that_means_something_is_checked() -> None:
         except ObjectCorrupt:
             continue
         survivors += 1
-        assert (found.facts, bytes(found.payload)) == (FACTS, bytes(good[PROLOGUE_BYTES:]))
+        assert (found.spec, bytes(found.payload)) == (FACTS, bytes(good[PROLOGUE_BYTES:]))
     assert survivors == 0
 
 
@@ -184,7 +184,7 @@ def test_a_header_with_any_other_value_is_refused(
         found = unseal(memoryview(with_header(slab, header)), KEY, verify=verify)
     except ObjectCorrupt:
         return
-    assert found.facts.num_bytes == len(found.payload) == 30
+    assert found.spec.num_bytes == len(found.payload) == 30
     assert same or not verify
 
 
@@ -260,7 +260,7 @@ def test_only_the_checksum_is_skipped_when_bytes_are_trusted() -> None:
     slab[-1] ^= 1
     with pytest.raises(ObjectCorrupt, match="checksum"):
         unseal(memoryview(slab), KEY)
-    assert unseal(memoryview(slab), KEY, verify=False).facts == FACTS
+    assert unseal(memoryview(slab), KEY, verify=False).spec == FACTS
 
 
 def test_another_format_is_refused_by_its_number() -> None:
@@ -275,4 +275,4 @@ def test_metadata_of_later_writers_is_ignored() -> None:
     slab = sealed()
     header = header_of(slab)
     header["__metadata__"]["ecshare.later"] = "abc"
-    assert unseal(memoryview(with_header(slab, header)), KEY).facts == FACTS
+    assert unseal(memoryview(with_header(slab, header)), KEY).spec == FACTS

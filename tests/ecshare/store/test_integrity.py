@@ -24,11 +24,11 @@ def sealed(integrity: Integrity | None) -> bytearray:
 
 
 def test_what_was_written_with_the_key_is_read_with_it() -> None:
-    assert unseal(memoryview(sealed(OURS)), KEY, integrity=OURS).facts == FACTS
+    assert unseal(memoryview(sealed(OURS)), KEY, integrity=OURS).spec == FACTS
 
 
 def test_a_reader_without_a_key_reads_it_too() -> None:
-    assert unseal(memoryview(sealed(OURS)), KEY).facts == FACTS
+    assert unseal(memoryview(sealed(OURS)), KEY).spec == FACTS
 
 
 @pytest.mark.parametrize("writer", [None, OTHERS])

@@ -20,7 +20,7 @@ from ecshare.store.keys import (
     manifest_key,
     namespace_digest,
     object_key,
-    size_key,
+    tp_size_key,
 )
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -59,7 +59,7 @@ def test_a_key_is_written_down() -> None:
         == f"kv/2/{NAMESPACE}/{digest[:2]}/{digest}.r0"
     )
     assert manifest_key(Kind.EC, NAMESPACE) == f"ec/2/manifests/{NAMESPACE}"
-    assert size_key(Kind.KV, NAMESPACE, 8) == f"kv/2/sizes/{NAMESPACE}/8"
+    assert tp_size_key(Kind.KV, NAMESPACE, 8) == f"kv/2/sizes/{NAMESPACE}/8"
     assert (
         namespace_digest({"b": [1], "a": None})
         == (hashlib.sha256(b'{"a":null,"b":[1]}').hexdigest()[:32])

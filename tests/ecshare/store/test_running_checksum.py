@@ -44,7 +44,7 @@ def added_up(body: bytes | bytearray, cuts: Sequence[int]) -> StreamingChecksum:
 def test_it_is_that_of_the_whole_however_it_is_cut(cuts: list[int]) -> None:
     streamed = added_up(sealed(), sorted(cuts))
     assert streamed.digest(SIZE)
-    assert unseal(memoryview(sealed()), KEY, streamed=streamed).facts == FACTS
+    assert unseal(memoryview(sealed()), KEY, streamed=streamed).spec == FACTS
 
 
 @given(st.integers(0, SIZE - 1), st.integers(1, 255))
@@ -53,7 +53,7 @@ def test_a_changed_byte_changes_it_or_leaves_it_to_the_reader(at: int, change: i
     slab[at] ^= change
     streamed = added_up(slab, [PROLOGUE_BYTES + 1000])
     try:
-        facts = unseal(memoryview(slab), KEY, streamed=streamed).facts
+        facts = unseal(memoryview(slab), KEY, streamed=streamed).spec
     except ObjectCorrupt:
         return
     assert facts == FACTS

@@ -93,8 +93,8 @@ def test_put_then_fetch_on_another_host(
 ) -> None:
     assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.OK
     stored = value(finish(elsewhere, Fetch(key("a"), 5)))
-    assert stored.facts == FACTS
-    assert torch.equal(as_tensor(stored.payload, stored.facts), TENSOR)
+    assert stored.spec == FACTS
+    assert torch.equal(as_tensor(stored.payload, stored.spec), TENSOR)
     assert stored.entry is not None
     stored.release()
     stored.release()
@@ -130,7 +130,7 @@ def test_what_was_fetched_is_there_for_other_processes_of_the_host(
     value(finish(elsewhere, Fetch(key("a"), 5))).release()
     opened = open_object(elsewhere.host, key("a"))
     assert opened is not None
-    assert torch.equal(as_tensor(opened.payload, opened.facts), TENSOR)
+    assert torch.equal(as_tensor(opened.payload, opened.spec), TENSOR)
     opened.release()
     assert open_object(elsewhere.host, key("b")) is None
 
@@ -174,7 +174,7 @@ def test_what_the_store_has_lost_and_this_host_has_is_stored_again(
     stored_file(tmp_path, "a").unlink()
     assert finish(engine, Backfill(key("a"))).value is True
     found = value(finish(elsewhere, Fetch(key("a"), 5)))
-    assert torch.equal(as_tensor(found.payload, found.facts), TENSOR)
+    assert torch.equal(as_tensor(found.payload, found.spec), TENSOR)
     assert finish(engine, Backfill(key("b"))).outcome is Outcome.MISSING
 
 
@@ -213,7 +213,7 @@ def test_a_full_host_cache_still_serves_this_process(
     cramped = TransferEngine(config(tmp_path, "cramped", host_cache_bytes=1), "options")
     stored = value(finish(cramped, Fetch(key("a"), 5)))
     assert stored.entry is None
-    assert torch.equal(as_tensor(stored.payload, stored.facts), TENSOR)
+    assert torch.equal(as_tensor(stored.payload, stored.spec), TENSOR)
     stored.release()
     cramped.close()
 
@@ -377,7 +377,7 @@ def test_a_fetched_object_is_given_to_who_can_use_it(
 
     def use(stored: StoredObject) -> None:
         given.append(stored)
-        taken.copy_(as_tensor(stored.payload, stored.facts))
+        taken.copy_(as_tensor(stored.payload, stored.spec))
 
     done = finish(elsewhere, Fetch(key("cat"), 5.0, use=use))
     assert (done.outcome, done.value) == (Outcome.OK, None)

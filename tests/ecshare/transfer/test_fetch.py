@@ -591,6 +591,34 @@ def test_a_way_that_damages_everything_counts_against_the_store(
     assert not engine.open_breakers
 
 
+def test_objects_that_are_kept_from_us_say_nothing_of_others(store: Scripted, start: Start) -> None:
+    keys = [Key(f"{KEY[:-2]}{number:02d}") for number in range(9)]
+    store.objects = {key: sealed(key) for key in keys}
+    store.damage = [no_object] * 8
+    engine = start()
+    outcomes = [finish(engine, Fetch(key, 10)).outcome for key in keys]
+    assert outcomes == [Outcome.CORRUPT] * 8 + [Outcome.OK]
+    assert not engine.open_breakers
+
+
+def no_object(body: bytes) -> bytes:
+    raise ObjectUnreadable("a folder lies in its place")
+
+
+def test_who_sends_too_late_is_told_to_stop(store: Scripted, start: Start) -> None:
+    sinks: list[Sink] = []
+
+    async def begun_only(key: Key, sink: Sink) -> None:
+        sink.begin(8192)
+        sinks.append(sink)
+        await asyncio.sleep(60)
+
+    store.get = begun_only  # type: ignore[method-assign]
+    assert finish(start(), Fetch(KEY, 0.05)).outcome is Outcome.UNAVAILABLE
+    with pytest.raises(BrokenPipeError):
+        sinks[0].write(0, bytes(8192))
+
+
 def save(engine: TransferEngine) -> None:
     slab = Staging(torch.device("cpu"), 1 << 22).reserve(FACTS)
     assert slab is not None

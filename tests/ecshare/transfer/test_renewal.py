@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.keys import Kind, manifest_key, namespace_digest, size_key
+from ecshare.store.keys import Kind, manifest_key, namespace_digest, tp_size_key
 from ecshare.store.open import open_store
 from ecshare.transfer import renewal, start_up
 from ecshare.transfer.engine import TransferEngine
@@ -23,7 +23,7 @@ from tests.expiry import renew_often
 FACTS = {"model": "qwen", "weights": "aa"}
 NAMESPACE = namespace_digest(FACTS)
 MANIFEST = manifest_key(Kind.KV, NAMESPACE)
-MARK = size_key(Kind.KV, NAMESPACE, 2)
+MARK = tp_size_key(Kind.KV, NAMESPACE, 2)
 LONG_AGO = 1_000_000_000
 WITHIN_S = 30.0
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.store.hostcache.cache import HostCache
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.hostcache.cache import Entry, HostCache
+from ecshare.store.hostcache.single_flight import Claim
+from ecshare.store.keys import Key, Kind, object_key
 
 KEY, OTHER = (object_key(Kind.EC, "0" * 32, name) for name in ("one", "other"))
 
 HOLDER = """
 import sys
 from pathlib import Path
-from ecshare.store.hostcache.cache import HostCache
+from ecshare.store.hostcache.cache import Entry, HostCache
 claim = HostCache(Path(sys.argv[1]), 1 << 20).claim(sys.argv[2])
 print(claim is not None, flush=True)
 sys.stdin.read()
@@ -38,6 +39,24 @@ def test_one_holds_a_key_at_a_time(cache: HostCache) -> None:
     again = cache.claim(KEY)
     assert again is not None
     again.release()
+
+
+def test_what_was_published_just_before_a_claim_was_free_is_opened(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = HostCache.claim
+
+    def claimed_late(self: HostCache, key: Key) -> Claim | None:
+        with cache.publish(key, b"whole") or pytest.fail("no room"):
+            return claim(self, key)
+
+    monkeypatch.setattr(HostCache, "claim", claimed_late)
+    found = cache.open_or_claim(KEY)
+    assert isinstance(found, Entry)
+    with found:
+        assert bytes(found.body) == b"whole"
+    monkeypatch.undo()
+    assert cache.claim(KEY) is not None, "nobody fetches it"
 
 
 def test_a_forgotten_claim_is_free(cache: HostCache) -> None:

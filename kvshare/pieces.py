@@ -26,7 +26,7 @@ class Pieces:
         computed from `end_tokens` on."""
         end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
         for layer_set in self.layer_sets:
-            needed_block = layer_set.span.first_needed(end_tokens) // self.block_tokens
+            needed_block = layer_set.window.first_needed(end_tokens) // self.block_tokens
             stored_block = layer_set.first_block(chunk, self.block_tokens)
             first = max(start_tokens // self.block_tokens, needed_block, stored_block)
             if first < end_block:
@@ -42,7 +42,7 @@ class Pieces:
         pieces = []
         for layer_set in self.layer_sets:
             first = layer_set.first_block(chunk, self.block_tokens)
-            if first < layer_set.span.first_needed(step_tokens) // self.block_tokens:
+            if first < layer_set.window.first_needed(step_tokens) // self.block_tokens:
                 return []
             ids = _of_groups(layer_set, block_ids, first, _end_block(chunk))
             pieces.append(self._piece(chunk, layer_set, ids))
