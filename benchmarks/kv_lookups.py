@@ -66,7 +66,9 @@ def _looked_up(
 def _one(place: Place, grid: Grid, seed: int, turn: int, readings: Readings[str]) -> int:
     with places.host_folder() as host:
         config = KVConfig(**place.options, host_cache_dir=str(host))
-        facts = KVFacts(NAMESPACE, grid, (), 1, {1: (PART,)}, sha256, saves=False, loads=True)
+        facts = KVFacts(
+            NAMESPACE, grid, (), 1, {1: (PART,)}, lambda *_: 0, sha256, saves=False, loads=True
+        )
         with closing(KVScheduler(config, facts, TransferEngine(config, OPTIONS_PATH))) as half:
             # Another prompt first: connections are open then, as in an engine that runs.
             for prompt in (len(STATES), seed):

@@ -184,6 +184,10 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         sources = self.scheduler.hit_sources(request, num_external_tokens)
         return {cache_hit_source(name): count for name, count in sources.items()}
 
+    def has_pending_push_work(self) -> bool:
+        """Return whether an idle engine is to step on, for the workers to say what is stored."""
+        return self.scheduler.is_crowded
+
     def take_events(self) -> "list[KVCacheEvent]":
         """Return which blocks were stored, or found lost, where vLLM's KV events are on."""
         return self.scheduler.take_events()

@@ -41,7 +41,7 @@ class _Ordered:
     lora: Any
     extra_keys: list[tuple[Any, ...] | None] | None
     num_missing: int
-    """Shares that are not stored yet."""
+    """Shards that are not stored yet."""
 
 
 class BlockEvents:
@@ -56,7 +56,7 @@ class BlockEvents:
         None for all of several. `is_remote`: surely not on this host.
         """
         self._grid = grid
-        self._num_shares = num_shards
+        self._num_shards = num_shards
         self._where: dict[str, Any] = {
             "medium": MEDIUM_STORAGE,
             "group_idx": group,
@@ -79,11 +79,11 @@ class BlockEvents:
             tuple(request.all_token_ids[chunk.start_tokens : chunk.end_tokens]),
             request.lora_request,
             event_extra_keys(request, first, end, self._grid.block_tokens),
-            self._num_shares,
+            self._num_shards,
         )
 
     def stored(self, num_shards: Mapping[ChunkKey, int]) -> None:
-        """Note that so many more shares of these are stored."""
+        """Note that so many more shards of these are stored."""
         for key, count in num_shards.items():
             ordered = self._ordered.get(key)
             if ordered is None:

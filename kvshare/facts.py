@@ -16,6 +16,7 @@ from ecshare.plugin.model_facts import (
 from ecshare.store.keys import Kind
 from kvshare.layers import LayerSet
 from kvshare.prefix import Grid, HashFunction
+from kvshare.save_budget import SlabBytes
 
 UNSPECIFIED_SOURCE = "external_unspecified"
 """vLLM's word for hits from a remote store, or from who knows where."""
@@ -33,6 +34,7 @@ class KVFacts:
     shard_names: Mapping[int, tuple[str, ...]]
     """By each tensor-parallel size that it can read: the names of the shards of a chunk, which is
     there if all of one size are."""
+    slab_bytes: SlabBytes
     hash_function: HashFunction
     """vLLM's own, which made the block hashes."""
     saves: bool

@@ -278,6 +278,14 @@ def layer_sets(
     return tuple(sets)
 
 
+def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
+    """Return how many bytes one rank keeps of a block, in all layers of the set."""
+    specs = {
+        name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _layers(group)
+    }
+    return sum(specs[name].page_size_bytes for name, _ in layer_set.layers)
+
+
 def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
     """Return what is equal for layers that are stored together."""
     window = AttentionWindow.of(spec)

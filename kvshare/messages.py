@@ -78,15 +78,15 @@ class Report(KVConnectorWorkerMetadata):
     """Ordered to be saved or loaded, but not in the store: to be saved when next seen."""
     is_idle: bool = False
     """This worker can neither save nor load: its cache has a layout it does not understand."""
-    saved: Mapping[ChunkKey, int] = field(default_factory=dict)
-    """How many of their shares are stored now; told where KV events are on."""
+    ended: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """Of how many of their objects the save has ended, well or not."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
-        """Return the report of both workers: a chunk is whole only if every share of it is."""
+        """Return the report of both workers: a chunk is whole only if every shard of it is."""
         if not isinstance(other, Report):
             raise TypeError(f"cannot add a {type(other).__name__} to a Report")
-        saved = Counter(self.saved) + Counter(other.saved)
-        return Report(self.lost | other.lost, self.is_idle or other.is_idle, saved)
+        ended = Counter(self.ended) + Counter(other.ended)
+        return Report(self.lost | other.lost, self.is_idle or other.is_idle, ended)
 
 
 def announcement(num_tokens: int, size: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans what to save, and when."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from kvshare.lookups import Lookups
 from kvshare.messages import Piece
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, Grid, tail_of
+from kvshare.save_budget import SaveBudget
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,7 +38,7 @@ class Progress:
     saved_prompt_tokens: int = 0
     """Of the prompt that was considered to its end. A session's grows with each turn."""
     has_gap: bool = False
-    """Some of it could not be saved any more, and may not be stored."""
+    """Some of it is not saved. Nothing behind it is saved, as no reader could get there."""
 
 
 class SavePlan:
@@ -49,10 +50,18 @@ class SavePlan:
     them: the order goes with the next step, and is carried out before anything of that step can
     fill them anew. A chunk of which vLLM has freed some blocks before, since no layer of its group
     looks back so far, is not saved.
+
+    What the workers have no memory for is saved by a later step. What is left when a request
+    leaves its blocks is given up.
     """
 
     def __init__(
-        self, facts: KVFacts, pieces: Pieces, lookups: Lookups, events: BlockEvents | None
+        self,
+        facts: KVFacts,
+        pieces: Pieces,
+        lookups: Lookups,
+        events: BlockEvents | None,
+        budget: SaveBudget[Progress],
     ) -> None:
         """Use what `lookups` knows to be stored and add to it. `events`: told what is ordered."""
         self._facts = facts
@@ -60,6 +69,7 @@ class SavePlan:
         self._stored = lookups.stored
         self._adapters = lookups.adapters
         self._events = events
+        self._budget = budget
         self._leaving: list[Piece] = []
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Iterable[Piece]:
@@ -70,32 +80,29 @@ class SavePlan:
         that is, hashed.
         """
         progress.step_tokens, progress.end_tokens = step_tokens, end_tokens
-        request, grid = progress.request, self._adapters.grid_of(progress.adapter)
-        if grid is None:
-            return
-        end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
-        yield from self._save_whole(progress, grid, end_block)
-        num_prompt_blocks = request.num_prompt_tokens // grid.block_tokens
-        if progress.num_saved_blocks < num_prompt_blocks <= end_block:
-            yield from self._save_part(progress, grid, num_prompt_blocks)
-        num_prompt_tokens = request.num_prompt_tokens
-        if progress.saved_prompt_tokens < num_prompt_tokens and 1 < num_prompt_tokens <= end_tokens:
-            progress.saved_prompt_tokens = num_prompt_tokens
-            tail = tail_of(request, grid)
-            if tail is not None:
-                yield from self._save(progress, tail.chunk(grid, self._facts.hash_function))
+        grid = self._adapters.grid_of(progress.adapter)
+        if grid is not None and not progress.has_gap:
+            yield from self._save_due(progress, grid, end_tokens)
 
-    def left(self, progress: Progress) -> None:
-        """Order, with the next step, what to save of the blocks that a request has just lost."""
+    def left(self, progress: Progress) -> int:
+        """Order, with the next step, what to save of the blocks that a request has just lost.
+
+        Return how many blocks and prompt tails are not saved, for want of memory or behind a gap.
+        """
         # The latest token was sampled or, where tokens are guessed ahead, put right: either way
         # its KV is not computed.
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
         num_known = min(progress.end_tokens, request.num_tokens - 1)
-        end_block = min(num_known // self._facts.grid.block_tokens, len(request.block_hashes))
-        if grid is not None and end_block > progress.num_saved_blocks:
-            self._leaving += self._save_whole(progress, grid, end_block)
+        num_left = 0
+        if grid is not None:
+            end_block = min(num_known // grid.block_tokens, len(request.block_hashes))
+            self._leaving += self._save_due(progress, grid, num_known)
             self._leaving += self._save_part(progress, grid, end_block)
+            num_left = max(0, end_block - progress.num_saved_blocks)
+            if progress.saved_prompt_tokens < request.num_prompt_tokens <= num_known:
+                num_left += tail_of(request, grid) is not None
         progress.block_ids, progress.step_tokens, progress.end_tokens = [], 0, 0
+        return num_left
 
     def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
@@ -109,41 +116,77 @@ class SavePlan:
             return tuple(leaving)
         lost = {piece.key for piece in leaving if not gone.isdisjoint(chain(*piece.block_ids))}
         self._stored.lost(lost)
+        self._budget.withdraw(lost)
         return tuple(piece for piece in leaving if piece.key not in lost)
 
     def forget_leaving(self) -> None:
         """Order nothing of it: the blocks no longer hold what they did."""
+        keys = {piece.key for piece in self._leaving}
+        self._stored.lost(keys)
+        self._budget.withdraw(keys)
         self._leaving.clear()
+
+    def _save_due(self, progress: Progress, grid: Grid, end_tokens: int) -> Iterable[Piece]:
+        """Order, as far as there is room, what is computed up to `end_tokens`: whole chunks, the
+        part that the prompt's full blocks end in, and the prompt's tail."""
+        request = progress.request
+        end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
+        yield from self._save_whole(progress, grid, end_block)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_prompt_blocks = num_prompt_tokens // grid.block_tokens
+        if num_prompt_blocks <= end_block:
+            yield from self._save_part(progress, grid, num_prompt_blocks)
+        if progress.num_saved_blocks < num_prompt_blocks or end_tokens < num_prompt_tokens:
+            return
+        if progress.saved_prompt_tokens < num_prompt_tokens and num_prompt_tokens > 1:
+            tail = tail_of(request, grid)
+            chunk = tail.chunk(grid, self._facts.hash_function) if tail is not None else None
+            pieces = self._save(progress, chunk) if chunk is not None else ()
+            if pieces is not None:
+                progress.saved_prompt_tokens = num_prompt_tokens
+                yield from pieces
 
     def _save_whole(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
         """Order the saves of whole chunks before `end_block` that were not considered yet."""
         size = grid.chunk_blocks
-        end_chunk = end_block // size
-        for number in range(progress.num_saved_blocks // size, end_chunk):
-            yield from self._save_run(progress, grid, number * size, (number + 1) * size)
-        progress.num_saved_blocks = max(progress.num_saved_blocks, end_chunk * size)
+        for first in range(progress.num_saved_blocks // size * size, end_block - size + 1, size):
+            pieces = self._save_run(progress, grid, first, first + size)
+            if pieces is None:
+                return
+            yield from pieces
 
     def _save_part(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
-        """Order the save of the blocks before `end_block` that make no whole chunk."""
-        size = grid.chunk_blocks
-        yield from self._save_run(progress, grid, end_block // size * size, end_block)
-        progress.num_saved_blocks = max(progress.num_saved_blocks, end_block)
+        """Order the save of the blocks before `end_block` that make no whole chunk, if all whole
+        chunks before it were considered."""
+        first = end_block // grid.chunk_blocks * grid.chunk_blocks
+        if first <= progress.num_saved_blocks < end_block:
+            yield from self._save_run(progress, grid, first, end_block) or ()
 
     def _save_run(
         self, progress: Progress, grid: Grid, first_block: int, end_block: int
-    ) -> Iterable[Piece]:
-        if first_block < end_block:
-            chunk = grid.run(progress.request.block_hashes, first_block, end_block)
-            yield from self._save(progress, chunk)
+    ) -> Sequence[Piece] | None:
+        """As `_save`, of these blocks, which are considered then."""
+        chunk = grid.run(progress.request.block_hashes, first_block, end_block)
+        pieces = self._save(progress, chunk)
+        if pieces is not None:
+            progress.num_saved_blocks = max(progress.num_saved_blocks, end_block)
+        return pieces
 
-    def _save(self, progress: Progress, chunk: Chunk) -> Iterable[Piece]:
+    def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
+        """Return what to store of `chunk`, if it is not stored. None: not now, or never: a gap."""
+        if progress.has_gap:
+            return None
         if chunk.key in self._stored:
-            return
+            return ()
         pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
         if not pieces:
             progress.has_gap = True
-            return
+            return None
+        num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
+        shards = self._facts.shard_names[self._facts.tp_size]
+        if not self._budget.admit(chunk.key, num_bytes, len(shards), progress):
+            return None
         self._stored.add(chunk.key)
         if self._events is not None:
             self._events.ordered(progress.request, chunk)
-        yield from pieces
+        return pieces

@@ -26,11 +26,19 @@ from kvshare.adapters import Adapter
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
-from kvshare.layers import layer_sets_of, own_tp_size, readable_tp_sizes, refusal, shard_names_of
+from kvshare.layers import (
+    block_bytes,
+    layer_sets_of,
+    own_tp_size,
+    readable_tp_sizes,
+    refusal,
+    shard_names_of,
+)
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
+from kvshare.save_budget import SaveBudget, slab_sizes
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -92,7 +100,8 @@ class KVScheduler:
         if events is not None:
             self._stored.on_lost = events.lost
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
-        self._saves = SavePlan(facts, self._pieces, self._lookups, events)
+        self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
+        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget)
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
@@ -141,6 +150,10 @@ class KVScheduler:
             layer_sets=sets,
             tp_size=size,
             shard_names={size: shard_names_of(sets, size) for size in readable_tp_sizes(sets)},
+            slab_bytes=slab_sizes(
+                [block_bytes(kv_cache_config, each) for each in sets],
+                is_pinned=vllm_config.device_config.device_type == "cuda",
+            ),
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=saves,
             loads=role.is_kv_consumer and why_not is None,
@@ -268,8 +281,15 @@ class KVScheduler:
         if isinstance(report, Report):
             self._num_lost += len(report.lost)
             self._stored.lost(report.lost)
+            for key in report.lost:
+                progress = self._budget.owner(key)
+                if progress is not None:
+                    progress.has_gap = True
+            self._budget.ended(report.ended)
             if self._events is not None:
-                self._events.stored(report.saved)
+                self._events.stored(
+                    {key: n for key, n in report.ended.items() if key not in report.lost}
+                )
             for loading in self._loading.values():
                 loading.lost.update(report.lost)
             if report.is_idle:
@@ -290,7 +310,9 @@ class KVScheduler:
             # vLLM takes back tokens: a session goes on in place of the one that ended its turn.
             progress = tracked.progress
             progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
-            self._saves.left(progress)
+            num_dropped = self._saves.left(progress)
+            if num_dropped:
+                self._stats.add("blocks/dropped", num_dropped)
         num_tokens = self._num_handed_over(tracked)
         return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
 
@@ -307,6 +329,15 @@ class KVScheduler:
         self._saves.forget_leaving()
         for tracked in self._tracked.values():
             tracked.progress.end_tokens = 0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the engine should step on until its workers have stored some of what it ordered.
+
+        Workers report in steps alone. What an idle engine does not hear would take the room of what
+        the next prompt is to have saved.
+        """
+        return self._budget.is_crowded
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Return what became of the store's blocks since the last call."""
@@ -356,11 +387,12 @@ class KVScheduler:
         """Return how many tokens of the prompt are stored or on their way, as far as is known."""
         progress = tracked.progress
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
-        if progress.saved_prompt_tokens < request.num_prompt_tokens or grid is None:
+        if grid is None or not self._facts.saves:
             return 0
-        if tracked.num_lost_before == self._num_lost and not progress.has_gap:
+        is_whole = progress.saved_prompt_tokens == request.num_prompt_tokens
+        if is_whole and tracked.num_lost_before == self._num_lost and not progress.has_gap:
             return stored_tokens(request, grid)
-        # A save was dropped meanwhile, or the store has failed: it may be one of this prompt.
+        # There was no memory for all of it, or a save has failed: it may be one of this prompt.
         hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
         chunks = Prefix(grid, hashes, tail_of(request, grid)).chunks(0, self._facts.hash_function)
         ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))

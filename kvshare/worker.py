@@ -21,7 +21,6 @@ from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, T
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.events import publishes_events
 from kvshare.layers import LayerSet, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
@@ -52,19 +51,6 @@ class CacheShape:
         return self.num_groups == 1 and all(each.window.is_full for each in self.layer_sets)
 
 
-@dataclass(frozen=True, slots=True)
-class Duties:
-    """What a worker does beside what it is ordered to."""
-
-    makes_up: bool = True
-    """Store what only this host has."""
-    tells_saved: bool = False
-    """Report what was saved."""
-
-
-_ORDINARY = Duties()
-
-
 class KVWorker:
     """Executes orders; reports each request once.
 
@@ -80,9 +66,13 @@ class KVWorker:
         shape: CacheShape | None,
         rank: Rank,
         engine: TransferEngine,
-        duties: Duties = _ORDINARY,
+        *,
+        makes_up: bool = True,
     ) -> None:
-        """Own `engine` from now on. `shape`: None for a cache that cannot be shared."""
+        """Own `engine` from now on. `shape`: None for a cache that cannot be shared.
+
+        `makes_up`: store what only this host has.
+        """
         self._config = config
         self._shape = shape
         self._rank = rank
@@ -97,8 +87,8 @@ class KVWorker:
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
-        self._duties = duties
-        self._num_saved: Counter[ChunkKey] = Counter()
+        self._makes_up = makes_up
+        self._num_ended: Counter[ChunkKey] = Counter()
         self._in_store = RecentKeys[str](monotonic)
 
     @classmethod
@@ -135,7 +125,7 @@ class KVWorker:
             shape,
             worker_rank(vllm_config),
             engine,
-            Duties(role.is_kv_producer, publishes_events(vllm_config)),
+            makes_up=role.is_kv_producer,
         )
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
@@ -209,7 +199,7 @@ class KVWorker:
     def _make_up_for(self, key: Key, moved: Sequence[Moved]) -> None:
         """Have what this host's cache had stored, unless it is: its writer may have been killed
         before, and the scheduler half saves nothing that a look-up has found."""
-        if not self._duties.makes_up or key in self._in_store:
+        if not self._makes_up or key in self._in_store:
             return
         if [each.tier for each in moved] == [Tier.HOST]:
             self._in_store.add(key)
@@ -222,11 +212,11 @@ class KVWorker:
 
     def report(self) -> Report | None:
         """Return what the scheduler half must know; None if there is nothing."""
-        if not self._lost and not self._tells_idle and not self._num_saved:
+        if not self._lost and not self._tells_idle and not self._num_ended:
             return None
-        report = Report(frozenset(self._lost), self._tells_idle, dict(self._num_saved))
+        report = Report(frozenset(self._lost), self._tells_idle, dict(self._num_ended))
         self._lost.clear()
-        self._num_saved.clear()
+        self._num_ended.clear()
         self._tells_idle = False
         return report
 
@@ -274,6 +264,7 @@ class KVWorker:
             return None
         key = self._object_key(namespace, piece)
         if key in self._saving:
+            self._num_ended[piece.key] += 1
             return None  # for another request, a moment ago
         blocks = self._blocks[piece.layer_set]
         # What an earlier request has left in the last block is not to leave this engine.
@@ -293,12 +284,12 @@ class KVWorker:
         if done.outcome is Outcome.OK:
             self._in_store.add(key)
             self._stats.add("blocks/saved", piece.num_blocks)
-            if self._duties.tells_saved:
-                self._num_saved[piece.key] += 1
+            self._num_ended[piece.key] += 1
         else:
             self._dropped(piece)
 
     def _dropped(self, piece: Piece) -> None:
         """Take note that `piece` is not in the store."""
         self._stats.add("blocks/dropped", piece.num_blocks)
+        self._num_ended[piece.key] += 1
         self._lost.add(piece.key)

@@ -40,8 +40,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _GRANULE_BYTES = 256 * 1024
 
 
-def _slab_bytes(num_bytes: int, *, is_pinned: bool) -> int:
-    """Return the size of a slab for an object of `num_bytes`.
+def slab_bytes(num_bytes: int, *, is_pinned: bool) -> int:
+    """Return the size of a slab for an object of `num_bytes`, prologue included.
 
     torch's allocator of pinned memory rounds each request up to a power of two (PyTorch 2.13,
     CachingHostAllocator): what it takes anyway is asked for, so that the budget counts it.
@@ -178,7 +178,7 @@ class Staging:
         The budget is spent, or the host has no more. One object larger than the whole budget may go
         alone, else it could never be stored.
         """
-        size = _slab_bytes(PROLOGUE_BYTES + spec.num_bytes, is_pinned=self._stream is not None)
+        size = slab_bytes(PROLOGUE_BYTES + spec.num_bytes, is_pinned=self._stream is not None)
         with self._lock:
             if self._used_bytes and self._used_bytes + size > self._limit_bytes:
                 return None

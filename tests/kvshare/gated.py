@@ -11,7 +11,7 @@ GIVE_UP_S = 30.0
 
 
 class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """What is in `closed` waits until it is taken out of it: an operation, or one on one path."""
+    """An operation, or one on one path, waits while it is in `closed`, and fails if in `broken`."""
 
     protocol = ("gated",)
     store: dict[str, Any] = {}  # noqa: RUF012 — fsspec's own way: one store for all instances
@@ -29,7 +29,7 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
         one = f"{operation} {path.rpartition('/')[2]}"
         with cls.changed:
             cls.changed.wait_for(lambda: not {operation, one} & cls.closed, GIVE_UP_S)
-        if operation in cls.broken:
+        if {operation, one} & cls.broken:
             raise OSError(f"{operation}: the network is down")
 
     @classmethod
@@ -61,6 +61,10 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
     def exists(self, path: str, **kwargs: Any) -> bool:
         self.pass_gate("exists", path)
         return bool(super().exists(path, **kwargs))
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        self.pass_gate("move", path2)
+        super().mv(path1, path2, **kwargs)
 
     def info(self, path: str, **kwargs: Any) -> Any:
         self.pass_gate("exists", path)

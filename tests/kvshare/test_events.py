@@ -133,7 +133,6 @@ def test_nothing_is_kept_or_told_where_events_are_off(start: StartEngine) -> Non
     tell(engine)
     assert engine.connector.take_events() == []
     assert engine.connector.scheduler._events is None
-    assert not engine.worker._num_saved
 
 
 # --- the bookkeeping alone ---

@@ -27,6 +27,7 @@ from kvshare.facts import KVFacts
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Orders, Report, announced_tokens, announcement
 from kvshare.prefix import Chunk, Grid
+from kvshare.save_budget import slab_sizes
 from kvshare.scheduler import KVScheduler
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, chunks_for, make_request
@@ -65,7 +66,8 @@ class Bench:
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
         sizes = {1: parts, **(other_tp_sizes or {})}
-        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, sha256, **flags)
+        block_bytes = slab_sizes([1] * len(layer_sets), is_pinned=False)
+        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, block_bytes, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 
     def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:

@@ -25,7 +25,7 @@ from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, Duties, KVWorker
+from kvshare.worker import CacheShape, KVWorker
 from tests.kvshare.gated import GatedFileSystem
 
 NAMESPACE = "0" * 32
@@ -46,7 +46,7 @@ class Host:
     def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
         config = KVConfig(**{"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options)
         self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, SHAPE, RANK, self.engine, Duties(makes_up=saves))
+        self.worker = KVWorker(config, SHAPE, RANK, self.engine, makes_up=saves)
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -148,7 +148,7 @@ def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     assert target.cache[:, 2:].count_nonzero() == 0
     assert source.counts() == {"blocks/saved": 2}
     assert target.counts() == {"blocks/loaded": 2}
-    assert source.worker.report() is None
+    assert source.worker.report() == Report(frozenset(), ended={A: 1, B: 1})
     assert target.worker.report() is None
 
 

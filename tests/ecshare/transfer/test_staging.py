@@ -90,13 +90,13 @@ def test_without_host_memory_an_object_is_dropped_and_the_budget_whole(
 def test_a_pinned_slab_counts_what_torch_takes_for_it() -> None:
     """It rounds up to a power of two: 1.1 MiB would be counted for 2."""
     sizes = [1, 256 * 1024, MIB, MIB + 1]
-    assert [module._slab_bytes(each, is_pinned=True) for each in sizes] == [
+    assert [module.slab_bytes(each, is_pinned=True) for each in sizes] == [
         256 * 1024,
         256 * 1024,
         MIB,
         2 * MIB,
     ]
-    assert module._slab_bytes(MIB + 1, is_pinned=False) == MIB + 256 * 1024
+    assert module.slab_bytes(MIB + 1, is_pinned=False) == MIB + 256 * 1024
 
 
 def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: Staging) -> None:

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers have no memory for is not promised, and nothing behind a gap is stored."""
+
+from typing import Any
+
+from ecshare.store.keys import Kind, object_key
+from kvshare.prefix import ChunkKey
+from kvshare.save_budget import SaveBudget, slab_sizes
+from tests.kvshare.conftest import StartEngine, spin
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, expected_answer, make_request
+
+SLAB = slab_sizes([1], is_pinned=False)(0, 1)
+PROMPT = list(range(1, 10 * BLOCK + 2))
+OTHER = list(range(500, 500 + 10 * BLOCK + 1))
+NUM_CHUNKS = 10
+
+
+def stored(engine: ToyEngine, prompt: list[int], chunk_blocks: int = 1) -> list[bool]:
+    """Of each chunk of `prompt`, whether the store has it."""
+    names = {path.rpartition("/")[2] for path in GatedFileSystem.store}
+    return [name in names for name in chunk_names(engine, prompt, chunk_blocks)]
+
+
+def chunk_names(engine: ToyEngine, prompt: list[int], chunk_blocks: int = 1) -> list[str]:
+    namespace = engine.connector.scheduler._facts.namespace
+    chunks = chunks_for(make_request("x", prompt), chunk_blocks)
+    keys = (object_key(Kind.KV, namespace, bytes(chunk.key), "t0of1") for chunk in chunks)
+    return [key.rpartition("/")[2] for key in keys]
+
+
+def is_served(engine: ToyEngine) -> bool:
+    """Whether all requests have ended and all orders were given."""
+    return not engine.scheduler.requests and not engine.scheduler.finished_req_ids
+
+
+def announced(params: dict[str, Any] | None) -> int:
+    """How many tokens the answer promises to the next engine."""
+    return params["kvshare"]["num_tokens"] if params else 0
+
+
+def test_only_what_is_saved_is_announced(gated: StartEngine) -> None:
+    writer = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    writer.add(make_request("a", PROMPT))
+    spin(writer, lambda: is_served(writer))
+    GatedFileSystem.open_gates()
+    writer.run_out()
+    assert stored(writer, PROMPT) == [True] * 2 + [False] * 8
+    params = writer.answers["a"].kv_transfer_params
+    assert announced(params) == 2 * BLOCK
+    assert writer.counts["blocks/dropped"] == 8
+
+    reader = gated()
+    (answer,) = reader.run(make_request("b", PROMPT, 2, kv_transfer_params=params))
+    assert answer.tokens == expected_answer(PROMPT, 2)
+    assert answer.computed_prompt_tokens == len(PROMPT) - 2 * BLOCK
+    assert not {name for name in reader.counts if name.startswith("misses/")}
+
+
+def test_where_there_is_no_memory_at_all_nothing_is_announced(gated: StartEngine) -> None:
+    writer = gated(buffer_bytes=SLAB)
+    GatedFileSystem.close_gate("put")
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        writer.add(make_request(name, prompt))
+        spin(writer, lambda: is_served(writer))
+    GatedFileSystem.open_gates()
+    writer.run_out()
+    assert announced(writer.answers["a"].kv_transfer_params) == BLOCK
+    assert writer.answers["b"].kv_transfer_params is None
+    assert not any(stored(writer, OTHER))
+
+
+def test_what_finds_no_memory_is_saved_by_a_later_step(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT, max_tokens=200))
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3)
+    GatedFileSystem.open_gates()
+    spin(engine, lambda: all(stored(engine, PROMPT)))
+    assert not engine.counts.get("blocks/dropped")
+
+
+def test_nothing_behind_a_gap_is_stored(gated: StartEngine) -> None:
+    prompt = list(range(1, 100 * BLOCK + 2))
+    engine = gated(
+        engine={"num_blocks": 128, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4}
+    )
+    GatedFileSystem.broken.add(f"move {chunk_names(engine, prompt)[2]}")
+    engine.add(make_request("a", prompt))
+    spin(engine, lambda: "a" in engine.connector.scheduler._tracked)
+    progress = engine.connector.scheduler._tracked["a"].progress
+
+    def is_noticed() -> bool:
+        engine.transfer.drain(20.0)  # an upload takes less than a step
+        return progress.has_gap
+
+    spin(engine, is_noticed)
+    ordered = progress.num_saved_blocks
+    assert ordered < 100, "it came too late to show anything"
+    engine.run_out()
+    there = stored(engine, prompt)
+    assert there[:3] == [True, True, False]
+    assert not any(there[ordered:])
+    assert announced(engine.answers["a"].kv_transfer_params) == 2 * BLOCK
+
+
+def test_older_prompts_are_stored_first(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    GatedFileSystem.close_gate("put")
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.add(make_request(name, prompt))
+    spin(engine, lambda: is_served(engine))
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert stored(engine, PROMPT) == [True] * NUM_CHUNKS
+    assert stored(engine, OTHER) == [True] * 3 + [False] * (NUM_CHUNKS - 3)
+    assert announced(engine.answers["a"].kv_transfer_params) == len(PROMPT) - 1
+    assert announced(engine.answers["b"].kv_transfer_params) == 3 * BLOCK
+
+
+def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
+    gated: StartEngine,
+) -> None:
+    engine = gated(buffer_bytes=(NUM_CHUNKS + 1) * SLAB)
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.run(make_request(name, prompt))
+        assert stored(engine, prompt) == [True] * NUM_CHUNKS
+        assert announced(engine.answers[name].kv_transfer_params) == len(prompt) - 1
+
+
+def test_what_a_reset_takes_away_gives_its_room_back(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB, chunk_tokens=2 * BLOCK)
+    engine.add(make_request("a", PROMPT[: 2 * BLOCK + 1], max_tokens=BLOCK + 1))
+    # The answer ends in half a chunk, which the next step would save.
+    spin(engine, lambda: not engine.scheduler.requests)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run_out()
+    prompt = OTHER[: 4 * BLOCK + 1]
+    engine.run(make_request("b", prompt))
+    assert stored(engine, prompt, chunk_blocks=2) == [True] * 2
+
+
+# --- the budget alone ---
+
+A, B, C = (ChunkKey(name * 32) for name in (b"a", b"b", b"c"))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def budget(limit_bytes: int, clock: Clock | None = None) -> SaveBudget[str]:
+    return SaveBudget(limit_bytes, clock or Clock())
+
+
+def test_a_save_takes_its_room_until_all_its_objects_have_ended() -> None:
+    room = budget(10)
+    assert room.admit(A, 6, 2, "a")
+    assert not room.admit(B, 6, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(B, 6, 1, "b")
+    room.ended({A: 1})
+    assert room.admit(B, 6, 1, "b")
+
+
+def test_a_small_one_does_not_overtake_a_large_one() -> None:
+    room = budget(10)
+    assert room.admit(A, 6, 1, "a")
+    assert not room.admit(B, 6, 1, "b")
+    assert not room.admit(C, 1, 1, "c")
+    room.ended({A: 1})
+    assert room.admit(B, 6, 1, "b")
+    assert room.admit(C, 1, 1, "c")
+
+
+def test_one_alone_may_be_larger() -> None:
+    room = budget(10)
+    assert room.admit(A, 60, 1, "a")
+    assert not room.admit(B, 1, 1, "b")
+    room.ended({A: 1})
+    assert room.admit(B, 1, 1, "b")
+
+
+def test_one_ordered_twice_takes_room_twice() -> None:
+    room = budget(10)
+    assert room.admit(A, 4, 1, "first")
+    assert room.admit(A, 4, 1, "second")
+    assert room.owner(A) == "second"
+    assert not room.admit(B, 4, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(B, 4, 1, "b")
+    room.ended({A: 1, B: 7, C: 1})
+    assert room.admit(B, 4, 1, "b")
+    assert room.owner(A) is None
+
+
+def test_what_is_withdrawn_takes_no_room() -> None:
+    room = budget(10)
+    assert room.admit(A, 10, 1, "a")
+    room.withdraw([A, B])
+    assert room.admit(B, 10, 1, "b")
+
+
+def test_it_is_crowded_from_half_of_the_memory_on() -> None:
+    room = budget(10)
+    assert room.admit(A, 5, 1, "a")
+    assert not room.is_crowded
+    assert room.admit(B, 1, 1, "b")
+    assert room.is_crowded
+    room.ended({B: 1})
+    assert not room.is_crowded
+
+
+def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
+    clock = Clock()
+    room = budget(10, clock)
+    assert room.admit(A, 10, 1, "a")
+    clock.now_s = 119.0
+    assert not room.admit(B, 10, 1, "b")
+    clock.now_s = 121.0
+    assert room.admit(B, 10, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(C, 1, 1, "c")
