@@ -6,7 +6,7 @@ from ecshare.plugin.metrics import MISS_REASONS, TRANSFER_METRICS, Metric, Metri
 METRICS: MetricTable = {
     "items": Metric(
         "items",
-        "Media items, by what became of their embedding.",
+        "Media items, by outcome.",
         {"event": ("encoded", "loaded", "stored", "saved", "missed", "failed", "dropped")},
     ),
     "misses": Metric(

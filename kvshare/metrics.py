@@ -7,7 +7,7 @@ _WAITS = {"stage": ("look_up", "load")}
 METRICS: MetricTable = {
     "blocks": Metric(
         "blocks",
-        "KV blocks and prompt tails, by what became of them.",
+        "KV blocks and prompt tails, by outcome.",
         {"event": ("saved", "loaded", "missed", "failed", "dropped")},
     ),
     "misses": Metric(
@@ -17,12 +17,12 @@ METRICS: MetricTable = {
     ),
     "tokens": Metric(
         "tokens",
-        "Prompt tokens, by whether their KV was stored, and loaded instead of computed.",
+        "Prompt tokens: looked up, found or announced, and loaded instead of computed.",
         {"event": ("queried", "hit", "announced", "loaded")},
     ),
     "waits": Metric(
         "waits",
-        "Requests that waited, hit or miss, by what for.",
+        "Requests that waited, hit or miss, by what they waited for.",
         _WAITS,
     ),
     "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),

@@ -48,11 +48,11 @@ TRANSFER_METRICS = {
         "transfer_seconds", "Seconds spent on moving them, summed over objects.", _MOVES
     ),
     "now/save_queue_bytes": Metric(
-        "save_queue_bytes", "Host memory that saves in flight hold, in bytes."
+        "save_queue_bytes", "Bytes of host memory that saves in flight hold."
     ),
     "now/breaker_open": Metric(
         "breaker_open",
-        "1 while reads or writes failed repeatedly and are left alone, by half and direction.",
+        "1 while the circuit breaker is open, by half and direction.",
         {"half": ("scheduler", "worker"), "direction": _MOVES["direction"]},
     ),
 }

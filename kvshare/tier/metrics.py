@@ -22,7 +22,7 @@ PREFIX = "kvshare_tier"
 METRICS: MetricTable = {
     "chunks": Metric(
         "chunks",
-        "Chunks of vLLM's CPU tier, by what became of them.",
+        "Chunks of vLLM's CPU tier, by outcome.",
         {"event": ("saved", "loaded", "missed", "failed", "dropped")},
     ),
     **TRANSFER_METRICS,

@@ -14,7 +14,7 @@ from PIL import Image
 from lab.servers.openai_client import picture, question, read_counters, sound, video
 
 PAGE = """\
-# HELP ecshare_items_total Media items, by what became of their embedding.
+# HELP ecshare_items_total Media items, by outcome.
 # TYPE ecshare_items_total counter
 ecshare_items_total{engine="0",event="encoded",model_name="a \\"b\\", {c}"} 2.0
 ecshare_items_total{engine="1",event="encoded",model_name="m"} 3.0
