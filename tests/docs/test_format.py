@@ -15,7 +15,7 @@ from blake3 import blake3
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.integrity import Integrity
-from ecshare.store.keys import Kind, namespace_digest, object_key
+from ecshare.store.keys import FORMAT_VERSION, Kind, namespace_digest, object_key
 from ecshare.store.manifest import write_manifest
 from ecshare.store.objects import probe
 from ecshare.store.open import open_store
@@ -77,6 +77,8 @@ def test_keys_are_made_as_the_page_says() -> None:
     example = f"ec/2/{NAMESPACE}/{text[:2]}/{text}"
     assert object_key(Kind.EC, NAMESPACE, "64::cat") == example
     assert f"\n{example}\n" in PAGE.read_text()
+    assert f"\n<kind>/{FORMAT_VERSION}/<namespace>/<hh>/<name>[.<part>] " in PAGE.read_text()
+    assert f"\n<kind>/{FORMAT_VERSION}/manifests/<namespace> " in PAGE.read_text()
     raw = hashlib.sha256(b"b" + b"\0\xff").hexdigest()
     key = object_key(Kind.KV, NAMESPACE, b"\0\xff", "t1of2")
     assert key == f"kv/2/{NAMESPACE}/{raw[:2]}/{raw}.t1of2"
