@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         type=json_object,
         default={},
         metavar="JSON",
-        help="its options; {folder} in a text is the folder that engines share, {host} one a host",
+        help="its options; {folder} becomes the folder that all engines share, {host} one per host",
     )
     parser.add_argument("--runner", choices=(*RUNNERS, "both"), default="both")
     parser.add_argument(
@@ -70,12 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         help="apart: ec_producer and ec_consumer; both: each engine is ec_both",
     )
     parser.add_argument(
-        "--rule", action="append", choices=sorted(RULES), metavar="NAME", help="this one only"
+        "--rule", action="append", choices=sorted(RULES), metavar="NAME", help="play only this rule"
     )
     parser.add_argument(
-        "--patience", type=float, default=15.0, metavar="S", help="later, a request counts as hung"
+        "--patience",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="after this time a request counts as hung",
     )
-    parser.add_argument("--model", type=Path, help="default: a small Qwen2.5-VL, made on the spot")
+    parser.add_argument("--model", type=Path, help="default: a small Qwen2.5-VL that is generated")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="write a page")
     return parser
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: what is lost, damaged or out of reach costs an encode, or one request; never more."""
+"""Checks: a lost, damaged or unreachable object costs one encode or one request, never more."""
 
 import os
 import subprocess
@@ -11,7 +11,15 @@ from pathlib import Path
 
 from lab.conformance.engine import Engine, Ticket
 from lab.conformance.hand_over import must_answer
-from lab.conformance.harness import DAMAGES, Place, removed
+from lab.conformance.harness import (
+    Place,
+    a_folder,
+    cut_in_half,
+    emptied,
+    foreign,
+    removed,
+    with_a_bit_flipped,
+)
 from lab.conformance.pictures import picture
 from lab.conformance.rules import Effect, Violation, require, rule
 
@@ -25,11 +33,11 @@ def must_end_alone(ticket: Ticket) -> None:
 
 
 @rule(
-    why="It cannot be encoded again: a runner that is told to kills the engine. vLLM has a way to "
-    "fail the one request: take_unavailable_requests.",
+    why="The item cannot be encoded again, and a runner that tries kills the engine. vLLM can fail "
+    "the single request: see take_unavailable_requests.",
 )
 def fails_a_lost_item_alone(place: Place) -> None:
-    """An item without pixels that nobody has fails its own request, and no other."""
+    """An item without pixels that is stored nowhere fails its own request only."""
     decoder = place.decoder()
     must_answer(decoder.ask(picture(1)))
     lost = decoder.submit(picture(2, "never-stored").without_pixels())
@@ -42,9 +50,17 @@ def fails_a_lost_item_alone(place: Place) -> None:
     must_answer(decoder.ask(picture(4)))
 
 
-def _damage_check(fault: Callable[[Path], None]) -> None:
-    what = fault.__name__.replace("_", " ")
+_DAMAGED: dict[Callable[[Path], None], str] = {
+    removed: "that was removed",
+    emptied: "that was emptied",
+    cut_in_half: "that lost its second half",
+    with_a_bit_flipped: "with a flipped bit",
+    foreign: "that was replaced by other bytes",
+    a_folder: "that was replaced by a folder",
+}
 
+
+def _damage_check(fault: Callable[[Path], None]) -> None:
     def check(place: Place) -> None:
         encoder, decoder = place.encoder(), place.decoder()
         encoded = encoder.ask(picture(1), picture(2))
@@ -54,23 +70,23 @@ def _damage_check(fault: Callable[[Path], None]) -> None:
         must_answer(decoder.ask(picture(3)))
 
     check.__name__ = f"survives_objects_{fault.__name__}"
-    check.__doc__ = f"Stored objects that are {what} count as missing."
+    check.__doc__ = f"An object {_DAMAGED[fault]} counts as missing."
     rule(
-        why="Writers die, disks fill up and others write into the same place. Rows that nobody "
-        "checked are answers that nobody can trust.",
+        why="Writers die, disks fill up, and others write to the same place. Rows that were not "
+        "checked give answers that cannot be trusted.",
     )(check)
 
 
-for _fault in DAMAGES:
+for _fault in _DAMAGED:
     _damage_check(_fault)
 
 
 @rule(
-    why="After has_cache_item said True the V1 runner has no way back: an item that is then not in "
-    "the encoder cache kills the engine.",
+    why="After has_cache_item has returned True, the V1 runner cannot recover: without the item in "
+    "the encoder cache, the engine dies.",
 )
 def keeps_its_promise(place: Place) -> None:
-    """An item that was promised is loaded, even if the store loses it before the load."""
+    """A promised item is loaded, even if the store loses it before the load."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
     files = place.stored_files(encoder, encoded)
@@ -88,11 +104,11 @@ def keeps_its_promise(place: Place) -> None:
 
 
 @rule(
-    why="The encoder's own cache still holds it, so vLLM does not encode it; an encoder that says "
-    "yes and stores nothing makes the item fail for ever.",
+    why="The encoder's own cache still has the item, so vLLM does not encode it. If the encoder "
+    "then announces it and stores nothing, the item fails for ever.",
 )
 def stores_again_what_was_lost(place: Place) -> None:
-    """What the store has lost is stored again when the encoder is asked again."""
+    """An item that the store has lost is stored again when the encoder gets it again."""
     encoder, decoder = place.encoder(), place.decoder()
     place.damage(place.stored_files(encoder, encoder.ask(picture(1))), removed)
     encoded = encoder.ask(picture(1))
@@ -100,10 +116,10 @@ def stores_again_what_was_lost(place: Place) -> None:
 
 
 @rule(
-    why="Mounts drop, buckets are deleted. Engines have all they need to answer from pixels.",
+    why="Mounts are lost and buckets deleted. Engines can still answer from the pixels.",
 )
 def outlives_its_store(place: Place) -> None:
-    """A store that has vanished costs encodes, not answers."""
+    """If the whole store is gone, engines encode and still answer."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1)))
     place.folder.rename(place.root / "taken-away")
@@ -115,10 +131,10 @@ def outlives_its_store(place: Place) -> None:
 
 
 @rule(
-    why="A hook that waits stops every request of the engine, also those without media.",
+    why="A hook that waits stops every request of the engine, even without media.",
 )
 def is_not_held_up_by_a_hanging_store(place: Place) -> None:
-    """A store that hangs holds no hook up."""
+    """A store that hangs delays no hook."""
     encoder, decoder = place.encoder(), place.decoder()
     decoder.ask(picture(7))
     encoded = encoder.ask(picture(1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: what one engine encodes, another one loads."""
+"""Checks: one engine loads what another one has encoded."""
 
 from dataclasses import replace
 
@@ -24,21 +24,21 @@ def hand_over(encoder: Engine, decoder: Engine, *pictures: Picture) -> Ticket:
 
 
 @rule(
-    why="Routers send prefill and decode engines what the encoder reported, not the picture. An "
-    "encoder that answers before its embedding can be had must see to it that readers wait.",
+    why="Routers send prefill and decode engines the encoder's report instead of the image. If an "
+    "encoder answers before its embedding is stored, the connector must make readers wait.",
 )
 def arrives_without_pixels(place: Place) -> None:
-    """An embedding arrives on another engine that has no pixels of it."""
+    """An engine without the pixels gets the embedding from the engine that encoded them."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1))
     hand_over(encoder, decoder, picture(2), picture(3))
 
 
 @rule(
-    why="This is what the connector is for.",
+    why="This is the purpose of the connector.",
 )
 def saves_an_encode(place: Place) -> None:
-    """An embedding that is stored is loaded by engines that have the pixels, not computed again."""
+    """An engine that has the pixels loads a stored embedding instead of computing it again."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
     must_answer(decoder.ask(picture(1), params=encoded.params))
@@ -46,30 +46,32 @@ def saves_an_encode(place: Place) -> None:
 
 
 @rule(
-    why="A conversation brings its old pictures and a new one in every turn.",
+    why="Each turn of a conversation contains its old images, and often a new one.",
 )
 def mixes_stored_and_new(place: Place) -> None:
-    """One request may hold stored pictures and new ones."""
+    """A request may contain both stored and new images."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1), picture(3))
     stored = [picture(1).without_pixels(), picture(3).without_pixels()]
     must_answer(decoder.ask(stored[0], picture(2), stored[1], params=encoded.params))
     require(
-        decoder.encoded == ["picture-2"], Effect.NO_USE, f"encoded {decoder.encoded}, not one new"
+        decoder.encoded == ["picture-2"],
+        Effect.NO_USE,
+        f"encoded {decoder.encoded}, not only the new image",
     )
 
 
 @rule(
-    why="vLLM tells the connector of the first only; the second must find it in the encoder cache.",
+    why="vLLM tells the connector only of the first; the second uses the same cache entry.",
 )
 def loads_one_picture_twice(place: Place) -> None:
-    """The same picture may stand twice in a request."""
+    """A request may contain the same image twice."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1), picture(2), picture(1))
 
 
 @rule(
-    why="vLLM allocates it once; the connector must not wait for a second allocation.",
+    why="vLLM allocates the item once. The connector must not wait for a second allocation.",
 )
 def serves_two_requests_in_one_step(place: Place) -> None:
     """Two requests of one step may need the same item."""
@@ -87,10 +89,10 @@ def serves_two_requests_in_one_step(place: Place) -> None:
 
 
 @rule(
-    why="A tensor of another dtype or shape is taken for good: vLLM slices whatever it is given.",
+    why="vLLM does not check dtype or shape: it slices any tensor that it gets.",
 )
 def keeps_the_dtype(place: Place) -> None:
-    """An embedding comes back with its own dtype and numbers."""
+    """A loaded embedding has the same dtype and values as the saved one."""
     for dtype in ("bfloat16", "float16"):
         encoder = place.encoder(f"encoder-{dtype}", dtype=dtype)
         decoder = place.decoder(f"decoder-{dtype}", dtype=dtype)
@@ -98,25 +100,25 @@ def keeps_the_dtype(place: Place) -> None:
 
 
 @rule(
-    why="Encoders hand out slices and transposed views; writing their memory as it lies is wrong.",
+    why="Encoders return slices and transposed views. Writing the memory behind them is wrong.",
 )
 def saves_views(place: Place) -> None:
-    """An embedding that is a view comes back as what it shows."""
+    """An embedding that is a view of another tensor is saved with its own elements."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, replace(picture(1), is_strided=True))
 
 
 @rule(
-    why="Video embeddings are the largest and the dearest to compute.",
+    why="Video embeddings are the largest, and the most expensive to compute.",
 )
 def takes_videos(place: Place) -> None:
-    """Items that are not images are handed over too."""
+    """Other modalities than images are shared too."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, replace(picture(1, num_embeds=64), modality="video"))
 
 
 @rule(
-    why="Each rank gathers from its own encoder cache; one that lacks the item kills the engine.",
+    why="Each rank reads its own encoder cache. A rank without the item kills the engine.",
 )
 def loads_on_every_rank(place: Place) -> None:
     """Every tensor-parallel rank gets the item."""
@@ -125,10 +127,10 @@ def loads_on_every_rank(place: Place) -> None:
 
 
 @rule(
-    why="All ranks hold the same embedding: the others' writes are wasted, and may collide.",
+    why="All ranks have the same embedding. More writes are useless, and may collide.",
 )
 def saves_on_one_rank(place: Place) -> None:
-    """Of the ranks of an engine, one saves."""
+    """Only one rank of an engine saves."""
     saving = []
     for number in range(2):
         engine = place.encoder(f"rank-{number}", ranks=2)
@@ -140,16 +142,18 @@ def saves_on_one_rank(place: Place) -> None:
         if set(place.files()) - known:
             saving.append(number)
     if not saving:
-        raise NotApplicable("it leaves no files in {folder} that would tell who wrote them")
-    require(len(saving) == 1, Effect.NO_USE, f"ranks {saving} all write what one rank would")
+        raise NotApplicable(
+            "it writes no files in {folder} from which the writing rank could be known"
+        )
+    require(len(saving) == 1, Effect.NO_USE, f"ranks {saving} each write the same embedding")
 
 
 @rule(
-    why="Clients choose identifiers. Rows of another picture, or too few of them, are wrong "
-    "answers at best.",
+    why="Clients choose identifiers. With rows of another image, or too few rows, answers are "
+    "wrong at best.",
 )
 def tells_lengths_apart(place: Place) -> None:
-    """The same identifier with another number of embeddings never gets the stored rows."""
+    """An item with a known identifier and another number of embeddings never gets stored rows."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1, "reused", num_embeds=16)))
     longer = picture(2, "reused", num_embeds=24)
@@ -163,10 +167,10 @@ def tells_lengths_apart(place: Place) -> None:
 
 
 @rule(
-    why="Without the placeholder's metadata every later stage must be sent the whole picture.",
+    why="Without the placeholder's metadata, later stages need the whole image.",
 )
 def announces_metadata(place: Place) -> None:
-    """The encoder's answer says what a consumer needs to do without the pixels."""
+    """The encoder's answer contains the metadata that a consumer without pixels needs."""
     encoder = place.encoder()
     for asked in (encoder.ask(picture(1)), encoder.ask(picture(1))):
         must_answer(asked)
@@ -178,14 +182,14 @@ def announces_metadata(place: Place) -> None:
 
 
 @rule(
-    why="Embeddings should outlive the process that made them.",
+    why="Embeddings should outlive the process that computed them.",
 )
 def survives_a_restart(place: Place) -> None:
-    """An engine that was restarted loads what it saved before."""
+    """A restarted engine loads what it saved before."""
     first = place.encoder("first", host="one")
     encoded = first.ask(picture(1))
     place.stop(first)
     second, decoder = place.encoder("second", host="one"), place.decoder()
     must_answer(second.ask(picture(1)))
-    require(second.encoded == [], Effect.NO_USE, "it encoded again what lies in the store")
+    require(second.encoded == [], Effect.NO_USE, "it encoded a stored embedding again")
     must_answer(decoder.ask(picture(1).without_pixels(), params=encoded.params))

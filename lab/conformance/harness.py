@@ -150,7 +150,7 @@ class Place:
         witness = self.decoder(f"witness-{len(self._engines)}")
         pictures = [each.without_pixels() for each in ticket.pictures]
         loaded = witness.ask(*pictures, params=ticket.params)
-        said = f"what {ticket.request_id} encoded cannot be loaded elsewhere"
+        said = f"another engine cannot load what {ticket.request_id} encoded"
         require(loaded.is_ok, Effect.REQUEST_FAILS, said)
         self.stop(witness)
         engine.idle()
@@ -164,7 +164,7 @@ class Place:
         """
         found = self.stored(engine, ticket)
         if not found:
-            raise NotApplicable("it leaves no files in {folder} to be lost or damaged")
+            raise NotApplicable("it has no files in {folder} that could be lost or damaged")
         return found
 
     def note(self, said: str) -> None:
@@ -235,9 +235,6 @@ def a_folder(path: Path) -> None:
     """Put a folder there."""
     path.unlink()
     path.mkdir()
-
-
-DAMAGES = (removed, emptied, cut_in_half, with_a_bit_flipped, foreign, a_folder)
 
 
 def _replace(path: Path, body: bytes) -> None:

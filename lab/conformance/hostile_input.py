@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: identifiers and `ec_transfer_params` come from clients, and may be anything."""
+"""Checks: clients choose identifiers and `ec_transfer_params`, which may have any value."""
 
 from typing import Any
 
@@ -56,10 +56,10 @@ PARAMS: tuple[Any, ...] = (
 
 
 @rule(
-    why="A `uuid` in a chat request becomes the identifier verbatim, whatever stands in it.",
+    why="The `uuid` of a chat request becomes the identifier unchanged, whatever it contains.",
 )
 def takes_any_identifier(place: Place) -> None:
-    """No identifier a client can choose kills an engine or hangs its request."""
+    """No identifier that a client can choose kills an engine or lets its request hang."""
     encoder, decoder = place.encoder(), place.decoder()
     for identifier in (*IDENTIFIERS, str(place.root / "evil" / "x")):
         must_answer(encoder.ask(picture(1, identifier)))
@@ -67,24 +67,24 @@ def takes_any_identifier(place: Place) -> None:
 
 
 @rule(
-    why="A file written where the client says is the end of the machine's security.",
+    why="A client that chooses where a file is written can take over the machine.",
 )
 def stays_inside(place: Place) -> None:
-    """No identifier leads outside of the connector's folder."""
+    """No identifier makes the connector write outside of its folder."""
     encoder, decoder = place.encoder(), place.decoder()
     for identifier in ("../../../evil", "a/../../../../evil", str(place.root / "evil" / "x")):
         encoder.ask(picture(1, identifier))
         decoder.ask(picture(1, identifier))
     place.stop(encoder)
     found = [str(each.relative_to(place.root)) for each in place.outsiders()]
-    require(not found, Effect.ESCAPES, f"written beside the folder: {found}")
+    require(not found, Effect.ESCAPES, f"written outside of the folder: {found}")
 
 
 @rule(
-    why="Two names for one file hand one client's embedding to another.",
+    why="If two identifiers lead to one file, a client gets another client's embedding.",
 )
 def tells_identifiers_apart(place: Place) -> None:
-    """Different identifiers are different items, however alike they look."""
+    """Different identifiers are different items, however similar they are."""
     encoder, decoder = place.encoder(), place.decoder()
     alike = ("a/b", "a//b", "a/./b", "a/x/../b", "A/b", "a/b ", "a/b\n", "a%2fb", "/a/b")
     for number, identifier in enumerate(alike):
@@ -92,24 +92,24 @@ def tells_identifiers_apart(place: Place) -> None:
 
 
 @rule(
-    why="They come from the client, straight from the request's JSON.",
+    why="They come unchecked from the JSON of a client's request.",
 )
 def takes_any_params(place: Place) -> None:
-    """`ec_transfer_params` of any form kill nobody and change no answer."""
+    """`ec_transfer_params` of any form kill no engine and change no answer."""
     encoder, decoder = place.encoder(), place.decoder()
     place.stored(encoder, encoder.ask(picture(1)))
     for number, params in enumerate(PARAMS):
         must_answer(decoder.ask(picture(1), picture(100 + number), params=params))
         must_answer(encoder.ask(picture(1), params=params))
     found = [str(each.relative_to(place.root)) for each in place.outsiders()]
-    require(not found, Effect.ESCAPES, f"written beside the folder: {found}")
+    require(not found, Effect.ESCAPES, f"written outside of the folder: {found}")
 
 
 @rule(
-    why="A client can announce what does not exist; waiting for it must end.",
+    why="A client can announce an item that does not exist. Waiting for it must end.",
 )
 def waits_for_no_lie(place: Place) -> None:
-    """Announced items that nobody stores delay a request, and no more."""
+    """An announced item that is never stored delays its request, and has no other effect."""
     decoder = place.decoder()
     lie = {"lie": {"metadata": {"image_grid_thw": [1, 2, 32]}, "item_indices": [0]}}
     must_answer(decoder.ask(picture(1, "lie"), params=lie))

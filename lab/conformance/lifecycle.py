@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: start, end, neighbours, and what the scheduler thread is spared."""
+"""Checks: start, end, other engines at the same time, and the load on the scheduler thread."""
 
 from statistics import median
 
@@ -12,11 +12,11 @@ from lab.conformance.watch import auditing
 
 
 @rule(
-    why="They run many times a second on the one thread that schedules every request: a network "
-    "that takes 20 ms to answer adds 20 ms to every token of every user.",
+    why="They run many times a second on the only thread that schedules requests. A network with "
+    "20 ms of latency adds 20 ms to every token of every user.",
 )
 def spares_the_scheduler_thread(place: Place) -> None:
-    """The scheduler's hooks do no input or output."""
+    """The scheduler's hooks do no I/O."""
     encoder, decoder = place.encoder(), place.decoder()
     for number in (1, 2):  # what happens once, such as a first import, does not count
         _all_there_is(encoder, decoder, number * 100)
@@ -38,10 +38,10 @@ def _all_there_is(encoder: Engine, decoder: Engine, seed: int) -> None:
 
 
 @rule(
-    why="Routers send a popular picture to several encoders at once.",
+    why="Routers may send a popular image to several encoders at the same time.",
 )
 def takes_two_writers(place: Place) -> None:
-    """Two engines may save the same picture at the same time."""
+    """Two engines may save the same image at the same time."""
     first, second, decoder = place.encoder("first"), place.encoder("second"), place.decoder()
     for number in range(1, 4):
         asked = [each.submit(picture(number)) for each in (first, second)]
@@ -58,7 +58,7 @@ def takes_two_writers(place: Place) -> None:
 
 
 @rule(
-    why="Whatever they share on that host is read and written by both.",
+    why="Both read and write what they share on that host.",
 )
 def takes_two_readers_on_a_host(place: Place) -> None:
     """Two engines of one host may load the same item at the same time."""
@@ -79,10 +79,10 @@ def takes_two_readers_on_a_host(place: Place) -> None:
 
 
 @rule(
-    why="vLLM shuts down on several paths, and an exception there hides the one that matters.",
+    why="vLLM shuts down on several paths. An exception there hides the original one.",
 )
 def shuts_down_at_any_time(place: Place) -> None:
-    """A connector may be shut down twice, with work in flight, and without ever having worked."""
+    """A connector may be shut down twice, with work in flight, or without ever having been used."""
     unused, used = place.decoder("unused"), place.encoder("used")
     place.stop(unused)
     unused.close()

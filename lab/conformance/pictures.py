@@ -102,7 +102,7 @@ class PictureModel(Model):
         assert feature.data is not None
         pixels = feature.data.get_data().get(_PIXELS[feature.modality])
         if pixels is None:
-            said = f"item {feature.identifier[:40]!r} is to be encoded and has no pixels"
+            said = f"item {feature.identifier[:40]!r} must be encoded and has no pixels"
             raise Violation(Effect.ENGINE_DIES, said)
         assert isinstance(pixels, Tensor)
         num_embeds, width = feature.mm_position.get_num_embeds(), self._config.get_hidden_size()
@@ -129,8 +129,14 @@ class PictureModel(Model):
             raise Violation(Effect.ENGINE_DIES, said)
         wanted = self._expected(request_id, feature)
         facts = [(tuple(each.shape), each.dtype) for each in (found, wanted)]
-        require(facts[0] == facts[1], Effect.WRONG_ROWS, f"{name} is {facts[0]} and not {facts[1]}")
-        require(torch.equal(found, wanted), Effect.WRONG_ROWS, f"{name} has other numbers")
+        require(
+            facts[0] == facts[1], Effect.WRONG_ROWS, f"{name} is {facts[0]}, expected {facts[1]}"
+        )
+        require(
+            torch.equal(found, wanted),
+            Effect.WRONG_ROWS,
+            f"{name} has other values than were saved",
+        )
 
 
 def request_for(

@@ -11,7 +11,7 @@ _ROLES = {"apart": "encoder and decoder apart", "both": "`ec_both`"}
 
 
 def line(result: Result) -> str:
-    """One result on one line, for somebody who watches."""
+    """Return one result as a line, to be printed during a run."""
     where = f"{result.runner} {result.roles}"
     said = f": {result.said}" if result.said else ""
     effect = f" ({result.effect.value})" if result.effect else ""
@@ -19,7 +19,7 @@ def line(result: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many rules of how many are broken."""
+    """Return how many rules and checks there are, and how many are broken."""
     names = {each.rule.name for each in results}
     broken = {each.rule.name for each in results if each.verdict is Verdict.BROKEN}
     counts = Counter(each.verdict for each in results)
@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def page(connector: str, vllm: str, results: Sequence[Result]) -> str:
-    """Return a Markdown page: what is broken and what it does, then every rule."""
+    """Return a Markdown page: the broken rules with their effects, then every rule."""
     return "\n".join(
         [
             f"# {connector} on vLLM {vllm}",
@@ -58,7 +58,7 @@ def _broken(results: Sequence[Result]) -> list[str]:
     lines = [
         "## Broken",
         "",
-        "| rule | what it does | what happened | seen with |",
+        "| rule | effect | what happened | seen with |",
         "|---|---|---|---|",
     ]
     for name, found in by_rule.items():

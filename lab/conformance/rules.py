@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check says: a rule in one sentence, why it matters, and what breaking it does.
+"""The parts of a check: a rule in one sentence, its reason, and the effect of breaking it.
 
-A check is a function that plays a scene in a `Place` and raises `Violation` when the connector
-breaks its rule. `rule` puts it on the list that `run` works through.
+A check is a function that plays one situation in a `Place`, and raises `Violation` if the connector
+breaks its rule. The decorator `rule` adds it to `RULES`, the list that `play_all` works through.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class Effect(Enum):
-    """What an engine suffers from a broken rule, worst first."""
+    """What a broken rule does to an engine; the worst effect first."""
 
-    ENGINE_DIES = "kills the engine, for every user"
-    WRONG_ROWS = "wrong answers, and nothing says so"
+    ENGINE_DIES = "the engine dies, for all its users"
+    WRONG_ROWS = "wrong answers without an error"
     ESCAPES = "a client writes outside of the connector's folder"
     HANGS = "a request hangs"
-    EVERYONE_WAITS = "holds up every request of the engine"
-    REQUEST_FAILS = "a request fails that need not"
+    EVERYONE_WAITS = "delays every request of the engine"
+    REQUEST_FAILS = "a request fails unnecessarily"
     NO_USE = "an embedding is computed again"
 
 
 class Violation(Exception):
-    """A connector broke a rule; what happened, and to whom."""
+    """A connector broke a rule. The message says what happened."""
 
     def __init__(self, effect: Effect, happened: str) -> None:
         super().__init__(happened)
@@ -35,7 +35,7 @@ class Violation(Exception):
 
 
 class NotApplicable(Exception):
-    """The rule says nothing about this connector here; the message says why."""
+    """The rule cannot be checked with this connector. The message says why."""
 
 
 Check = Callable[["Place"], None]
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*, why: str) -> Callable[[Check], Check]:
-    """Put a check on the list, named as its function; the rule's sentence is its docstring."""
+    """Add a check to `RULES`. Its function gives the name, its docstring the rule's sentence."""
 
     def put(check: Check) -> Check:
         name, sentence = check.__name__, check.__doc__
@@ -68,6 +68,10 @@ def rule(*, why: str) -> Callable[[Check], Check]:
 
 
 def require(holds: object, effect: Effect, happened: str) -> None:
-    """Raise `Violation` unless it holds."""
+    """Check `holds`; `happened` says what happened otherwise.
+
+    Raises:
+        Violation: `holds` is false.
+    """
     if not holds:
         raise Violation(effect, happened)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: whatever the scheduler does with requests, items are there when tokens need them."""
+"""Checks: items are there when tokens need them, whatever the scheduler does with requests."""
 
 from lab.conformance.engine import Engine
 from lab.conformance.hand_over import hand_over, must_answer
@@ -9,10 +9,10 @@ from lab.conformance.rules import Effect, NotApplicable, require, rule
 
 
 @rule(
-    why="The item is asked about in every step until the last of its tokens is computed.",
+    why="vLLM asks for the item in every step until the last of its tokens is computed.",
 )
 def takes_chunked_prefill(place: Place) -> None:
-    """A prefill in chunks may cut through an item."""
+    """A chunk of a chunked prefill may end inside an item."""
     encoder = place.encoder(max_num_batched_tokens=16)
     decoder = place.decoder(max_num_batched_tokens=10, max_num_seqs=4)
     hand_over(encoder, decoder, picture(1), picture(2))
@@ -20,10 +20,10 @@ def takes_chunked_prefill(place: Place) -> None:
 
 
 @rule(
-    why="vLLM then loads, computes and frees them one after the other.",
+    why="vLLM then loads, computes and frees the items one after the other.",
 )
 def takes_a_small_encoder_cache(place: Place) -> None:
-    """The encoder cache may be smaller than a request's pictures."""
+    """The encoder cache may be too small for all images of a request."""
     encoder = place.encoder(encoder_cache_embeds=20)
     decoder = place.decoder(encoder_cache_embeds=20)
     pictures = [picture(number) for number in range(1, 4)]
@@ -32,10 +32,10 @@ def takes_a_small_encoder_cache(place: Place) -> None:
 
 
 @rule(
-    why="Preemption starts a prompt over, and by then others may have its cache entries.",
+    why="A preempted prompt starts again, and other requests may have its cache entries then.",
 )
 def loads_again_after_preemption(place: Place) -> None:
-    """A preempted request gets its items again, after the encoder cache was emptied."""
+    """A preempted request gets its items again after the encoder cache was emptied."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
     asked = decoder.submit(picture(1).without_pixels(), params=encoded.params, max_tokens=20)
@@ -48,11 +48,11 @@ def loads_again_after_preemption(place: Place) -> None:
 
 
 @rule(
-    why="vLLM passes the number of tokens that are computed already; waiting for items before "
-    "them, or failing for want of them, costs a request that could be answered.",
+    why="vLLM passes the number of tokens that are already computed. A connector that waits for "
+    "items before that point, or fails without them, loses a request that could be answered.",
 )
 def lets_covered_items_be(place: Place) -> None:
-    """A request whose items the KV cache covers needs none of them."""
+    """A request does not need the items whose tokens are in the KV cache."""
     encoder = place.encoder()
     decoder = place.decoder(enable_prefix_caching=True)
     small = picture(1, num_embeds=10)
@@ -66,11 +66,11 @@ def lets_covered_items_be(place: Place) -> None:
 
 
 @rule(
-    why="Its request ends without the hooks that others see; what was started for it must neither "
-    "raise later nor be left behind.",
+    why="The request then ends without some of the usual hooks. Work started for it must neither "
+    "raise later nor leak.",
 )
 def takes_aborts(place: Place) -> None:
-    """A client may leave at any moment."""
+    """A client may disconnect at any moment."""
     encoder, decoder = place.encoder(), place.decoder()
     encoded = encoder.ask(picture(1))
     unscheduled = decoder.submit(picture(1).without_pixels(), params=encoded.params)
@@ -94,10 +94,10 @@ def takes_aborts(place: Place) -> None:
 
 
 @rule(
-    why="vLLM puts it off and goes on; a connector that waits inside a hook stops the engine.",
+    why="vLLM postpones such a request. A connector that waits in a hook stops the engine.",
 )
 def holds_nobody_else_up(place: Place) -> None:
-    """A request that waits for its item holds nobody else up."""
+    """A request that waits for its item delays no other request."""
     decoder = place.decoder()
     announced = {"late": {"metadata": {"image_grid_thw": [1, 2, 32]}, "item_indices": [0]}}
     waiting = decoder.submit(picture(1, "late"), params=announced)
@@ -109,10 +109,10 @@ def holds_nobody_else_up(place: Place) -> None:
 
 
 @rule(
-    why="vLLM runs them to flush finished requests; the V2 runner calls the connector in them.",
+    why="vLLM runs such steps to flush finished requests. The V2 runner calls the connector then.",
 )
 def takes_empty_steps(place: Place) -> None:
-    """Steps without requests are steps like any other."""
+    """The connector handles steps without requests."""
     for engine in (place.encoder(), place.decoder()):
         for _ in range(3):
             engine.execute(engine.schedule())
@@ -123,21 +123,21 @@ def takes_empty_steps(place: Place) -> None:
 
 
 @rule(
-    why="Most requests have none.",
+    why="Most requests have no media.",
 )
 def leaves_text_alone(place: Place) -> None:
-    """Requests without media pass untouched."""
+    """The connector does not affect requests without media."""
     for engine in (place.encoder(), place.decoder()):
         must_answer(engine.ask())
         must_answer(engine.ask(params={"unknown": {"metadata": {}}}))
 
 
 @rule(
-    why="`request_finished` answering True without a KV connector keeps the request for ever; "
-    "`has_pending_push_work` that stays True burns a core.",
+    why="If `request_finished` returns True without a KV connector, the request stays for ever. If "
+    "`has_pending_push_work` stays True, the engine uses a core without need.",
 )
 def leaves_nothing_behind(place: Place) -> None:
-    """A request that has ended is gone, and an engine without requests comes to rest."""
+    """A finished request is removed, and an engine without requests becomes idle."""
     encoder, decoder = place.encoder(), place.decoder()
     hand_over(encoder, decoder, picture(1), picture(2))
     decoder.ask(picture(5))
@@ -147,10 +147,10 @@ def leaves_nothing_behind(place: Place) -> None:
 
 
 @rule(
-    why="The V1 runner calls save_caches in any role; a reader may have no right to write.",
+    why="The V1 runner calls save_caches in every role. A reader may have no permission to write.",
 )
 def consumers_write_nothing(place: Place) -> None:
-    """An engine that only loads writes nothing."""
+    """An engine that only loads writes nothing to the store."""
     if place.roles == "both":
         raise NotApplicable("here every engine saves")
     decoder = place.decoder()
