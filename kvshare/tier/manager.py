@@ -48,8 +48,8 @@ try:
 except ImportError as exc:
     raise ImportError(
         "kvshare.tier is for the tiers of vLLM's OffloadingConnector as vLLM 0.30 to 0.32 have "
-        f"them (vllm.v1.kv_offload.tiering); the vLLM here has none such: {exc}. KVShareConnector "
-        "shares KV without them"
+        f"them (vllm.v1.kv_offload.tiering). The installed vLLM has another interface: {exc}. "
+        "KVShareConnector shares KV without it"
     ) from exc
 
 if TYPE_CHECKING:
