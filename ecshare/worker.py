@@ -21,7 +21,7 @@ from ecshare.store.format import TensorSpec
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, Run, StoredObject
 from ecshare.transfer.recent import Recent
-from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name
+from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name, is_gpu
 from ecshare.transfer.stats import merged
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ _ORDERS_KEPT = 4096
 # An embedding that was promised is asked for again until so many time-outs are over.
 _TIMEOUTS_WAITED = 3
 _ENTRY_EVERY_S = 0.5
+# Of a rank that only loads: some embeddings of the largest videos.
+_LOAD_BYTES = 256 << 20
 
 
 class EncoderWorker:
@@ -59,7 +61,10 @@ class EncoderWorker:
         self._waits_for_room = self._is_durable or not role.is_ec_consumer
         self._timeout_s = config.io_timeout_s
         self._wait_s = config.wait_s
-        self._staging = Staging(self._device, config.buffer_bytes)
+        buffer_bytes = config.buffer_bytes
+        if is_gpu(self._device) and not self._is_writer:
+            buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
+        self._staging = Staging(self._device, buffer_bytes)
         self._engine = start_engine(config, OPTIONS_PATH, write=self._is_writer)
         self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
         self._loaded: set[str] = set()
@@ -79,7 +84,7 @@ class EncoderWorker:
         writes to them. On return they are usable on the current stream.
         """
         for order in orders.loads:
-            tensor = self._here(order) if self._device.type == "cpu" else None
+            tensor = self._here(order) if not is_gpu(self._device) else None
             if tensor is None:
                 tensor = self._brought(order)
             if tensor is None:
@@ -110,11 +115,18 @@ class EncoderWorker:
         if slab is None:
             self._stats.add("items/dropped")
             return
-        self._staging.copy_out(slab, tensor)
+        try:
+            self._staging.copy_out(slab, tensor)
+        except torch.OutOfMemoryError:
+            # The device is full. A save may be lost, the engine may not.
+            slab.release()
+            self._stats.add("items/dropped")
+            return
         self._engine.submit(Handle(Put(order.key, slab), self._saved))
 
     def settle(self) -> None:
         """End a step. In the mode `durable` it waits here, bounded, until its saves are stored."""
+        self._staging.end_brought()
         if not self._is_durable:
             self._engine.poll()
         elif self._engine.in_flight:
@@ -147,7 +159,7 @@ class EncoderWorker:
         stored = open_object(self._engine.host, order.key) or self._fetch(order)
         if stored is None:
             return None
-        tensor = as_tensor(stored.payload, stored.spec).to(self._device, copy=True)
+        tensor = self._staging.bring(as_tensor(stored.payload, stored.spec))
         stored.release()
         return tensor
 

@@ -8,28 +8,30 @@ kernel may work on blocks of fewer tokens than vLLM's; then several lie in one. 
 the attention kernel keeps for one token and head, K and V together. Only the head and the block are
 axes that every kernel means alike: CPU kernels repack the inside of a block for their instruction
 set. So blocks are moved whole, never by token.
+
+A CPU copies them itself. For a GPU the copies of all chunks of a step are listed and launched as
+one call (device_copies.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ecshare.plugin.compat import device_copier
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
-from ecshare.transfer.staging import dtype_name
+from ecshare.transfer.staging import Lane, Slab, dtype_name, is_gpu
+from kvshare.device_copies import BlockTable, Copier, copy_runs
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece
+from kvshare.shards import Heads
 
-# Where a copy costs its bytes. Elsewhere it costs a launch, and one for many blocks is better.
-_HOST = "cpu"
 # What numpy is shown instead of types that it does not know, by the bytes of one.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Places = list[tuple[int, int, int]] | Tensor
-"""Blocks as runs (see `_runs`), or as their numbers on the device."""
 
 Erase = Callable[[Tensor, int], None]
 
@@ -78,6 +80,23 @@ class BlockCaches:
         self._erase = erase
         self.erases = erase is None or _can_erase(erase, first)
         """Whether what follows the last token of a block can be zeroed."""
+        self._copier: Copier | None = None
+        if is_gpu(self.device):
+            self._copier = device_copier()
+            if self._copier is None:
+                raise ValueError("neither vLLM nor the package cuda-bindings copies blocks here")
+            self._table = BlockTable.of(self._layers)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers a stored block holds."""
+        return len(self._layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block of one layer."""
+        pages, _ = self._layers[0]
+        return pages[0].nbytes
 
     def spec(self, piece: Piece) -> TensorSpec:
         """Return what the object of `piece` says of itself, saved by this rank."""
@@ -127,25 +146,34 @@ class BlockCaches:
             and (self._erase is None or tokens == self._kernel_tokens)
         )
 
-    def read(self, piece: Piece, out: Tensor) -> None:
-        """Copy the blocks of `piece` to `out`, on the cache's device, in the shape of `spec`.
+    def save(self, saves: Sequence[tuple[Piece, Slab]]) -> None:
+        """Copy the blocks of each piece to its slab, which is of the shape of `spec`.
 
-        What follows its last token, in the last block, are bytes of nobody or of an earlier
-        request: they are zeroed, if this `erases`.
+        On a GPU the copies are launched on the current stream, as one call, and the slabs are told
+        what is left to do when they have arrived; `Staging.copying` is to be around this.
+
+        What follows the last token of a piece, in its last block, are bytes of nobody or of an
+        earlier request: they are zeroed, if this `erases`.
         """
-        places = [_places(ids, self.device) for ids in piece.block_ids]
-        blocks = self._blocks_of(out, self._kernel_blocks)
-        for number, (pages, group) in enumerate(self._layers):
-            _gather(pages, places[group], blocks[number])
-        num_tokens = self.num_in_part(piece)
-        if self.erases and num_tokens:
-            self._zero(blocks[:, -1], num_tokens)
+        if self._copier is None:
+            for piece, slab in saves:
+                self._read(piece, slab.payload)
+                self._finish(piece, slab.payload)
+            return
+        copies = []
+        for piece, slab in saves:
+            payload = slab.payload
+            sources = self._table.places(piece.block_ids, slice(None), slice(None))
+            targets = self._table.packed(payload.data_ptr(), len(sources))
+            copies.append((sources, targets, self._table.run_bytes))
+            slab.finish = partial(self._finish, piece, payload)
+        copy_runs(self._copier, copies)
 
-    def write(self, piece: Piece, stored: Tensor, order: JSON) -> None:
+    def write(self, piece: Piece, stored: Tensor, order: JSON, lane: Lane | None = None) -> None:
         """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`.
 
-        `order`: its attribute of that name. The bytes have been read on return: `stored` may be
-        released.
+        `order`: its attribute of that name. `lane`: how to get to a GPU, see `Inflow.after`. The
+        bytes have been read on return: `stored` may be released.
         """
         is_head_first = order == _order(is_head_first=True)
         tokens = stored.shape[3 if is_head_first else 2]
@@ -153,15 +181,41 @@ class BlockCaches:
         own = self._in_own_layout(blocks, is_head_first=is_head_first)
         own = own[:, piece.first_block : piece.first_block + piece.num_held]
         heads = None if piece.shard is None else piece.shard.heads
-        axis = 2 if self._is_head_first else 3  # of one layer
         if heads is not None:
-            own = own.narrow(axis + 1, heads.first, heads.count)
-        here = own.to(self.device)
-        places = [_places(ids, self.device) for ids in piece.block_ids]
+            own = own.narrow(self._head_axis + 1, heads.first, heads.count)
+        layers = [(self._of_heads(pages, heads), group) for pages, group in self._layers]
+        if self._copier is not None and lane is not None:
+            table = self._table if heads is None else BlockTable.of(layers)
+            _send(own, piece, table, lane, self._copier)
+            return
+        runs = [list(_runs(ids)) for ids in piece.block_ids]
+        for number, (pages, group) in enumerate(layers):
+            _scatter(own[number], pages, runs[group])
+
+    def _read(self, piece: Piece, out: Tensor) -> None:
+        """Copy the blocks of `piece` to `out`; CPU."""
+        runs = [list(_runs(ids)) for ids in piece.block_ids]
+        blocks = self._blocks_of(out, self._kernel_blocks)
         for number, (pages, group) in enumerate(self._layers):
-            if heads is not None:
-                pages = pages.narrow(axis, heads.first_own, heads.count)
-            _scatter(here[number], pages, places[group])
+            for row, block_id, count in runs[group]:
+                blocks[number, row : row + count].copy_(pages[block_id : block_id + count])
+
+    def _finish(self, piece: Piece, payload: Tensor) -> None:
+        """Zero what follows the last token of `piece`."""
+        num_tokens = self.num_in_part(piece)
+        if self.erases and num_tokens:
+            self._zero(self._blocks_of(payload, self._kernel_blocks)[:, -1], num_tokens)
+
+    @property
+    def _head_axis(self) -> int:
+        """The axis of the heads in the cache of one layer, in the order of its memory."""
+        return 2 if self._is_head_first else 3
+
+    def _of_heads(self, pages: Tensor, heads: Heads | None) -> Tensor:
+        """Return the part of a layer's cache that `heads` are copied to; None: all of it."""
+        if heads is None:
+            return pages
+        return pages.narrow(self._head_axis, heads.first_own, heads.count)
 
     def _num_stored_heads(self, piece: Piece) -> int:
         return self._num_heads if piece.shard is None else piece.shard.num_heads
@@ -225,33 +279,36 @@ def _can_erase(erase: Erase, pages: Tensor) -> bool:
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
 
 
-def _places(block_ids: Sequence[int], device: torch.device) -> Places:
-    """Return where these blocks lie, in the form that is copied fastest on `device`."""
-    if device.type == _HOST:
-        return list(_runs(block_ids))
-    return torch.tensor(block_ids, device=device)
+def _send(own: Tensor, piece: Piece, table: BlockTable, lane: Lane, copier: Copier) -> None:
+    """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
 
-
-def _gather(pages: Tensor, places: Places, rows: Tensor) -> None:
-    """Copy the `pages` at `places` to `rows`, which have the same axes."""
-    if isinstance(places, Tensor):
-        torch.index_select(pages, 0, places, out=rows)
-        return
-    for row, block_id, count in places:
-        rows[row : row + count].copy_(pages[block_id : block_id + count])
-
-
-def _scatter(rows: Tensor, pages: Tensor, places: Places) -> None:
-    """Copy `rows` to the `pages` at `places`.
-
-    On a host by this thread alone: torch would have the cores help that compute other requests
-    meanwhile, once for each thread that copies.
+    By way of the lane's pinned memory, a buffer at a time: as many layers as fit, or blocks of one.
     """
-    if isinstance(places, Tensor):
-        pages.index_copy_(0, places, rows)
-        return
+    num_layers, num_blocks = own.shape[:2]
+    blocks_at_once = min(num_blocks, lane.buffer_bytes // table.block_bytes)
+    layers_at_once = max(1, lane.buffer_bytes // (num_blocks * table.block_bytes))
+    for layer in range(0, num_layers, layers_at_once):
+        layers = slice(layer, layer + layers_at_once)
+        for block in range(0, num_blocks, blocks_at_once):
+            blocks = slice(block, block + blocks_at_once)
+            part = own[layers, blocks]
+            pinned = lane.buffer()
+            packed = pinned[: part.nbytes].view(part.dtype).view(part.shape)
+            _bits(packed)[...] = _bits(part)
+            targets = table.places(piece.block_ids, layers, blocks)
+            sources = table.packed(pinned.data_ptr(), len(targets))
+            copy_runs(copier, [(sources, targets, table.run_bytes)])
+            lane.sent()
+
+
+def _scatter(rows: Tensor, pages: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy `rows` to the `pages` that `runs` name.
+
+    By this thread alone: torch would have the cores help that compute other requests meanwhile,
+    once for each thread that copies.
+    """
     source, target = _bits(rows), _bits(pages)
-    for row, block_id, count in places:
+    for row, block_id, count in runs:
         target[block_id : block_id + count] = source[row : row + count]
 
 

@@ -145,11 +145,12 @@ class Loads:
         config: KVConfig,
         engine: TransferEngine,
         blocks: Sequence[BlockCaches],
+        inflow: Inflow,
         *,
         keeps_prefix: bool,
         arrived_from: Callable[[Key, Sequence[Moved]], None],
     ) -> None:
-        """`blocks`: of each layer set.
+        """`blocks`: of each layer set. `inflow`: how load threads write to them.
 
         `arrived_from`: told of the key of each fetch that ended, and what was moved for it.
         `keeps_prefix`: vLLM can keep what leads up to a piece that failed. It cannot for layers
@@ -168,7 +169,7 @@ class Loads:
         # What is wanted and not submitted yet: what was found, and what is guessed.
         self._queues: dict[bool, deque[_Name]] = {False: deque(), True: deque()}
         self._fetching_bytes = {False: 0, True: 0}
-        self._inflow = Inflow(blocks[0].device)
+        self._inflow = inflow
         self._lock = threading.Lock()
         self.finished = Finished()
 
@@ -295,8 +296,8 @@ class Loads:
         tensor, order = as_tensor(stored.payload, stored.spec), stored.spec.attributes["order"]
         for load, number in wanting:
             piece = load.pieces[number]
-            with self._inflow.after(load.begun):
-                self._blocks[piece.layer_set].write(piece, tensor, order)
+            with self._inflow.after(load.begun) as lane:
+                self._blocks[piece.layer_set].write(piece, tensor, order, lane)
 
     def _filled(self, load: _Load, number: int) -> None:
         """Take note that a piece is in its blocks."""

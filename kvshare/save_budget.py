@@ -17,12 +17,12 @@ SlabBytes = Callable[[int, int], int]
 _LOST_S = 120.0
 
 
-def slab_sizes(block_bytes: Sequence[int], *, is_pinned: bool) -> SlabBytes:
+def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
     """Return what tells the size of slabs; `block_bytes`: of one block, by layer set."""
 
     def slab_bytes_of(layer_set: int, num_blocks: int) -> int:
         payload = num_blocks * block_bytes[layer_set]
-        return slab_bytes(PROLOGUE_BYTES + payload, is_pinned=is_pinned)
+        return slab_bytes(PROLOGUE_BYTES + payload)
 
     return slab_bytes_of
 

@@ -150,10 +150,7 @@ class KVScheduler:
             layer_sets=sets,
             tp_size=size,
             shard_names={size: shard_names_of(sets, size) for size in readable_tp_sizes(sets)},
-            slab_bytes=slab_sizes(
-                [block_bytes(kv_cache_config, each) for each in sets],
-                is_pinned=vllm_config.device_config.device_type == "cuda",
-            ),
+            slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             saves=saves,
             loads=role.is_kv_consumer and why_not is None,

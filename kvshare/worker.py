@@ -15,10 +15,11 @@ from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.plugin.start import start_engine
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
-from ecshare.transfer.staging import Staging
+from ecshare.transfer.staging import Inflow, Slab, Staging, is_gpu
 from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, layer_sets_of, refusal
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+# Pinned memory of a GPU's worker for loads is four times this. A copy of so much takes longer than
+# to launch it.
+_LOAD_BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,15 @@ class CacheShape:
         return self.num_groups == 1 and all(each.window.is_full for each in self.layer_sets)
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A piece that is to be copied to `slab` and stored under `key`."""
+
+    key: Key
+    piece: Piece
+    slab: Slab
+
+
 class KVWorker:
     """Executes orders; reports each request once.
 
@@ -67,11 +81,11 @@ class KVWorker:
         rank: Rank,
         engine: TransferEngine,
         *,
-        makes_up: bool = True,
+        saves: bool = True,
     ) -> None:
         """Own `engine` from now on. `shape`: None for a cache that cannot be shared.
 
-        `makes_up`: store what only this host has.
+        `saves`: this engine stores KV, also what only this host has.
         """
         self._config = config
         self._shape = shape
@@ -87,7 +101,7 @@ class KVWorker:
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
-        self._makes_up = makes_up
+        self._saves = saves
         self._num_ended: Counter[ChunkKey] = Counter()
         self._in_store = RecentKeys[str](monotonic)
 
@@ -125,7 +139,7 @@ class KVWorker:
             shape,
             worker_rank(vllm_config),
             engine,
-            makes_up=role.is_kv_producer,
+            saves=role.is_kv_producer,
         )
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
@@ -151,14 +165,26 @@ class KVWorker:
             self._tells_idle = True
             return
         self._blocks = blocks
-        self._staging = Staging(blocks[0].device, self._config.buffer_bytes)
+        device = blocks[0].device
+        if self._saves:
+            self._staging = Staging(device, self._buffer_bytes(blocks, shape))
         self._loads = Loads(
             self._config,
             self._engine,
             blocks,
+            Inflow(device, max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))),
             keeps_prefix=shape.keeps_prefix,
             arrived_from=self._make_up_for,
         )
+
+    def _buffer_bytes(self, blocks: Sequence[BlockCaches], shape: CacheShape) -> int:
+        """Return how much host memory saves may take."""
+        if not is_gpu(blocks[0].device):
+            return self._config.buffer_bytes
+        # A chunk that is larger may go alone; here by pinned memory too.
+        num_blocks = self._config.chunk_blocks(shape.block_tokens)
+        largest = num_blocks * max(each.block_bytes * each.num_layers for each in blocks)
+        return max(self._config.buffer_bytes, PROLOGUE_BYTES + largest)
 
     def load(self, orders: Orders) -> None:
         """Start the loads of `orders`, and end those that nobody waits for any more."""
@@ -199,7 +225,7 @@ class KVWorker:
     def _make_up_for(self, key: Key, moved: Sequence[Moved]) -> None:
         """Have what this host's cache had stored, unless it is: its writer may have been killed
         before, and the scheduler half saves nothing that a look-up has found."""
-        if not self._makes_up or key in self._in_store:
+        if not self._saves or key in self._in_store:
             return
         if [each.tier for each in moved] == [Tier.HOST]:
             self._in_store.add(key)
@@ -248,14 +274,19 @@ class KVWorker:
         return [replace(piece, shard=shard) for shard in found]
 
     def _save_all(self, namespace: str, pieces: Iterable[Piece]) -> None:
-        copied = [put for piece in pieces if (put := self._copied(namespace, piece)) is not None]
+        saves = [save for piece in pieces if (save := self._reserved(namespace, piece)) is not None]
+        if not saves or self._staging is None:
+            return
+        with self._staging.copying([save.slab for save in saves]):
+            for number, blocks in enumerate(self._blocks):
+                own = [(each.piece, each.slab) for each in saves if each.piece.layer_set == number]
+                blocks.save(own)
         # Not one by one: the threads that store the first would slow the copies of the rest, which
         # the step waits for.
-        if copied:
-            self._engine.submit(*copied)
+        self._engine.submit(*map(self._put, saves))
 
-    def _copied(self, namespace: str, piece: Piece) -> Handle[None] | None:
-        """Copy `piece` out. None: it is another rank's to store, or it is dropped."""
+    def _reserved(self, namespace: str, piece: Piece) -> _Save | None:
+        """Return where to copy `piece` to. None: it is dropped, or another rank's to store."""
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
             return None
@@ -273,11 +304,13 @@ class KVWorker:
         if slab is None:
             self._dropped(piece)
             return None
-        staging.fill(slab, partial(blocks.read, piece))
         self._saving.add(key)
+        return _Save(key, piece, slab)
+
+    def _put(self, save: _Save) -> Handle[None]:
         # What the store lacks this host's cache must not claim, or nobody here would save it again.
-        put = Put(key, slab, keeps_unstored=False)
-        return Handle(put, partial(self._saved, key, piece))
+        put = Put(save.key, save.slab, keeps_unstored=False)
+        return Handle(put, partial(self._saved, save.key, save.piece))
 
     def _saved(self, key: Key, piece: Piece, done: Done[None]) -> None:
         self._saving.discard(key)

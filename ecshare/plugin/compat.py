@@ -3,7 +3,7 @@
 
 import platform
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 
@@ -84,6 +84,48 @@ def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> N
     if cache_dtype.startswith("fp8"):
         options["kv_cache_dtype"] = cache_dtype
     _custom_ops.cpu_attn_reshape_and_cache(nothing, nothing, keys, values, slots, kernel, **options)
+
+
+def device_copier() -> Callable[[Any, Any, Any], None] | None:
+    """Return what queues copies between host and GPU on the current stream, by their addresses.
+
+    It takes arrays of int64 (sources, targets, bytes). vLLM has one call for all of them; without
+    it they go one by one, by the bindings of CUDA that torch requires. None: there are neither.
+    """
+    import torch
+
+    try:
+        from vllm import _custom_ops
+
+        batch = _custom_ops.swap_blocks_batch
+    except (ImportError, AttributeError):
+        return _copier_one_by_one()
+
+    def copy(sources: Any, targets: Any, sizes: Any) -> None:
+        batch(torch.from_numpy(sources), torch.from_numpy(targets), torch.from_numpy(sizes))
+
+    return copy
+
+
+def _copier_one_by_one() -> Callable[[Any, Any, Any], None] | None:
+    import torch
+
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+    def copy(sources: Any, targets: Any, sizes: Any) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for source, target, size in zip(
+            sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+        ):
+            (error,) = runtime.cudaMemcpyAsync(target, source, size, kind, stream)
+            if error:
+                raise RuntimeError(f"cudaMemcpyAsync: {error}")
+
+    return copy
 
 
 def names_media_by_request(vllm_config: Any) -> bool:

@@ -65,7 +65,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     buffer_bytes: Annotated[int, Meta(gt=0)] = GIB
     """Host memory for saves in flight; beyond it a save is dropped, or waits where it must be
-    durable. One object larger than this may go alone."""
+    durable. One object larger than this may go alone. On a GPU all of it is pinned at start, at
+    least one chunk of KV, and embeddings that are loaded pass through it too."""
 
     host_cache_dir: str | None = None
     """Folder of verified objects that all engines of this user on this host share. Left out:

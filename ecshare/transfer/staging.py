@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory to host slabs and back.
 
-A slab is a host buffer that holds one whole object: room for the prologue, then the payload. The
+A slab is host memory that holds one whole object: room for the prologue, then the payload. The
 device copies straight to the payload's place, the store layer writes the prologue before it, and
-that one buffer goes to the wire, so a save copies each byte once.
+that one buffer goes to the wire, so a save copies each byte once. All slabs lie in one arena, made
+at start: of pinned memory on a GPU, as copies from and to other memory wait for the device.
 
-On a GPU the copy runs on a side stream, ordered after the kernels that wrote the source; kernels
-launched later wait for it on the device. So the source may be overwritten or freed right away in
-stream order, and no CPU thread waits except the one that needs the bytes (`Slab.arrived`).
+On a GPU copies out run on a side stream, ordered after the kernels that wrote the source. No CPU
+thread waits, except the one that needs the bytes (`Slab.arrived`); it sleeps and does not spin.
 """
 
+import logging
+import mmap
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,19 +45,16 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Slabs come in sizes of whole granules, so that a freed one fits the next object of about its size.
-_GRANULE_BYTES = 256 * 1024
+# Slabs begin on pages of memory, so that no two share one.
+_PAGE_BYTES = mmap.PAGESIZE
+# As many threads write to a GPU at a time, each with two buffers: one is filled while the other is
+# copied to the device.
+_NUM_LANES = 2
 
 
-def slab_bytes(num_bytes: int, *, is_pinned: bool) -> int:
-    """Return the size of a slab for an object of `num_bytes`, prologue included.
-
-    torch's allocator of pinned memory rounds each request up to a power of two (PyTorch 2.13,
-    CachingHostAllocator): what it takes anyway is asked for, so that the budget counts it.
-    """
-    if is_pinned:
-        return max(_GRANULE_BYTES, 1 << (num_bytes - 1).bit_length())
-    return -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
+def slab_bytes(num_bytes: int) -> int:
+    """Return the size of a slab for an object of `num_bytes`, prologue included."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,8 +101,98 @@ def _warn_of_read_only_memory() -> None:
         torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether copies from and to `device` are queued on streams."""
+    return device.type == "cuda"
+
+
+class Arena:
+    """Host memory of one size, made at start, and given out in parts of whole pages.
+
+    The first part that is free and large enough is taken, so that memory which has been used is
+    used again: fresh pages cost more than the copy into them. On a CPU pages are fresh until then.
+
+    Threads: any.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Take hold of `num_bytes`, rounded up to whole pages; pinned for `device`, if it is a GPU.
+
+        Memory that cannot be pinned is used as it is, which is slower, and a warning says so.
+
+        Raises:
+            OSError: the system gives no process so much.
+        """
+        self.num_bytes = slab_bytes(num_bytes)
+        memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        self._lock = threading.Lock()
+        self._free = [(0, self.num_bytes)]
+        # Parts to be freed. A part may come back while this thread holds the lock.
+        self._returned: deque[tuple[int, int]] = deque()
+        if is_gpu(device) and _is_pinned(self._memory, device):
+            unpin = torch.cuda.cudart().cudaHostUnregister
+            weakref.finalize(self, unpin, self._memory.data_ptr()).atexit = False
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """Return so many bytes, uint8, which are the caller's until `give_back`. None: no room."""
+        size = slab_bytes(num_bytes)
+        with self._lock:
+            self._merge()
+            for number, (start, free) in enumerate(self._free):
+                if free >= size:
+                    rest = [(start + size, free - size)] if free > size else []
+                    self._free[number : number + 1] = rest
+                    return self._memory[start : start + size]
+        return None
+
+    def give_back(self, part: Tensor, reader: object | None = None) -> None:
+        """Free what `take` has returned; if a `reader` is given, as soon as that is gone."""
+        place = int(part.storage_offset()), part.nbytes
+        if reader is None:
+            self._returned.append(place)
+        else:
+            weakref.finalize(reader, self._returned.append, place)
+
+    @property
+    def used_bytes(self) -> int:
+        """What is given out."""
+        with self._lock:
+            self._merge()
+            return self.num_bytes - sum(free for _, free in self._free)
+
+    def _merge(self) -> None:
+        """Add what came back to the free parts; neighbours become one. Locked."""
+        while self._returned:
+            insort(self._free, self._returned.popleft())
+        merged: list[tuple[int, int]] = []
+        for start, size in self._free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._free = merged
+
+
+def _is_pinned(memory: Tensor, device: torch.device) -> bool:
+    """Pin `memory`, so that copies between it and `device` are asynchronous; warn if it fails."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if not code:
+            return True
+        logger.warning(
+            "%d MiB of host memory could not be pinned (CUDA error %d): copies from and to the GPU "
+            "are slower and hold up the engine. Is `ulimit -l` or a memory limit in the way?",
+            memory.nbytes >> 20,
+            code,
+        )
+        with suppress(RuntimeError):  # the next launch reports that error as its own
+            torch.zeros(1, device=device)
+    return False
+
+
 class Slab:
-    """A host buffer for one object: `PROLOGUE_BYTES`, then the payload.
+    """Host memory for one object: `PROLOGUE_BYTES`, then the payload.
 
     Ownership: whoever holds it, one at a time: the vLLM thread fills it, then hands it to the
     transfer engine with a Put, and the engine releases it.
@@ -107,13 +203,18 @@ class Slab:
         self.spec = spec
         self._staging = staging
         self._buffer: Tensor | None = buffer
-        self.copied: torch.cuda.Event | None = None
         self._num_bytes = PROLOGUE_BYTES + spec.num_bytes
+        self._bytes: Any = buffer[: self._num_bytes].numpy()
+        self.copied: torch.cuda.Event | None = None
+        """After this the payload is there; None: it is there."""
+        self.finish: Callable[[], None] | None = None
+        """What is left to be done to the payload when it is there."""
 
     @property
     def body(self) -> memoryview:
         """The whole object, prologue first; writable; valid until `release`."""
-        return memoryview(self._whole.numpy())[: self._num_bytes]  # type: ignore[arg-type]
+        _ = self._whole
+        return memoryview(self._bytes)
 
     @property
     def payload(self) -> Tensor:
@@ -122,20 +223,25 @@ class Slab:
         return flat.view(torch_dtype(self.spec.dtype)).view(self.spec.shape)
 
     def arrived(self) -> memoryview:
-        """Block until the copy from the device has arrived, and return `body`. Any thread."""
+        """Block until the copy from the device has arrived, and return `body`. Any thread, once."""
         self._wait()
+        if self.finish is not None:
+            self.finish()
         return self.body
 
     def release(self, *, reuse: bool = True) -> None:
         """Give the memory back to the budget. The second call does nothing. Any thread.
 
         Waits for a copy that is still arriving: the memory must not be used again before.
-        `reuse=False`: somebody may still read it: it is freed when they let go, not filled again.
+        `reuse=False`: somebody may still read it: it is free when they let go of `body`.
         """
         buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._wait()
-            self._staging.take_back(buffer, reuse=reuse)
+        if buffer is None:
+            return
+        self._wait()
+        self.finish = None
+        read, self._bytes = self._bytes, None
+        self._staging.take_back(buffer, None if reuse else read)
 
     def _wait(self) -> None:
         if self.copied is not None:
@@ -149,131 +255,232 @@ class Slab:
 
 
 class Staging:
-    """Copies between one device and host slabs, under a byte budget.
+    """Copies between one device and host slabs, within a budget of bytes.
 
-    Freed slabs are kept and used again: fresh pages cost more than the copy into them.
-
-    Threads: `reserve` and `take_back` on any; copies from a GPU on vLLM's worker thread, others on
-    any. One lock guards the free list and the two sums, for a few list operations at a time.
+    Threads: `reserve`, `take_back` and `used_bytes` on any; copies from and to a GPU on vLLM's
+    worker thread, copies on a CPU on any.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        """Use `device` for copies; keep at most `buffer_bytes` of host memory, idle slabs too."""
+        """Use `device` for copies and at most `buffer_bytes` of host memory.
+
+        Where the system gives less, what it gives is the budget, and a warning says so.
+        """
         self._device = device
-        self._limit_bytes = buffer_bytes
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arena = _largest_arena(buffer_bytes, device)
+        self._outward = torch.cuda.Stream(device) if is_gpu(device) else None
+        self._inward = torch.cuda.Stream(device) if is_gpu(device) else None
+        self._brought: deque[Slab] = deque()
         self._lock = threading.Lock()
-        self._idle: dict[int, list[Tensor]] = {}
-        self._used_bytes = 0
-        self._idle_bytes = 0
+        self._alone_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Host memory that slabs in use hold. Any thread."""
-        return self._used_bytes
+        return self._arena.used_bytes + self._alone_bytes
 
     def reserve(self, spec: TensorSpec) -> Slab | None:
         """Return a slab for an object of `spec`. None: there is no memory for it, drop this save.
 
         The budget is spent, or the host has no more. One object larger than the whole budget may go
-        alone, else it could never be stored.
+        alone, else it could never be stored; on a GPU its copy holds up the engine.
         """
-        size = slab_bytes(PROLOGUE_BYTES + spec.num_bytes, is_pinned=self._stream is not None)
+        num_bytes = PROLOGUE_BYTES + spec.num_bytes
         with self._lock:
-            if self._used_bytes and self._used_bytes + size > self._limit_bytes:
+            if self._alone_bytes:
                 return None
-            self._used_bytes += size
-            buffer = self._reuse(size)
-        try:
-            if buffer is None:
-                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        except (RuntimeError, MemoryError):  # torch says either when there is no more
-            with self._lock:
-                self._used_bytes -= size
-            return None
-        return Slab(self, buffer, spec)
+            buffer = self._arena.take(num_bytes)
+            if buffer is None and num_bytes > self._arena.num_bytes and not self.used_bytes:
+                buffer = _allocated(num_bytes)
+                self._alone_bytes = num_bytes if buffer is not None else 0
+        return Slab(self, buffer, spec) if buffer is not None else None
 
     def copy_out(self, slab: Slab, tensor: Tensor) -> None:
         """Start copying `tensor` (of the slab's shape and dtype, any strides) to `slab`.
 
-        On a CPU the copy is done on return. On a GPU see the module's docstring.
+        On a CPU the copy is done on return. On a GPU it comes after the kernels launched so far,
+        and later ones do not wait for it: the tensor may be let go, but not written to.
+
+        Raises:
+            torch.OutOfMemoryError: the tensor is not contiguous, and the device has no memory for a
+                copy that is. Nothing was copied.
         """
-        if self._stream is None:
+        if self._outward is None:
             slab.payload.copy_(tensor)
             return
         source = tensor.contiguous()
-        self._send(slab, source, self._stream)
-        if source.data_ptr() == tensor.data_ptr():
-            # Later kernels may write to the source itself: let them wait for the copy.
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
+            slab.payload.copy_(source, non_blocking=True)
+            slab.copied = _recorded(self._outward)
+        # The allocator must not hand this memory out again before the side stream has read it.
+        source.record_stream(self._outward)
 
-    def fill(self, slab: Slab, write: Callable[[Tensor], None]) -> None:
-        """Have `write` fill a tensor of the slab's shape, on this device, for `slab`.
+    @contextmanager
+    def copying(self, slabs: Sequence[Slab]) -> Iterator[None]:
+        """Have copies to `slabs` that the body launches come after all kernels launched so far.
 
-        On a CPU that is the slab itself, so each byte is copied once, and done on return. On a GPU
-        it is copied out from there as by `copy_out`; what `write` reads may be overwritten in
-        stream order.
+        On a GPU later kernels wait for the copies on the device, so what was copied may be
+        overwritten or freed in stream order. On a CPU the body copies at once.
         """
-        if self._stream is None:
-            write(slab.payload)
+        if self._outward is None:
+            yield
             return
-        spec = slab.spec
-        gathered = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=self._device)
-        write(gathered)
-        self._send(slab, gathered, self._stream)
+        compute = torch.cuda.current_stream(self._device)
+        self._outward.wait_stream(compute)
+        try:
+            with torch.cuda.stream(self._outward):
+                yield
+        finally:
+            copied = _recorded(self._outward)
+            for slab in slabs:
+                slab.copied = copied
+            compute.wait_event(copied)
 
-    def take_back(self, buffer: Tensor, *, reuse: bool) -> None:
-        """Return a slab's memory. Called by `Slab.release`. Any thread."""
-        with self._lock:
-            self._used_bytes -= buffer.nbytes
-            if reuse and self._used_bytes + self._idle_bytes + buffer.nbytes <= self._limit_bytes:
-                self._idle.setdefault(buffer.nbytes, []).append(buffer)
-                self._idle_bytes += buffer.nbytes
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU of `tensor`, which lies in host memory, contiguous.
 
-    def _reuse(self, size: int) -> Tensor | None:
-        """Take an idle buffer of `size`, or drop idle ones until `size` more fits. Locked."""
-        if self._idle.get(size):
-            self._idle_bytes -= size
-            return self._idle[size].pop()
-        while self._idle_bytes and self._used_bytes + self._idle_bytes > self._limit_bytes:
-            largest = max(capacity for capacity, buffers in self._idle.items() if buffers)
-            self._idle[largest].pop()
-            self._idle_bytes -= largest
+        It is on its way by pinned memory, on a stream of its own; kernels that are launched from
+        now on find it. `tensor` has been read on return. Without room for it in pinned memory the
+        caller waits until it is there.
+        """
+        self.end_brought()
+        spec, slab = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)), None
+        if PROLOGUE_BYTES + spec.num_bytes <= self._arena.num_bytes:
+            slab = self.reserve(spec)
+        if slab is None or self._inward is None:
+            return tensor.to(self._device, copy=True)
+        self._brought.append(slab)
+        slab.payload.copy_(tensor)
+        compute = torch.cuda.current_stream(self._device)
+        # Memory from the side stream's own pool: what compute has freed may still be in use there.
+        with torch.cuda.stream(self._inward):
+            brought = slab.payload.to(self._device, non_blocking=True)
+            slab.copied = _recorded(self._inward)
+        brought.record_stream(compute)
+        compute.wait_event(slab.copied)
+        return brought
+
+    def end_brought(self) -> None:
+        """Free the host memory of copies that `bring` has begun and that have arrived."""
+        while self._brought:
+            copied = self._brought[0].copied
+            if copied is not None and not copied.query():
+                return
+            self._brought.popleft().release()
+
+    def take_back(self, buffer: Tensor, reader: object | None) -> None:
+        """Free a slab's memory; only when `reader`, if any, is gone. Called by `Slab.release`."""
+        if self._alone_bytes:
+            self._alone_bytes = 0  # it alone was in use
+        else:
+            self._arena.give_back(buffer, reader)
+
+
+def _largest_arena(num_bytes: int, device: torch.device) -> Arena:
+    """Return an arena of `num_bytes`, or of less where there is no more."""
+    size = num_bytes
+    while True:
+        try:
+            arena = Arena(size, device)
+        except OSError:
+            size //= 2
+            if not size:
+                raise
+            continue
+        if size < num_bytes:
+            logger.warning("buffer_bytes: the host gives %d bytes, not %d", size, num_bytes)
+        return arena
+
+
+def _allocated(num_bytes: int) -> Tensor | None:
+    """Return that much memory outside any arena; None: the host has no more."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError):  # torch says either
         return None
 
-    def _send(self, slab: Slab, source: Tensor, stream: torch.cuda.Stream) -> None:
-        """Copy contiguous device tensor `source` to `slab` on the side stream."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            slab.payload.copy_(source, non_blocking=True)
-            slab.copied = stream.record_event()
-        # The allocator must not hand this memory out again before the side stream has read it.
-        source.record_stream(stream)
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return a point in `stream`: after all that was launched there so far.
+
+    Who waits for it sleeps: a thread that spins takes a core, and the driver's lock, from vLLM.
+    """
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+class Lane:
+    """A stream to a GPU, and the pinned memory that copies on it come from.
+
+    Ownership: one thread at a time, see `Inflow.after`.
+    """
+
+    def __init__(self, device: torch.device, buffers: Sequence[Tensor]) -> None:
+        """Take turns with `buffers`, uint8 and all of one size."""
+        self.stream = torch.cuda.Stream(device)
+        self.buffer_bytes = buffers[0].nbytes
+        self._buffers = deque((buffer, _recorded(self.stream)) for buffer in buffers)
+
+    def buffer(self) -> Tensor:
+        """Block until a buffer may be filled, and return it; to be followed by `sent`."""
+        buffer, sent = self._buffers[0]
+        sent.synchronize()
+        return buffer
+
+    def sent(self) -> None:
+        """Take note that the copies from the last `buffer` have been launched."""
+        buffer, _ = self._buffers.popleft()
+        self._buffers.append((buffer, _recorded(self.stream)))
+
+    def wait(self) -> None:
+        """Block until all that was launched is done."""
+        _recorded(self.stream).synchronize()
 
 
 class Inflow:
     """Writes to one device on threads that are not vLLM's, in order with what vLLM has launched."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        """On a GPU, pin memory for copies of up to `buffer_bytes` each: four times that, in all.
+
+        Raises:
+            OSError: the system gives no process so much.
+        """
+        self._device = device
+        self._lanes: SimpleQueue[Lane] = SimpleQueue()
+        if is_gpu(device):
+            self._arena = Arena(2 * _NUM_LANES * slab_bytes(buffer_bytes), device)
+            while (one := self._arena.take(buffer_bytes)) is not None:
+                other = self._arena.take(buffer_bytes)
+                assert other is not None
+                self._lanes.put(Lane(device, (one[:buffer_bytes], other[:buffer_bytes])))
 
     def mark(self) -> torch.cuda.Event | None:
         """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
-        if self._stream is None:
+        if not is_gpu(self._device):
             return None
-        mark: torch.cuda.Event = torch.cuda.current_stream(self._stream.device).record_event()
-        return mark
+        return _recorded(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[Lane | None]:
         """Have what the body launches come after `mark`; return when it is done. Load threads.
 
-        On a CPU the body does its work itself, and at once.
+        Also if the body raises: nothing is written to the device after this. The body launches its
+        copies while the lane's stream is the current one. On a CPU there is no lane: the body does
+        its work itself, and at once.
         """
-        if self._stream is None or mark is None:
-            yield
+        if mark is None:
+            yield None
             return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            yield
-            self._stream.record_event().synchronize()
+        lane = self._lanes.get()
+        try:
+            with torch.cuda.stream(lane.stream):
+                lane.stream.wait_event(mark)
+                try:
+                    yield lane
+                finally:
+                    lane.wait()
+        finally:
+            self._lanes.put(lane)

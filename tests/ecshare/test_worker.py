@@ -16,7 +16,9 @@ from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import unseal
 from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
+from tests.gpu_stand_in import stand_in
 
 KEY = object_key(Kind.EC, "0" * 32, "picture")
 SAVE = SaveOrder("picture", KEY, {"num_embeds": 16, "metadata": {"image_grid_thw": [1, 8, 8]}})
@@ -26,9 +28,13 @@ EMBEDDING = torch.randn(16, 64)
 Start = Callable[..., EncoderWorker]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+@pytest.fixture(params=["cpu", "gpu"])
+def start(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
     started = []
+    if request.param == "gpu":
+        stand_in(monkeypatch)
 
     def start(role: str, host: str = "host", tp_rank: int = 0, **options: Any) -> EncoderWorker:
         # What the worker half reads of a VllmConfig.
@@ -104,6 +110,25 @@ def test_a_durable_step_ends_when_its_saves_are_stored(
     facts = unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec
     assert facts.shape == (16, 64)
     assert facts.attributes == SAVE.attributes
+
+
+def test_a_device_without_memory_costs_the_save_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To store a view a GPU first makes a copy of it."""
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = start("producer")
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "copy_out", full)
+        encode(worker)
+    report = worker.report()
+    assert report is not None
+    (totals,) = report.totals.values()
+    assert totals["items/dropped"] == 1
+    assert not totals.get("now/save_queue_bytes"), "its memory was given back"
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:

@@ -18,16 +18,16 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-import kvshare.blocks as module
 from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
-from ecshare.transfer.staging import Staging
+from ecshare.transfer.staging import Inflow, Staging
 from kvshare.blocks import BlockCaches
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
 from kvshare.shards import Heads, ShardSlice
+from tests.gpu_stand_in import stand_in
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
 SHAPE = (LAYERS, 1, HEADS, TOKENS, CONTENT)
@@ -79,6 +79,14 @@ def blocks_of(caches: dict[str, Tensor], heads: int = HEADS) -> BlockCaches:
     return BlockCaches(caches, layer_set(caches, heads), BLOCKS, TOKENS)
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the CPU is taken for."""
+    if request.param == "gpu":
+        stand_in(monkeypatch)
+    return str(request.param)
+
+
 def piece_of(
     *groups: Sequence[int], num_blocks: int = 0, num_tokens: int = 0, first: int = 0
 ) -> Piece:
@@ -93,8 +101,10 @@ def saved(blocks: BlockCaches, piece: Piece) -> Tensor:
     staging = Staging(torch.device("cpu"), 1 << 20)
     slab = staging.reserve(blocks.spec(piece))
     assert slab is not None
-    slab.payload.fill_(-1.0)  # as a slab that held something else
-    staging.fill(slab, partial(blocks.read, piece))
+    slab.payload.fill_(1)  # as a slab that held something else
+    with staging.copying([slab]):
+        blocks.save([(piece, slab)])
+    slab.arrived()
     return slab.payload.clone()
 
 
@@ -106,12 +116,23 @@ def by_token(blocks: BlockCaches, piece: Piece) -> Tensor:
     return pages.permute(2, 0, 1, 3, 4).reshape(heads, layers, -1, CONTENT)
 
 
-def write(blocks: BlockCaches, piece: Piece, payload: Tensor, order: JSON = "head token") -> None:
-    """Load what an engine has stored whose heads lie in `order`."""
+def write(
+    blocks: BlockCaches,
+    piece: Piece,
+    payload: Tensor,
+    order: JSON = "head token",
+    num_buffered: int = 1,
+) -> None:
+    """Load what an engine has stored whose heads lie in `order`.
+
+    `num_buffered`: how many blocks of a layer go to a GPU at a time.
+    """
     like = blocks.spec(piece)
     spec = TensorSpec(like.dtype, tuple(payload.shape), {**like.attributes, "order": order})
     assert blocks.can_use(spec, piece)
-    blocks.write(piece, payload, order)
+    inflow = Inflow(blocks.device, num_buffered * blocks.block_bytes)
+    with inflow.after(inflow.mark()) as lane:
+        blocks.write(piece, payload, order, lane)
 
 
 def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
@@ -126,7 +147,9 @@ LAYOUTS = [head_major, token_major, packed, axes_moved, kernel_blocks]
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_a_payload_is_its_blocks_in_their_order(make: Callable[[], list[Tensor]]) -> None:
+def test_a_payload_is_its_blocks_in_their_order(
+    device: str, make: Callable[[], list[Tensor]]
+) -> None:
     caches = make()
     payload = by_token(blocks_of(named(caches)), piece_of([4, 0, 1]))
     for layer in range(LAYERS):
@@ -139,6 +162,7 @@ def test_a_payload_is_its_blocks_in_their_order(make: Callable[[], list[Tensor]]
     st.permutations(range(BLOCKS)),
     st.permutations(range(BLOCKS)),
     st.integers(0, BLOCKS - 1),
+    st.integers(0, 2 * BLOCKS),
     st.data(),
 )
 def test_blocks_survive_the_round_trip(
@@ -146,17 +170,34 @@ def test_blocks_survive_the_round_trip(
     sources: list[int],
     targets: list[int],
     first: int,
+    num_buffered: int,
     data: st.DataObject,
 ) -> None:
-    """Any blocks to any blocks; the chunk as a whole, or some of its blocks."""
-    end = data.draw(st.integers(first + 1, BLOCKS))
+    """Any blocks to any blocks; the chunk as a whole, or some of its blocks.
+
+    With a number of blocks that are buffered, on a GPU.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if num_buffered:
+            stand_in(patch)
+        end = data.draw(st.integers(first + 1, BLOCKS))
+        _round_trip(make, sources, targets, first, end, num_buffered)
+
+
+def _round_trip(
+    make: Callable[[], list[Tensor]],
+    sources: list[int],
+    targets: list[int],
+    first: int,
+    end: int,
+    num_buffered: int,
+) -> None:
     source, target = make(), [torch.zeros_like(cache) for cache in make()]
     writer = blocks_of(named(source))
     whole = piece_of(sources)
     some = piece_of(targets[first:end], num_blocks=BLOCKS, first=first)
-    write(
-        blocks_of(named(target)), some, saved(writer, whole), writer.spec(whole).attributes["order"]
-    )
+    order = writer.spec(whole).attributes["order"]
+    write(blocks_of(named(target)), some, saved(writer, whole), order, num_buffered)
     for layer in range(LAYERS):
         for number, (before, after) in enumerate(zip(sources, targets, strict=True)):
             written = page(target, layer, after)
@@ -167,7 +208,7 @@ def test_blocks_survive_the_round_trip(
 
 
 @pytest.mark.parametrize("make", [head_major, token_major, kernel_blocks])
-def test_a_payload_holds_blocks_as_they_lie(make: Callable[[], list[Tensor]]) -> None:
+def test_a_payload_holds_blocks_as_they_lie(device: str, make: Callable[[], list[Tensor]]) -> None:
     """To save some that follow each other is one copy a layer."""
     caches = make()
     payload = saved(blocks_of(named(caches)), piece_of([2, 3])).flatten()
@@ -181,7 +222,7 @@ def test_a_payload_holds_blocks_as_they_lie(make: Callable[[], list[Tensor]]) ->
 @pytest.mark.parametrize("writer", [head_major, token_major, kernel_blocks])
 @pytest.mark.parametrize("reader", [head_major, token_major, kernel_blocks])
 def test_engines_of_other_layouts_read_each_other(
-    writer: Callable[[], list[Tensor]], reader: Callable[[], list[Tensor]]
+    device: str, writer: Callable[[], list[Tensor]], reader: Callable[[], list[Tensor]]
 ) -> None:
     """Some heads of what one of a smaller tensor-parallel size has stored."""
     theirs = writer()
@@ -239,7 +280,7 @@ def test_what_a_cpu_kernel_has_mixed_is_read_by_blocks_of_its_size_alone() -> No
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_what_does_not_count_is_zero(make: Callable[[], list[Tensor]]) -> None:
+def test_what_does_not_count_is_zero(device: str, make: Callable[[], list[Tensor]]) -> None:
     """It may be what an earlier request left in the block."""
     caches = [cache + 1 for cache in make()]
     payload = by_token(blocks_of(named(caches)), piece_of([1, 2], num_tokens=TOKENS + 3))
@@ -302,9 +343,7 @@ def test_vllms_cpu_kernel_zeroes_what_follows_a_token(
         blocks = BlockCaches(caches, layer_set(caches), 2, size, erase=erase)
         assert blocks.erases
         piece = piece_of([0], num_tokens=num_tokens)
-        out = torch.empty(blocks.spec(piece).shape, dtype=dtype)
-        blocks.read(piece, out)
-        read.append(out)
+        read.append(saved(blocks, piece))
     assert torch.equal(*read)
     assert read[0].count_nonzero() == HEADS * num_tokens * content
 
@@ -318,18 +357,6 @@ def fill(cache: Tensor, num_tokens: int, content: int) -> None:
     kernel = _get_attn_isa(cache.dtype, size, content // 2)
     slots = torch.arange(num_tokens)
     _custom_ops.cpu_attn_reshape_and_cache(kv, kv, keys, values, slots, kernel)
-
-
-def test_devices_gather_and_scatter_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a copy for each run of blocks would cost a launch each."""
-    source, target = token_major(), [torch.zeros_like(cache) for cache in token_major()]
-    expected = saved(blocks_of(named(source)), piece_of([3, 0, 1]))
-    monkeypatch.setattr(module, "_HOST", "none")
-    assert torch.equal(saved(blocks_of(named(source)), piece_of([3, 0, 1])), expected)
-    some = piece_of([4, 2], num_blocks=3, first=1)
-    write(blocks_of(named(target)), some, expected, "token head")
-    monkeypatch.undo()
-    assert torch.equal(saved(blocks_of(named(target)), piece_of([4, 2])), expected[:, 1:])
 
 
 def test_a_host_is_written_by_the_thread_that_writes_alone() -> None:
@@ -395,13 +422,35 @@ def test_unknown_layouts_are_refused(caches: dict[str, Any], says: str) -> None:
         blocks_of(caches)
 
 
+def test_a_gpus_blocks_must_be_some_runs_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the values of a block lie in as many places."""
+    stand_in(monkeypatch)
+    with pytest.raises(ValueError, match="no two values side by side"):
+        blocks_of({"l.0": numbered(HEADS, TOKENS, CONTENT, BLOCKS).permute(3, 0, 1, 2)})
+
+
+def test_all_chunks_of_a_step_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that follow each other are one copy a layer, and a call copies all."""
+    gpu = stand_in(monkeypatch)
+    caches = head_major()
+    blocks, staging = blocks_of(named(caches)), Staging(torch.device("cpu"), 1 << 20)
+    saves = []
+    for piece in (piece_of([1, 2, 3]), piece_of([0, 4])):
+        slab = staging.reserve(blocks.spec(piece))
+        assert slab is not None
+        saves.append((piece, slab))
+    with staging.copying([slab for _, slab in saves]):
+        blocks.save(saves)
+    assert gpu.batches == [LAYERS + 2 * LAYERS]
+
+
 def test_as_many_heads_as_tokens_is_read_in_vllms_order() -> None:
     cache = numbered(BLOCKS, TOKENS, TOKENS, CONTENT)
     payload = by_token(blocks_of({"l.0": cache}, heads=TOKENS), piece_of([2]))
     assert torch.equal(payload[:, 0], cache[2])
 
 
-def test_groups_are_read_and_written_through_their_own_blocks() -> None:
+def test_groups_are_read_and_written_through_their_own_blocks(device: str) -> None:
     """Two groups whose layers take turns in the model, over one memory."""
     memory = head_major()[:2]
     names = [f"model.layers.{number}.attn" for number in range(4)]
@@ -434,15 +483,13 @@ def test_a_cache_without_heads_is_one_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
-def test_8_bit_numbers_are_moved_as_bytes(dtype: torch.dtype) -> None:
+def test_8_bit_numbers_are_moved_as_bytes(device: str, dtype: torch.dtype) -> None:
     source = [(cache % 200).to(torch.uint8).view(dtype) for cache in head_major()]
     target = [torch.zeros_like(cache.view(torch.uint8)).view(dtype) for cache in source]
     blocks = blocks_of(named(source))
     piece = piece_of([3], num_tokens=TOKENS - 1)
-    spec = blocks.spec(piece)
-    out = torch.empty(spec.shape, dtype=torch.uint8)
-    blocks.read(piece, out)
-    assert spec.dtype == "U8"
+    assert blocks.spec(piece).dtype == "U8"
+    out = saved(blocks, piece)
     write(blocks_of(named(target)), piece_of([1], num_tokens=TOKENS - 1), out)
     expected = source[5].view(torch.uint8)[3].clone()
     expected[:, -1] = 0

@@ -10,7 +10,7 @@ from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, expected_answer, make_request
 
-SLAB = slab_sizes([1], is_pinned=False)(0, 1)
+SLAB = slab_sizes([1])(0, 1)
 PROMPT = list(range(1, 10 * BLOCK + 2))
 OTHER = list(range(500, 500 + 10 * BLOCK + 1))
 NUM_CHUNKS = 10

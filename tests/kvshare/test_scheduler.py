@@ -66,7 +66,7 @@ class Bench:
         flags: dict[str, Any] = {"saves": True, "loads": True} | roles
         grid = Grid(BLOCK, chunk_blocks)
         sizes = {1: parts, **(other_tp_sizes or {})}
-        block_bytes = slab_sizes([1] * len(layer_sets), is_pinned=False)
+        block_bytes = slab_sizes([1] * len(layer_sets))
         facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, block_bytes, sha256, **flags)
         self.half = KVScheduler(self.config, facts, self.engine, self.clock)
 

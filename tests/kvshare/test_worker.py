@@ -26,6 +26,7 @@ from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
+from tests.gpu_stand_in import stand_in
 from tests.kvshare.gated import GatedFileSystem
 
 NAMESPACE = "0" * 32
@@ -46,7 +47,7 @@ class Host:
     def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
         config = KVConfig(**{"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options)
         self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, SHAPE, RANK, self.engine, makes_up=saves)
+        self.worker = KVWorker(config, SHAPE, RANK, self.engine, saves=saves)
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -89,9 +90,13 @@ class Host:
         return {name: count for name, count in counts.items() if name.startswith("blocks/")}
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Callable[[], Host]]:
+@pytest.fixture(params=["cpu", "gpu"])
+def host(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Host]]:
     started: list[Host] = []
+    if request.param == "gpu":
+        stand_in(monkeypatch)
 
     def start(**options: Any) -> Host:
         started.append(Host(tmp_path / f"host-{len(started)}", **options))

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-from unittest.mock import Mock
-
 import pytest
 import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
-from ecshare.transfer import staging as module
 from ecshare.transfer.staging import Staging, as_tensor, dtype_name, torch_dtype
+from tests.gpu_stand_in import Gpu, Stream, stand_in
 
 MIB = 1 << 20
 
@@ -38,19 +36,6 @@ def test_copy_out_takes_any_strides(staging: Staging) -> None:
     assert torch.equal(slab.payload, tensor)
 
 
-def test_a_slab_is_filled_in_place(staging: Staging) -> None:
-    slab = staging.reserve(facts(2, 5))
-    assert slab is not None
-    filled: list[torch.Tensor] = []
-
-    def write(out: torch.Tensor) -> None:
-        filled.append(out.fill_(3.0))
-
-    staging.fill(slab, write)
-    assert slab.payload.tolist() == [[3.0] * 5] * 2
-    assert filled[0].data_ptr() == slab.payload.data_ptr()
-
-
 def test_as_tensor_views_without_a_copy() -> None:
     body = bytearray(torch.arange(6, dtype=torch.float32).numpy().tobytes())
     tensor = as_tensor(memoryview(body), facts(2, 3))
@@ -77,28 +62,6 @@ def test_one_object_larger_than_the_budget_goes_alone(staging: Staging) -> None:
     assert staging.reserve(facts(1)) is None
 
 
-def test_without_host_memory_an_object_is_dropped_and_the_budget_whole(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", Mock(side_effect=RuntimeError("can't allocate memory")))
-        assert staging.reserve(facts(4)) is None
-    assert staging.used_bytes == 0
-    assert staging.reserve(facts(4)) is not None
-
-
-def test_a_pinned_slab_counts_what_torch_takes_for_it() -> None:
-    """It rounds up to a power of two: 1.1 MiB would be counted for 2."""
-    sizes = [1, 256 * 1024, MIB, MIB + 1]
-    assert [module.slab_bytes(each, is_pinned=True) for each in sizes] == [
-        256 * 1024,
-        256 * 1024,
-        MIB,
-        2 * MIB,
-    ]
-    assert module.slab_bytes(MIB + 1, is_pinned=False) == MIB + 256 * 1024
-
-
 def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: Staging) -> None:
     first = staging.reserve(facts(1000))
     assert first is not None
@@ -116,6 +79,66 @@ def test_a_freed_slab_is_used_again_unless_somebody_may_still_read_it(staging: S
     assert (
         bytes(reader[PROLOGUE_BYTES : PROLOGUE_BYTES + 4]) == torch.tensor([7.0]).numpy().tobytes()
     )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return stand_in(monkeypatch)
+
+
+def test_an_embedding_is_copied_out_after_what_computes_it(gpu: Gpu) -> None:
+    """And nobody waits for the copy, but who needs the bytes."""
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
+    slab = staging.reserve(facts(4))
+    assert slab is not None
+    slab.payload.zero_()
+    staging.copy_out(slab, tensor)
+    gpu.compute.launch(lambda: None)
+    assert not slab.payload.any(), "later kernels do not wait"
+    slab.arrived()
+    assert slab.payload.all()
+
+
+def test_kv_is_copied_out_before_later_kernels_overwrite_it(gpu: Gpu) -> None:
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
+    slab = staging.reserve(facts(4))
+    assert slab is not None
+    with staging.copying([slab]):
+        slab.payload.copy_(tensor, non_blocking=True)
+    gpu.compute.launch(tensor.zero_)
+    slab.arrived()
+    assert slab.payload.all()
+
+
+def test_a_slab_that_is_let_go_early_is_not_used_before_its_copy_has_arrived(gpu: Gpu) -> None:
+    staging = Staging(torch.device("cpu"), MIB)
+    slab = staging.reserve(facts(4))
+    assert slab is not None
+    staging.copy_out(slab, torch.ones(4))
+    slab.release()
+    again = staging.reserve(facts(4))
+    assert again is not None
+    again.payload.zero_()
+    gpu.compute.wait_stream(Stream())
+    assert slab.copied is not None
+    slab.copied.synchronize()
+    assert not again.payload.any()
+
+
+def test_an_embedding_is_brought_by_host_memory_that_comes_back(gpu: Gpu) -> None:
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(1000)
+    brought = staging.bring(tensor)
+    tensor.zero_()  # it was read
+    assert brought.all()
+    staging.end_brought()
+    assert staging.used_bytes == 0
+
+
+def test_an_embedding_is_brought_without_room_too(gpu: Gpu) -> None:
+    staging = Staging(torch.device("cpu"), 4096)
+    full = staging.reserve(TensorSpec("U8", (0,), {}))
+    assert full is not None
+    assert staging.bring(torch.ones(4)).all()
 
 
 def test_idle_slabs_make_room_for_other_sizes(staging: Staging) -> None:

@@ -14,8 +14,8 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.format import TensorSpec, seal
-from ecshare.transfer.staging import Staging
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
+from ecshare.transfer.staging import Staging, slab_bytes
 from lab.faults.http_proxy import FaultProxy
 from lab.faults.kinds import Fault
 from lab.faults.tcp_proxy import Proxy
@@ -170,13 +170,14 @@ def test_an_end_lets_saves_end(gated: Start) -> None:
 
 
 def test_saves_that_wait_are_bounded(gated: Start) -> None:
-    """Two fit: a slab takes 256 KiB at least."""
-    host = gated(buffer_bytes=2 * 256 * 1024)
+    """Two fit."""
+    buffer_bytes = 2 * slab_bytes(PROLOGUE_BYTES + BLOCK_BYTES)
+    host = gated(buffer_bytes=buffer_bytes)
     GatedFileSystem.close_gate("put")
     host.offload([1, 2, 3, 4])
     host.step_until(lambda: not host.manager.has_pending_work())
     assert host.count("chunks/dropped") == 2
-    assert host.tier._staging.used_bytes <= 2 * 256 * 1024
+    assert host.tier._staging.used_bytes <= buffer_bytes
     GatedFileSystem.open_gates()
     host.rest()
     assert host.count("chunks/saved") == 2

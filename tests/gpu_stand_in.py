@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU that is taken for a GPU: the order of streams and events, on tensors of the host.
+
+What is launched on a side stream does not happen until something waits for it, as on a busy device:
+who reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once. Memory
+of the device, pinning and the driver are not played.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ecshare import worker as encoder_worker
+from ecshare.transfer import staging
+from kvshare import blocks
+from kvshare import worker as kv_worker
+
+_device = threading.RLock()
+"""Held by who moves the device on."""
+
+
+class Stream:
+    """Work that was launched and is not done yet."""
+
+    def __init__(self, device: Any = None, *, is_compute: bool = False) -> None:
+        self.device = torch.device("cpu")
+        self._is_compute = is_compute
+        self._work: deque[Callable[[], Any]] = deque()
+        self._num_done = 0
+
+    @property
+    def end(self) -> int:
+        return self._num_done + len(self._work)
+
+    def has_reached(self, end: int) -> bool:
+        return self._num_done >= end
+
+    def launch(self, work: Callable[[], Any]) -> None:
+        with _device:
+            self._work.append(work)
+            if self._is_compute:
+                self.run_to(self.end)
+
+    def run_to(self, end: int) -> None:
+        with _device:
+            while self._num_done < end:
+                work = self._work.popleft()
+                self._num_done += 1
+                work()
+
+    def wait_event(self, event: "Event") -> None:
+        self.launch(event.synchronize)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        event = Event(blocking=True)
+        event.record(stream)
+        self.wait_event(event)
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        assert blocking, "who waits for this event would spin"
+        self._stream: Stream | None = None
+        self._end = 0
+
+    def record(self, stream: Stream) -> None:
+        self._stream, self._end = stream, stream.end
+
+    def query(self) -> bool:
+        return self._stream is None or self._stream.has_reached(self._end)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.run_to(self._end)
+
+
+class Gpu:
+    """What stands in for torch.cuda, and what was seen of its use."""
+
+    def __init__(self) -> None:
+        self.compute = Stream(is_compute=True)
+        self._threads = threading.local()
+        self.batches: list[int] = []
+        """The number of copies of each call."""
+
+    def current_stream(self, device: Any = None) -> Stream:
+        current: Stream = getattr(self._threads, "stream", self.compute)
+        return current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._threads.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._threads.stream = before
+
+    def copy(self, sources: Any, targets: Any, sizes: Any) -> None:
+        """As the driver copies a batch: the addresses are read now, the bytes in stream order."""
+        self.batches.append(len(sizes))
+        copies = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+
+        def work() -> None:
+            for copy in copies:
+                ctypes.memmove(*copy)
+
+        self.current_stream().launch(work)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Have this CPU be taken for a GPU until the test ends."""
+    gpu = Gpu()
+    real_copy, real_to = Tensor.copy_, Tensor.to
+
+    def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            gpu.current_stream().launch(partial(real_copy, target, source))
+            return target
+        return real_copy(target, source)
+
+    def to(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        if not non_blocking:
+            return real_to(tensor, *args, **kwargs)
+        result = torch.empty_like(tensor)
+        gpu.current_stream().launch(partial(real_copy, result, tensor))
+        return result
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
+    monkeypatch.setattr(Tensor, "copy_", copy_)
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    for module in (staging, blocks, encoder_worker, kv_worker):
+        monkeypatch.setattr(module, "is_gpu", lambda device: True)
+    monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: False)
+    monkeypatch.setattr(blocks, "device_copier", lambda: gpu.copy)
+    return gpu
