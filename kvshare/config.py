@@ -65,7 +65,11 @@ class TierConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
-    """Read the options of a tier, as `parse` does, and say why it must be given an epoch."""
+    """Read the options of a tier, as `parse` does. An epoch is required.
+
+    Raises:
+        ConfigError: as `parse`, or `epoch` is missing.
+    """
     if not raw.get("epoch"):
         raise ConfigError(
             f"{path}.epoch: missing. vLLM does not tell a tier how the engine runs its model "

@@ -70,8 +70,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                 # vLLM's scheduler reads it right after it has made this object.
                 transfer.kv_load_failure_policy = "recompute"
                 logger.info(
-                    "kv_load_failure_policy is set to 'recompute': what a cache has lost is "
-                    "computed again, and no request fails for it."
+                    "kv_load_failure_policy is set to 'recompute': vLLM computes KV that a load "
+                    "has lost, and no request fails."
                 )
         else:
             from kvshare.worker import KVWorker

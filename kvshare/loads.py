@@ -279,7 +279,9 @@ class Loads:
         if self._blocks[piece.layer_set].can_use(stored.spec, piece):
             return True
         # Out of the host cache with it: what is computed and saved instead is to be found there.
-        logger.warning("%s does not hold what its key promises: %s", stored.key, stored.spec)
+        logger.warning(
+            "%s contains a tensor that does not fit its key: %s", stored.key, stored.spec
+        )
         self._engine.host.discard(stored.key)
         return False
 

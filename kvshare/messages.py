@@ -82,7 +82,11 @@ class Report(KVConnectorWorkerMetadata):
     """Of how many of their objects the save has ended, well or not."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
-        """Return the report of both workers: a chunk is whole only if every shard of it is."""
+        """Return the report of both workers: a chunk is stored only if all its shards are.
+
+        Raises:
+            TypeError: `other` is not a Report.
+        """
         if not isinstance(other, Report):
             raise TypeError(f"cannot add a {type(other).__name__} to a Report")
         ended = Counter(self.ended) + Counter(other.ended)

@@ -192,7 +192,7 @@ def _namespace_finding(kind: Kind, manifest: Manifest, count: NamespaceCount, mo
 
 def _age(modified_s: float | None) -> str:
     if modified_s is None:
-        return "not listed, as odd keys lie beside it"
+        return "not listed, because there are invalid keys beside it"
     try:
         return f"of {datetime.fromtimestamp(modified_s, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):

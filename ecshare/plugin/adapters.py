@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LoRA adapters contained when this engine first read their files."""
+"""The content of LoRA adapters when this engine first read their files."""
 
 import logging
 from collections.abc import Hashable
@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterContents:
-    """Tells adapters whose files have changed: nobody can say whether the engine's memory holds the
-    former weights, and its caches may hold what was computed with them.
+    """Finds adapters whose files have changed.
+
+    The engine's memory may still have the old weights, and its caches may have results of them.
 
     Ownership: one thread.
     """
@@ -24,13 +25,13 @@ class AdapterContents:
         self._known: dict[Hashable, str | None] = {}
 
     def learn(self, name: Hashable, content: str) -> bool:
-        """Take note of the fingerprint of what vLLM calls `name`; whether it is as before."""
+        """Record the fingerprint of the adapter `name`. Return whether it is the same as before."""
         known = self._known.setdefault(name, content)
         if known is not None and known != content:
             self._known[name] = None
             logger.warning(
-                "The files of LoRA adapter %s have changed since this engine first read them: what "
-                "is computed with it is not shared until the engine starts again. Load changed "
+                "The files of LoRA adapter %s have changed since this engine first read them. "
+                "Nothing computed with it is shared until the engine restarts. Load changed "
                 "weights %s.",
                 name,
                 "from a new path" if isinstance(name, tuple) else "under a new name",
@@ -38,15 +39,15 @@ class AdapterContents:
         return known == content
 
     def are_still(self, name: Hashable, content: str) -> bool:
-        """Whether it has not changed since this was learnt."""
+        """Whether `content` was learnt for the adapter, and has not changed since."""
         return self._known.get(name) == content
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """Return what identifies the LoRA adapter in `folder` by its content; "" if that is unknown.
+    """Return a fingerprint of the content of the LoRA adapter in `folder`; "" if it is unreadable.
 
-    Its name does not: adapters are trained further and loaded again under the same name. Reads
-    files unless they are as they were the last time; any thread but vLLM's.
+    The name is not enough: adapters are trained further and loaded again under the same name. Reads
+    files, unless they have not changed since the last call. Any thread except vLLM's.
     """
     try:
         files = tuple(
@@ -56,7 +57,7 @@ def adapter_fingerprint(folder: Path) -> str:
         return _adapter_fingerprint(folder, files)
     except (OSError, ValueError, KeyError) as exc:
         logger.warning(
-            "Cannot read the LoRA adapter %s (%s): what is computed with it is not shared.",
+            "Cannot read the LoRA adapter %s (%s): nothing computed with it is shared.",
             folder,
             exc,
         )
@@ -65,7 +66,7 @@ def adapter_fingerprint(folder: Path) -> str:
 
 @lru_cache(maxsize=256)
 def _adapter_fingerprint(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """Fingerprint `folder`; `files` (names, sizes, times) is there to tell its versions apart."""
+    """Fingerprint `folder`. `files` (names, sizes, times) makes each version a cache key."""
     if not files:
         raise FileNotFoundError("the folder is empty")
     return fingerprint(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and hooks that moved between vLLM releases; the only place that asks."""
+"""Differences between vLLM releases: names, hooks and private functions. No other module asks."""
 
 import platform
 import re
@@ -25,7 +25,7 @@ def cpu_attention_kernel(
 
 
 def hashed_adapter(request: Any) -> Hashable:
-    """Return what the block hashes of `request` tell its LoRA adapter by: until 0.31 its name."""
+    """Return how the block hashes of `request` identify its LoRA adapter; before 0.31: its name."""
     try:
         from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
     except ImportError:
@@ -36,7 +36,7 @@ def hashed_adapter(request: Any) -> Hashable:
 def event_extra_keys(
     request: Any, first_block: int, end_block: int, block_tokens: int
 ) -> list[tuple[Any, ...] | None] | None:
-    """Return what vLLM's KV events say of these blocks of `request` beside their tokens."""
+    """Return the extra keys that vLLM's KV events give for these blocks of `request`."""
     from vllm.v1.core import kv_cache_utils
 
     keys, at = [], 0
@@ -52,7 +52,7 @@ def event_extra_keys(
 
 
 def cache_hit_source(name: str) -> Any:
-    """Return vLLM's name for where cached tokens were; only releases that have it ask (0.32)."""
+    """Return vLLM's name for the source of cached tokens. Only for releases that ask (0.32 on)."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource(name)
@@ -68,8 +68,10 @@ def repacks_blocks() -> bool:
 def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> None:
     """Zero all tokens from `first_slot` on in `blocks` [block, head, token, content] of a CPU.
 
-    By vLLM's own kernel, which alone knows where it has put a token; `dtype`: the model's.
-    Raises whatever a release raises that has no such kernel, or another.
+    vLLM's own kernel does it, because only it knows where it has put a token. `dtype`: the model's.
+
+    Raises:
+        Exception: this release has no such kernel, or another one. The type depends on the release.
     """
     import torch
     from vllm import _custom_ops
@@ -129,9 +131,9 @@ def _copier_one_by_one() -> Callable[[Any, Any, Any], None] | None:
 
 
 def names_media_by_request(vllm_config: Any) -> bool:
-    """Whether vLLM numbers the media that come without a uuid, instead of hashing them.
+    """Whether vLLM numbers media without a uuid, instead of hashing them.
 
-    It does where neither its cache of inputs nor its cache of prefixes needs a hash.
+    It does so if neither its input cache nor its prefix cache needs a hash.
     """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     has_inputs = media is None or getattr(media, "mm_processor_cache_gb", 1) != 0
@@ -139,8 +141,8 @@ def names_media_by_request(vllm_config: Any) -> bool:
 
 
 def is_named_by_request(feature: Any) -> bool:
-    """Whether a media item may be named so: another engine, and this one once it has been started
-    again, gives the same name to another item."""
+    """Whether the name of a media item may be such a number: another engine, and this one after a
+    restart, gives the same name to another item."""
     return re.search(rf"-{re.escape(feature.modality)}-[0-9]+$", feature.identifier) is not None
 
 
@@ -148,6 +150,9 @@ def register_once(factory: Any, name: str, module_path: str) -> None:
     """Register class `name` of `module_path` with a vLLM connector `factory`, unless it is there.
 
     Factories refuse a second registration and have no public way to ask, in every release so far.
+
+    Raises:
+        ValueError: the factory refuses for another reason.
     """
     try:
         factory.register_connector(name, module_path, name)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker has counted, told to the scheduler half of its engine by way of a small file.
+"""Passes a worker's counts to the scheduler half of its engine through a small file.
 
-vLLM's V1 runner drops the workers' reports of an engine that only encodes, and with them whether
-its embeddings were stored at all. So each worker also writes its sums to a file in the host cache's
-folder, which is private to the user, and the scheduler half reads them. What is told twice, here
-and in a report, counts once: the numbers are sums since the worker began.
+vLLM's V1 runner drops the workers' reports of an engine that only encodes, so its metrics would not
+say whether its embeddings were stored. Each worker therefore also writes its sums to a file in the
+host cache's folder, which is private to the user, and the scheduler half reads them. The numbers
+are sums since the worker started, so a count that also comes in a report counts once.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ class Ledger:
     """The files of one engine. Any thread, but no vLLM hook: it reads and writes files."""
 
     def __init__(self, root: Path, engine_id: str) -> None:
-        """Use a folder below `root`. `engine_id`: what the engine's processes know and others not.
+        """Use a folder below `root`. `engine_id`: a text that only this engine's processes share.
 
-        No file is touched yet.
+        Reads and writes no file yet.
         """
         self._folder = root / _FOLDER
         # It may be a user's own word.
         self._name = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def write(self, rank: int, totals: dict[str, float]) -> None:
-        """Replace what `rank` has told before; a failure is no more than a number missing."""
+        """Replace the sums of `rank`. Errors are ignored: only counts are missing then."""
         path = self._folder / f"{self._name}.{rank}"
         temporary = path.with_suffix(f".{rank}.new")
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ class Ledger:
             temporary.replace(path)
 
     def read(self) -> Totals:
-        """Return what the engine's workers have told."""
+        """Return the sums of the engine's workers. Unreadable files are left out."""
         totals: Totals = {}
         for path in self._folder.glob(f"{self._name}.*"):
             rank = path.suffix.removeprefix(".")
@@ -60,7 +60,7 @@ class Ledger:
         return totals
 
     def close(self) -> None:
-        """Remove the engine's files, and those of engines that ended long ago without doing so."""
+        """Remove the engine's files, and those of engines that were killed long ago."""
         now_s = time.time()
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
@@ -80,7 +80,7 @@ def open_ledger(vllm_config: Any, host: HostCache) -> Ledger:
 def grown(before: Totals, now: Totals) -> dict[str, float]:
     """Return by how much each sum of `now` exceeds that of `before`, added over ranks.
 
-    `before` is brought up to date. A sum that is smaller was told late, and adds nothing.
+    `before` is updated. A smaller sum is an old one that arrived late, and adds nothing.
     """
     growth: dict[str, float] = {}
     for rank, sums in now.items():

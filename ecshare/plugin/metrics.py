@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts -> vLLM's connector statistics and Prometheus names, once for both connectors.
+"""Turns counts into vLLM's connector statistics and Prometheus metrics, for both connectors.
 
 A count is named `family/label/label` (ecshare.transfer.stats). Each connector has a table `METRICS`
 of its families, with all values that their labels take; docs/metrics.md is what users read, and a
@@ -19,7 +19,7 @@ from ecshare.transfer.stats import is_gauge, merged
 
 @dataclass(frozen=True)
 class Metric:
-    """One family: what it is called behind the connector's prefix, and what its labels may say."""
+    """One family: its name after the connector's prefix, its help text, and its labels' values."""
 
     name: str
     what: str
@@ -29,8 +29,8 @@ class Metric:
 MetricTable = Mapping[str, Metric]
 """Metrics by family."""
 
-# How a transfer may fail (ecshare.transfer.jobs.Outcome), and: not here in time; made with a LoRA
-# adapter whose content is not known.
+# How a transfer may fail (ecshare.transfer.jobs.Outcome). In addition: "late" is not here in time,
+# "unidentified" was computed with a LoRA adapter whose content is not known.
 MISS_REASONS = (
     "missing",
     "corrupt",
@@ -93,7 +93,7 @@ def counter_stats(counts: dict[str, float] | None) -> CounterStats | None:
 
 
 def family_and_labels(name: str) -> tuple[str, list[str]]:
-    """Take the name of a count apart."""
+    """Split the name of a count into its family and the values of its labels."""
     parts = name.split("/")
     width = 2 if is_gauge(name) else 1
     return "/".join(parts[:width]), parts[width:]
@@ -110,7 +110,7 @@ class PrometheusCounters:
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register every metric of `metrics`, their names after `prefix`."""
+        """Register every metric of `metrics`, with `prefix` before each name."""
         self._label_values = per_engine_labelvalues
         self._metrics = {
             family: _registered(f"{prefix}_{metric.name}", family, metric, metric_types, labelnames)

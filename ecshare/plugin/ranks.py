@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes, and the name of its share."""
+"""Which rank writes, and the name of its part of an object."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ class Rank:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank stores what all ranks hold alike, such as embeddings."""
+        """Whether this rank stores objects that all ranks have, such as embeddings."""
         return self.tp_rank == 0 and self.pp_rank == 0
 
     @property
     def part(self) -> str:
-        """The name of this rank's share of an object that is split over ranks."""
+        """The name of this rank's part of an object that is split over ranks."""
         name = f"t{self.tp_rank}of{self.tp_size}"
         return name if self.pp_size == 1 else f"{name}-p{self.pp_rank}of{self.pp_size}"
 

@@ -40,7 +40,11 @@ def start_with_namespace(
 
 
 def start_engine(config: StoreConfig, path: str, *, write: bool) -> TransferEngine:
-    """As `start_with_namespace`, for a worker: it is told the keys of objects."""
+    """As `start_with_namespace`, for a worker, which gets the keys of objects with its orders.
+
+    Raises:
+        ConfigError: as `start_with_namespace`.
+    """
     with _opened(config, path) as engine:
         engine.probe(write=write)
     return engine

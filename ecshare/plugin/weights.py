@@ -51,7 +51,7 @@ def fingerprint(folder: Path) -> str:
             for piece in _samples(path):
                 _update(digest, path.name, piece)
     if not num_weight_files:
-        raise FileNotFoundError(f"{folder} holds no weights")
+        raise FileNotFoundError(f"{folder} contains no weights")
     return digest.hexdigest()[:32]
 
 

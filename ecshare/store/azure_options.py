@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adlfs users write, as obstore reads it. Touches no network."""
+"""Translates options of adlfs to those of obstore. Uses no network."""
 
 import base64
 import binascii
@@ -46,9 +46,11 @@ class AzurePlan(CloudPlan):
 def plan(config: StoreConfig, path: str) -> AzurePlan | str:
     """Translate `config`, or return why only fsspec can serve it.
 
-    `path` is the user's, for ConfigError: an option is unknown, of the wrong type, or nobody says
-    which account. Without credentials obstore searches by itself: environment, workload identity,
-    managed identity.
+    `path`: where the user wrote the options. Without credentials obstore searches by itself:
+    environment, workload identity, managed identity.
+
+    Raises:
+        ConfigError: an option is unknown or of the wrong type, or no account is named.
     """
     options = Options(config.storage_options, path, _MOOT | _TRANSLATED | _ADLFS_ONLY)
     container, prefix = _container(config.url, f"{path}.url")
@@ -114,7 +116,7 @@ def _account(config: StoreConfig, options: Options, said: Mapping[str, str]) -> 
 
 
 def _credentials(options: Options, said: Mapping[str, str]) -> Credentials | None:
-    """What the options hold: a provider, because the environment's would come before options."""
+    """Return the options' credentials as a provider: otherwise the environment's would win."""
     named = "connection_string" if "account_key" not in options else "account_key"
     key = options.text("account_key") or said.get("accountkey", "")
     if key:
@@ -130,7 +132,7 @@ def _credentials(options: Options, said: Mapping[str, str]) -> Credentials | Non
 
 
 def _service(options: Options) -> dict[str, Any]:
-    """The identity of a service, or of a machine that has several."""
+    """Return the options for the identity of a service, or for one of a machine's identities."""
     names = ("client_id", "client_secret", "tenant_id")
     given = {name: options.text(name) for name in names if options.text(name)}
     if "client_secret" in given:

@@ -135,10 +135,12 @@ _FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
 def open_cloud(
     plan: CloudPlan, io_timeout_s: float, path: str = "options", secrets: Collection[str] = ()
 ) -> "CloudStore":
-    """Return the store that `plan` describes. Touches no network.
+    """Return the store that `plan` describes. Uses no network.
 
-    `secrets`: what an error must not show. ConfigError, naming `path`: obstore cannot use what the
-    options or the environment say.
+    `path`: where the user wrote the options; `secrets`: texts that no error may contain.
+
+    Raises:
+        ConfigError: obstore cannot use the options or the environment.
     """
     try:
         if isinstance(plan, S3Plan):
@@ -276,8 +278,8 @@ class CloudStore:
 
     def _complain(self, prefix: str, key: str) -> None:
         logger.warning(
-            "store: the listing of %s leaves out what is on one page with the key %s, as obstore "
-            "cannot read it; no engine made that key: remove it",
+            "store: the listing of %s may lack keys before the key %s, because obstore cannot read "
+            "the page with that key. No engine made the key: remove it",
             prefix or "the store",
             ascii(key)[:_LONGEST_SHOWN],
         )
@@ -320,7 +322,7 @@ class CloudStore:
         except StoreUnavailable as exc:
             if "non-partial response" in str(exc.__cause__):
                 self._ranges = False
-                logger.info("the server ignores ranges: objects are fetched whole")
+                logger.info("the server ignores byte ranges: each object is fetched by one request")
                 raise _RangesIgnored(str(exc)) from exc
             # The words: obstore's own, where a server answers with no bytes instead.
             if _status(exc.__cause__) == _NOT_SATISFIABLE or _TOO_SHORT in str(exc.__cause__):
@@ -342,7 +344,9 @@ class CloudStore:
                 continue
             if n and not replace:  # which would not show that create-only is understood
                 self._puts = ways[n:]
-                logger.info("the server refuses checksums or create-only writes: doing without")
+                logger.info(
+                    "the server refuses checksums or create-only writes: writing without them"
+                )
             return True
         raise AssertionError("the last way returns or raises")
 
@@ -385,21 +389,25 @@ class _Answer:
         """Which byte comes next, and which no more."""
 
     def close(self) -> None:
-        """Hang up, if anything is still to come.
+        """End the connection, if the body has not arrived completely.
 
-        Left to itself the connection would live as long as the traceback of what went wrong.
+        Otherwise an exception's traceback would keep the connection open.
         """
         self._chunks = None
 
     def check_same(self, first: "_Answer") -> None:
-        """StoreUnavailable: it is not the object that `first` began."""
+        """Check that this is the same object as the first answer's.
+
+        Raises:
+            StoreUnavailable: it has changed meanwhile.
+        """
         if (self.size, self.version) != (first.size, first.version):
             raise StoreUnavailable(f"{self._key} changed while it was read")
 
     def pour(self, sink: Sink, *, begin: int = 0, may_stop: bool = False) -> None:
-        """Give the body to `sink` as it comes in. `begin`: where what `sink` has not yet begins.
+        """Write the body to `sink` as it arrives. `begin`: the first byte that `sink` still lacks.
 
-        `may_stop`: not all of it, if that were slow.
+        `may_stop`: return early if the rest would be slow.
         """
         started_s = time.monotonic()
         while (chunk := self._next()) is not None:
@@ -438,7 +446,7 @@ class _OddKey(StoreUnavailable):
     """A page of a listing holds a key that obstore refuses, and the page with it."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"a listing holds the odd key {ascii(key)[:_LONGEST_SHOWN]}")
+        super().__init__(f"a listing contains the invalid key {ascii(key)[:_LONGEST_SHOWN]}")
         self.key = key
 
 

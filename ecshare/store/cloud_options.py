@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of S3, Azure and Google Cloud have in common, as obstore is to be told them.
+"""The common part of the translation of S3, Azure and Google Cloud options to obstore's.
 
-Options keep the names they have in s3fs, adlfs and gcsfs. What has no counterpart in obstore is
-not guessed at: the url then takes the fsspec road, and the log says for which option.
+Options keep the names that they have in s3fs, adlfs and gcsfs. If an option has no counterpart in
+obstore, the url is opened by fsspec, and the log names the option.
 """
 
 import os
@@ -23,7 +23,7 @@ FSSPEC_MOOT = {
     "listings_expiry_time", "loop", "max_concurrency", "max_paths", "skip_instance_cache",
     "use_listings_cache", "version_aware",
 }  # fmt: skip
-"""Options about caches, block sizes and event loops of fsspec: nothing here to apply them to."""
+"""Options about caches, block sizes and event loops of fsspec: without meaning for obstore."""
 
 # obstore percent-encodes other characters, fsspec does not: two engines would not meet.
 _PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
@@ -35,7 +35,7 @@ class CloudPlan:
     """All that obstore needs to open a bucket."""
 
     bucket: str
-    """Or container, as Azure calls it."""
+    """Azure calls it a container."""
     prefix: str
     config: Mapping[str, Any]
     """Of obstore's S3Config, AzureConfig or GCSConfig; no secrets."""
@@ -44,13 +44,18 @@ class CloudPlan:
     credentials: Credentials | None = field(repr=False)
     """None: anonymous, or obstore's own search."""
     secrets: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What else belongs to `config`."""
+    """More entries of `config`, which are secret."""
 
 
 class Options:
-    """`storage_options`, read by name and type; every refusal names the user's path."""
+    """`storage_options`, read by name and type. Each error names the option by the user's path."""
 
     def __init__(self, raw: Mapping[str, Any], path: str, known: Collection[str]) -> None:
+        """Read `raw`. `path`: where the user wrote the options; `known`: names that may occur.
+
+        Raises:
+            ConfigError: an option has another name.
+        """
         self._raw = {name: value for name, value in raw.items() if value is not None}
         self._path = f"{path}.storage_options"
         for name in self._raw:
@@ -62,27 +67,39 @@ class Options:
         return name in self._raw
 
     def where(self, *names: str) -> str:
-        """The user's path of an option."""
+        """Return the user's path of an option."""
         return ".".join((self._path, *names))
 
     def first_of(self, names: Collection[str]) -> str | None:
-        """The first of `names` that was given, in alphabetical order."""
+        """Return the first of `names`, in alphabetical order, that was given; None if none was."""
         return next((name for name in sorted(names) if name in self._raw), None)
 
     def text(self, *names: str) -> str:
-        """The string there, or "" where there is none."""
+        """Return the string at that path, "" if there is none.
+
+        Raises:
+            ConfigError: it is empty, or not a string.
+        """
         value = self.get(str, *names)
         if value == "":
             raise ConfigError(f"{self.where(*names)}: is empty; leave it out, or fill it in")
         return value or ""
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """The boolean there."""
+        """Return the boolean at that path, `default` if there is none.
+
+        Raises:
+            ConfigError: it is not a boolean.
+        """
         value = self.get(bool, *names)
         return default if value is None else bool(value)
 
     def get(self, kind: type, *names: str) -> Any:
-        """What is there, of that type, or None. ConfigError: it is of another."""
+        """Return the value at that path, None if there is none.
+
+        Raises:
+            ConfigError: it is not of type `kind`, or a value above it is not an object.
+        """
         value: Any = self._raw
         for depth, name in enumerate(names):
             if not isinstance(value, Mapping):
@@ -101,7 +118,11 @@ class Options:
 def bucket_and_prefix(
     place: str, name: re.Pattern[str], refusal: str, option: str
 ) -> tuple[str, str]:
-    """Split `bucket/prefix`. ConfigError: the bucket does not match `name`; or an odd prefix."""
+    """Split `bucket/prefix`. `option` names the url, and `refusal` says what is wrong with it.
+
+    Raises:
+        ConfigError: the bucket does not match `name`, or a level of the prefix is empty or dotted.
+    """
     bucket, _, prefix = place.partition("/")
     prefix = prefix.strip("/")
     if not name.fullmatch(bucket):
@@ -112,12 +133,16 @@ def bucket_and_prefix(
 
 
 def is_plain(prefix: str) -> bool:
-    """Whether obstore stores below `prefix` as it is written."""
+    """Whether obstore uses `prefix` unchanged."""
     return bool(_PLAIN_PREFIX.fullmatch(prefix))
 
 
 def checked_endpoint(url: str, option: str) -> str:
-    """Return `url` without a slash at its end. ConfigError: it is no http or https url."""
+    """Return `url` without a slash at its end.
+
+    Raises:
+        ConfigError: it is not an http or https url; names `option`.
+    """
     if url and not _is_endpoint(url):
         raise ConfigError(
             f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
@@ -134,5 +159,5 @@ def _is_endpoint(url: str) -> bool:
 
 
 def from_environment(*names: str) -> str:
-    """The first of these variables that is not empty, or ""."""
+    """Return the first of these environment variables that is not empty, "" if all are."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")

@@ -134,21 +134,22 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return {**shown, **key, **options, "url": masked_url(self.url)}
 
     def secrets(self) -> set[str]:
-        """What no message about the store may show."""
+        """Return the texts that no message about the store may contain."""
         return secret_values(self.storage_options)
 
     def warnings(self, path: str) -> list[str]:
-        """A sentence for each secret that lies open, and the fix; `path`: as for `parse`."""
+        """Return a sentence, with the fix, for each secret that others can read; see `parse`."""
         return warnings(self.url, self.storage_options, self.integrity_key, path)
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
     """Read the options `raw`, which the user wrote at the JSON path `path`, as a `cls`.
 
-    What `env:NAME` and `file:/path` stand for in `storage_options` is looked up.
+    `env:NAME` and `file:/path` in `storage_options` are replaced by the values.
 
-    Raises ConfigError: a field is unknown, missing, or of another type, or what it refers to is not
-    there; the sentence names it.
+    Raises:
+        ConfigError: a field is unknown, missing, or of another type, or the value to which it
+            refers does not exist. The message names the field.
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path}: expected an object of options, got {_kind(raw)}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects in a folder: local disk, tmpfs, NFS.
 
-A write goes to a temporary file beside its goal, is flushed to the disk, and is then linked to its
-name. `link` is atomic and refuses a name that is taken, also on NFS, so that a reader sees a whole
-file or none and the first writer wins. Names that begin with a dot are ours and are no objects.
+A write goes to a temporary file in the same folder, is flushed to the disk, and is then linked to
+its name. `link` is atomic and refuses an existing name, also on NFS, so a reader sees a whole file
+or none, and the first writer wins. Names that begin with a dot are temporary files, not objects.
 
-What we make is for this user alone, or for the group of the root folder, whatever the umask. Where
-others may write to the folder, too, they may lay links in it: what writes or removes goes from
-folder to folder by their open numbers, and by no link below the root.
+Files and folders are made for this user alone, or for the group of the root folder, whatever the
+umask. If others can write to the folder too, they may put links into it. So writes and removals
+open folder after folder by descriptor, and follow no link below the root.
 """
 
 import contextlib
@@ -69,10 +69,13 @@ class DirectoryStore:
     def open(
         cls, folder: str, io_timeout_s: float, option: str, *, is_shared: bool = False
     ) -> "DirectoryStore":
-        """Make `folder` if need be. ConfigError, naming `option`, when that is impossible.
+        """Make `folder` if necessary, and return a store in it.
 
-        `is_shared`: the users of its group share it. A folder that is there keeps its mode; a
-        warning says where that lets others in, or the group not.
+        `is_shared`: the users of its group share it. An existing folder keeps its mode; a warning
+        says if that admits others, or excludes the group.
+
+        Raises:
+            ConfigError: the folder cannot be made or used; names `option`.
         """
         root = os.path.normpath(folder)
         try:
@@ -94,7 +97,7 @@ class DirectoryStore:
         return self._links
 
     async def get(self, key: Key, sink: Sink) -> None:
-        """See ObjectStore. One call does it all: to change threads costs more than a small read."""
+        """See ObjectStore. One thread does it all: a change costs more than a small read."""
         await self._threads.run(self._get, key, sink)
 
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
@@ -108,8 +111,7 @@ class DirectoryStore:
         return await self._threads.each(self._exists, keys)
 
     async def stat(self, key: Key) -> ObjectStat:
-        """See ObjectStore. The file is read once more, and from the disk where the system lets us
-        ask for that."""
+        """See ObjectStore. The file is read once more, from the disk if the system allows that."""
         return await self._threads.run(self._stat, key)
 
     async def delete(self, keys: Sequence[Key]) -> None:
@@ -285,8 +287,8 @@ class DirectoryStore:
                     raise
                 self._links = False
                 logger.warning(
-                    "%s takes no hard links (%s): objects are renamed into place, which may write "
-                    "one twice when two engines store it at the same moment",
+                    "%s does not support hard links (%s): objects are renamed into place, so "
+                    "one may be written twice if two engines store it at the same time",
                     self._root,
                     exc.strerror,
                 )
@@ -324,7 +326,14 @@ def temporary_name() -> str:
 
 @contextlib.contextmanager
 def mapped_errors(key: str) -> Iterator[None]:
-    """Turn what the operating system says into the errors of ecshare."""
+    """Turn the operating system's errors in the body into those of ecshare.
+
+    Raises:
+        ObjectMissing: there is no such file.
+        StoreDenied: permissions, or a read-only file system, forbid it.
+        StoreBusy: the fault may pass, e.g. a full disk.
+        StoreUnavailable: any other error.
+    """
     try:
         yield
     except FileNotFoundError as exc:
@@ -340,7 +349,11 @@ def mapped_errors(key: str) -> Iterator[None]:
 
 
 def _check_kind(status: os.stat_result, key: Key) -> None:
-    """ObjectUnreadable: it is a folder, a pipe or the like."""
+    """Check that it is a regular file.
+
+    Raises:
+        ObjectUnreadable: it is a folder, a pipe or the like.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise ObjectUnreadable(f"{key} is not a file")
 
@@ -432,7 +445,12 @@ def _sync_folder(folder: int) -> None:
 
 
 def _make_root(path: str, is_shared: bool) -> None:
-    """Make the folder `path`, and what is missing above it. Raises OSError, ValueError."""
+    """Make the folder `path`, and its missing parents.
+
+    Raises:
+        OSError: it cannot be made.
+        ValueError: the path contains a null character.
+    """
     if os.path.isdir(path):
         return
     if not os.path.lexists(parent := os.path.dirname(path)):
@@ -474,7 +492,7 @@ def _check_access(root: str, option: str, is_shared: bool) -> None:
         )
     if is_shared and mode & 0o2070 != 0o2070:
         logger.warning(
-            "%s: folder_access is 'group', and %s (mode %o) is not its group's; "
+            "%s: folder_access is 'group', but the group cannot use all of %s (mode %o); "
             "run: chgrp GROUP %s && chmod 2770 %s",
             option,
             root,

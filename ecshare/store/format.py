@@ -256,7 +256,7 @@ def _header(raw: memoryview) -> _Header:
     try:
         header = _header_decoder.decode(bytes(raw[_LENGTH.size : PROLOGUE_BYTES]))
     except _ODD_JSON as exc:
-        raise ObjectCorrupt(f"corrupt object: odd header, {exc}") from exc
+        raise ObjectCorrupt(f"corrupt object: malformed header, {exc}") from exc
     if header.metadata.format != str(FORMAT_VERSION):
         raise ObjectCorrupt(
             f"corrupt object: format {header.metadata.format[:16]!r}, this reader knows "
@@ -281,7 +281,7 @@ def _attributes(text: str) -> dict[str, JSON]:
     try:
         return _attributes_decoder.decode(text)
     except _ODD_JSON as exc:
-        raise ObjectCorrupt(f"corrupt object: odd attributes, {exc}") from exc
+        raise ObjectCorrupt(f"corrupt object: malformed attributes, {exc}") from exc
 
 
 def _invalid_reason(spec: TensorSpec) -> str | None:
@@ -289,7 +289,7 @@ def _invalid_reason(spec: TensorSpec) -> str | None:
     if spec.dtype not in ITEM_BYTES:
         return f"unknown dtype {spec.dtype[:32]!r}"
     if len(spec.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in spec.shape):
-        return "a shape has at most 8 dimensions, none negative or absurd"
+        return "a shape has at most 8 dimensions, each of 0 to 2^48 - 1"
     return None
 
 

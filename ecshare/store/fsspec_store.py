@@ -82,9 +82,13 @@ _DENIED = {
 
 
 def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStore":
-    """Return the store behind `config.url`, by fsspec. ConfigError: it cannot be.
+    """Return the store of `config.url`, opened by fsspec.
 
-    `reason`: why obstore will not do, if somebody asked it: then only fsspec's package is named.
+    `path`: where the user wrote the options. `reason`: why obstore cannot open it, if it was
+    considered; then an error names only fsspec's package.
+
+    Raises:
+        ConfigError: a package is missing, or the url or an option is wrong.
     """
     protocol = config.url.partition("://")[0]
     _check_port(config.url, f"{path}.url")
@@ -111,7 +115,11 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
 
 
 def _check_port(url: str, option: str) -> None:
-    """ConfigError: the port is no number; fsspec would say so with what may be a password."""
+    """Check the port of `url`. fsspec's own error could quote a password.
+
+    Raises:
+        ConfigError: the port is not a number.
+    """
     try:
         _ = urlsplit(url).port
     except ValueError:
@@ -377,9 +385,16 @@ class FsspecStore:
 
 @contextlib.contextmanager
 def mapped_errors(key: str) -> Iterator[None]:
-    """Turn whatever a filesystem raises into the errors of ecshare.
+    """Turn any error of a filesystem in the body into those of ecshare.
 
-    FileExistsError passes: it is the answer to a create-only write.
+    Raises:
+        FileExistsError: a create-only write found the object.
+        ObjectMissing: there is no such object.
+        ObjectUnreadable: it is a folder.
+        ObjectCorrupt: this one object cannot be read.
+        StoreDenied: credentials or permissions forbid it.
+        StoreBusy: the fault may pass.
+        StoreUnavailable: any other error.
     """
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gcsfs users write, as obstore reads it. Touches no network."""
+"""Translates options of gcsfs to those of obstore. Uses no network."""
 
 import json
 import os
@@ -46,8 +46,11 @@ class GCSPlan(CloudPlan):
 def plan(config: StoreConfig, path: str) -> GCSPlan | str:
     """Translate `config`, or return why only fsspec can serve it.
 
-    `path` is the user's, for ConfigError: an option is unknown or of the wrong type. Without a
-    token obstore looks for the application default credentials, then for those of the machine.
+    `path`: where the user wrote the options. Without a token obstore looks for the application
+    default credentials, then for those of the machine.
+
+    Raises:
+        ConfigError: an option is unknown or of the wrong type, or a token cannot be read.
     """
     options = Options(config.storage_options, path, _MOOT | _TRANSLATED | set(_GCSFS_ONLY))
     bucket, prefix = bucket_and_prefix(
@@ -78,7 +81,7 @@ def plan(config: StoreConfig, path: str) -> GCSPlan | str:
 
 
 def _identity(options: Options) -> _Identity | str:
-    """Who the options say we are, or why gcsfs must do it."""
+    """Return the identity that the options give, or why gcsfs must open the bucket."""
     token = options.get(object, "token")
     if isinstance(token, Mapping):
         return _from_account(dict(token), {"service_account_key": json.dumps(dict(token))})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A keyed MAC over objects: for buckets that others may write to.
+"""A keyed MAC over objects, for buckets to which others can write.
 
-Keyed BLAKE3. What goes into the hash function is derived from the user's key, so that neither the
-MACs nor the fingerprint tell it, and neither helps to make the other.
+The MAC is keyed BLAKE3. The MAC key and the fingerprint are derived from the user's key, so that
+neither the MACs nor the fingerprint reveal it, and neither helps to make the other.
 """
 
 import hmac
@@ -34,17 +34,17 @@ class Integrity:
     def __init__(self, secret: bytes) -> None:
         self._key = blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
         self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
-        """16 hex digits that tell keys apart. Everybody may see them: they are of no help against
-        a key of 32 random bytes, though they tell whether a guess is right."""
+        """16 hex digits that distinguish keys. They are public: they show whether a guess is right,
+        but nobody can guess 32 random bytes."""
 
     def mac(self, believed: bytes, payload: memoryview) -> str:
-        """The MAC of what a reader believes of an object, and of its payload."""
+        """Return the MAC of an object: of its authenticated header fields and its payload."""
         digest = blake3(believed, key=self._key)
         digest.update(payload)
         return _PREFIX + digest.hexdigest()
 
     def accepts(self, mac: str, believed: bytes, payload: memoryview) -> bool:
-        """Whether `mac` is the one that `mac()` gives."""
+        """Whether `mac` is what `mac()` returns for this object. Takes constant time."""
         return hmac.compare_digest(
             mac.encode("utf-8", "surrogatepass"), self.mac(believed, payload).encode()
         )
@@ -53,16 +53,22 @@ class Integrity:
 def open_integrity(text: str, path: str) -> Integrity | None:
     """Read the option `integrity_key`: "env:NAME", "file:/path", or the key itself; "": none.
 
-    `path` is where the user wrote the options. Raises ConfigError without telling the key.
+    `path`: where the user wrote the options.
+
+    Raises:
+        ConfigError: see `read_key`.
     """
     return Integrity(read_key(text, f"{path}.integrity_key")) if text else None
 
 
 def read_key(text: str, option: str) -> bytes:
-    """Return the key that `text` is, or names: "env:NAME" or "file:/path".
+    """Return the key that `text` is, or to which it refers: "env:NAME" or "file:/path".
 
-    `option` is what the user calls it. Raises ConfigError, which does not tell the key: it cannot
-    be read, or does not look like 32 random bytes.
+    `option`: the user's name for it.
+
+    Raises:
+        ConfigError: the key cannot be read, or does not look like 32 random bytes. The message
+            does not contain the key.
     """
     if text.startswith("env:"):
         key = referenced(text, option)
@@ -81,15 +87,15 @@ def read_key(text: str, option: str) -> bytes:
 
 
 def router_token(key: bytes) -> str:
-    """Return what the router shows to engines that share `key` with it: 64 hex digits."""
+    """Return the token that the router sends to engines with the same `key`: 64 hex digits."""
     return blake3(key, derive_key_context=_ROUTER_CONTEXT).hexdigest()
 
 
 def _weakness(key: bytes) -> str:
-    """Say why `key` does not look like enough random bytes; "": it does.
+    """Return why `key` does not look like enough random bytes; "" if it does.
 
-    Random text in hex or base64 has no blanks, and capitals only by its alphabet: what people
-    make up has, or repeats itself, or goes up by steps of one.
+    Random text in hex or base64 has no blanks and mixes upper and lower case as its alphabet does.
+    Invented text does not, or repeats itself, or counts up.
     """
     num_bytes = _most_random_bytes(key)
     if num_bytes < _FEWEST_BYTES:
@@ -102,7 +108,7 @@ def _weakness(key: bytes) -> str:
 
 
 def _most_random_bytes(key: bytes) -> int:
-    """How many random bytes `key` can have been made of, written as it is."""
+    """Return from how many random bytes `key` can have been written."""
     if _HEX.fullmatch(key):
         return len(key) // 2
     return len(key) * 6 // 8 if key.isascii() else len(key)

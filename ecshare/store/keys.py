@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object is called. Pure.
+"""The keys of objects. Pure.
 
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>[.part]     an object
     <kind>/<format version>/manifests/<namespace>                            the namespace's facts
-    <kind>/<format version>/sizes/<namespace>/<n>                            n shares exist of some
+    <kind>/<format version>/sizes/<namespace>/<n>                            chunks have n shards
 
 Every string that a client can choose is hashed before it becomes part of a key.
 """
@@ -58,21 +58,24 @@ class Key(str):
 
 
 PROBE_KEY = Key("probe/object")
-"""Written once by whoever tests whether a store takes writes."""
+"""An object with which writers test whether the store accepts writes."""
 
 
 class Kind(StrEnum):
-    """What an object holds."""
+    """What objects contain: embeddings or KV."""
 
     EC = "ec"
     KV = "kv"
 
 
 def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") -> Key:
-    """The key of the object `name` (any text or bytes: it is hashed) in `namespace`.
+    """Return the key of the object `name` (any text or bytes: it is hashed) in `namespace`.
 
-    `part` tells apart several objects of one name, e.g. the shares of ranks: `[a-z0-9_-]{1,32}`.
-    Raises ValueError for a namespace or part of another shape.
+    `part` distinguishes several objects of one name, e.g. the shards of a chunk. It matches
+    `[a-z0-9_-]{1,32}`.
+
+    Raises:
+        ValueError: `namespace` or `part` has another form.
     """
     if part and not _PART.fullmatch(part):
         raise ValueError(f"a part must match [a-z0-9_-]{{1,32}}, got {part!r}")
@@ -84,28 +87,42 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
 
 
 def manifest_key(kind: Kind, namespace: str) -> Key:
-    """The key of the facts behind `namespace`."""
+    """Return the key of the facts of `namespace`.
+
+    Raises:
+        ValueError: it is not a namespace.
+    """
     return Key(manifests_prefix(kind) + _checked(namespace))
 
 
 def tp_size_key(kind: Kind, namespace: str, size: int) -> Key:
-    """The key of the mark that engines of `size` ranks store objects of `namespace` in shares."""
+    """Return the key of the mark of engines that store chunks of `namespace` in `size` shards.
+
+    Raises:
+        ValueError: it is not a namespace.
+    """
     return Key(f"{Kind(kind)}/{FORMAT_VERSION}/sizes/{_checked(namespace)}/{size}")
 
 
 def kind_prefix(kind: Kind) -> str:
-    """What all keys of a kind begin with, also those of manifests and marks."""
+    """Return the common prefix of all keys of a kind, also those of manifests and marks."""
     return f"{Kind(kind)}/{FORMAT_VERSION}/"
 
 
 def manifests_prefix(kind: Kind) -> str:
-    """What the keys of all manifests of a kind begin with: apart from the objects, of which there
-    may be millions, so that they can be listed."""
+    """Return the common prefix of the keys of all manifests of a kind.
+
+    Objects have another prefix: there may be millions, and a listing of manifests must be short.
+    """
     return f"{kind_prefix(kind)}manifests/"
 
 
 def namespace_prefix(kind: Kind, namespace: str) -> str:
-    """What the keys of all objects of `namespace` begin with."""
+    """Return the common prefix of the keys of all objects of `namespace`.
+
+    Raises:
+        ValueError: it is not a namespace.
+    """
     return f"{_space(kind, namespace)}/"
 
 
@@ -115,7 +132,12 @@ def is_namespace(text: str) -> bool:
 
 
 def namespace_digest(facts: Mapping[str, JSON]) -> str:
-    """128 bits, in hex, that differ as soon as one fact differs."""
+    """Return 128 bits, in hex, that differ if one fact differs.
+
+    Raises:
+        TypeError: a name in `facts` is not a string, or a value is not JSON.
+        ValueError: `facts` contain NaN or infinity.
+    """
     return hashlib.sha256(canonical_json(facts)).hexdigest()[:32]
 
 
@@ -125,10 +147,11 @@ def is_object_key(key: str) -> bool:
 
 
 def canonical_json(value: JSON) -> bytes:
-    """One JSON text per value: sorted keys, no blanks, ASCII.
+    """Return the only canonical JSON text of `value`: sorted keys, no blanks, ASCII.
 
-    Raises TypeError or ValueError for what JSON cannot hold without changing it: a dict key that
-    is no string, NaN, infinity.
+    Raises:
+        TypeError: a dict key is not a string, or a value is not JSON.
+        ValueError: a number is NaN or infinite.
     """
     _check_names(value)
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

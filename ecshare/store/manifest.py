@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts behind a namespace, stored beside its objects, so that a person can ask why two
-engines do not share."""
+"""The facts of a namespace, stored beside its objects, so that users can see why two engines do not
+share."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ _LONGEST_VALUE = 200
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store says of one namespace."""
+    """One namespace, as the store describes it."""
 
     namespace: str
     facts: Mapping[str, JSON]
@@ -42,18 +42,20 @@ class Manifest:
 
     @cached_property
     def flat(self) -> dict[str, str]:
-        """The facts without levels, to compare them often."""
+        """The facts as one flat dictionary, which is fast to compare."""
         return _flat(self.facts)
 
 
 async def write_manifest(
     store: ObjectStore, kind: Kind, namespace: str, facts: Mapping[str, JSON]
 ) -> None:
-    """Store `facts`, whose digest is `namespace`, anew: a manifest that is there gets young again,
-    so that no rule on the age of objects removes it, and a damaged one is replaced.
+    """Store `facts`, whose digest is `namespace`. An existing manifest is replaced.
 
-    Raises ValueError: `namespace` is the digest of other facts.
-    Raises StoreUnavailable, StoreDenied: they are not in the store and cannot be put there.
+    So its age restarts, and no expiry rule removes it. A damaged one is repaired.
+
+    Raises:
+        ValueError: `namespace` is the digest of other facts.
+        StoreUnavailable: they are not in the store and cannot be stored.
     """
     if namespace_digest(facts) != namespace:
         raise ValueError(f"namespace {namespace} is not the digest of these facts")
@@ -62,15 +64,16 @@ async def write_manifest(
 
 
 async def write_mark(store: ObjectStore, key: Key) -> None:
-    """Store a few bytes under `key`, anew as a manifest: that the object is there says all.
+    """Store a few bytes under `key`; only their existence matters. An existing mark is replaced.
 
-    Raises StoreUnavailable, StoreDenied: it is not in the store and cannot be put there.
+    Raises:
+        StoreUnavailable: it is not in the store and cannot be stored.
     """
     await _write_anew(store, key, b"ecshare")
 
 
 async def _write_anew(store: ObjectStore, key: Key, body: bytes) -> None:
-    """Replace the object; where the store lets nobody replace one, see that it is there."""
+    """Replace the object. If the store refuses to replace objects, check that it is there."""
     try:
         await store.put(key, body, replace=True)
     except StoreError:
@@ -86,10 +89,12 @@ async def _found(store: ObjectStore, key: Key) -> bytes:
 
 
 async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[str, JSON] | None:
-    """Return the facts behind `namespace`, or None where nobody has written them.
+    """Return the facts of `namespace`; None if no engine has written them.
 
-    Raises ObjectCorrupt: what lies there is too large, is not JSON, has too many names or levels,
-    or has another digest.
+    Raises:
+        ObjectCorrupt: the manifest is too large, is not JSON, has too many names or levels, or has
+            another digest.
+        StoreUnavailable: the store failed.
     """
     try:
         body = await read(store, manifest_key(kind, namespace), MAX_BYTES)
@@ -101,13 +106,16 @@ async def read_manifest(store: ObjectStore, kind: Kind, namespace: str) -> dict[
             return facts
     except (ValueError, RecursionError) as exc:
         raise ObjectCorrupt(f"the manifest of {namespace} is not JSON: {exc}") from exc
-    raise ObjectCorrupt(f"the manifest of {namespace} holds other facts, or more than are compared")
+    raise ObjectCorrupt(f"the manifest of {namespace} contains other facts, or too many")
 
 
 async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
-    """Return the manifests of a kind, the youngest first: of very many, the youngest 64.
+    """Return the manifests of a kind, newest first, at most 64.
 
-    What is no manifest, and damaged ones, are left out.
+    Damaged manifests, and objects that are none, are left out.
+
+    Raises:
+        StoreUnavailable: the store failed.
     """
     prefix = manifests_prefix(kind)
     listed: list[ObjectInfo] = []
@@ -133,9 +141,9 @@ async def list_manifests(store: ObjectStore, kind: Kind) -> list[Manifest]:
 
 
 def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | None:
-    """Return which of `others` differs from `facts` in the fewest fields, but in some.
+    """Return which of `others` differs from `facts` in the fewest fields, but in at least one.
 
-    A connector and a tier for vLLM's own offloading never share, so neither is near the other.
+    A connector and a tier for vLLM's own offloading never share, so they are not compared.
     """
     ours = _flat(facts).items()
     alike = [manifest for manifest in others if ("tier" in manifest.facts) == ("tier" in facts)]
@@ -146,7 +154,7 @@ def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | Non
 
 
 def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
-    """One line for each fact that differs, "field: a != b", sorted. Empty: the same namespace."""
+    """Return one line "field: a != b" for each different fact, sorted. Empty: same namespace."""
     lines = []
     for name in sorted({*a, *b}):
         if name not in a or name not in b:
@@ -160,7 +168,7 @@ def differences(a: Mapping[str, JSON], b: Mapping[str, JSON]) -> list[str]:
 
 
 def _flat(facts: Mapping[str, JSON], above: str = "") -> dict[str, str]:
-    """One entry for each fact that is no object: its value as text, by the names before it."""
+    """Return each fact that is not an object: its value as text, by its path of names."""
     found: dict[str, str] = {}
     for name, value in facts.items():
         path = f"{above}{_text(name)}."
@@ -172,7 +180,7 @@ def _flat(facts: Mapping[str, JSON], above: str = "") -> dict[str, str]:
 
 
 def _is_modest(facts: JSON) -> bool:
-    """Whether they have few names and levels: to compare them takes little time and stack."""
+    """Whether the facts have so few names and levels that comparing them is cheap."""
     level, num_names = [facts], 0
     for _ in range(_MOST_LEVELS):
         objects = [each for each in level if isinstance(each, dict)]
@@ -188,7 +196,7 @@ def _text(value: JSON) -> str:
 
 
 def _shown(value: JSON) -> str:
-    """For a log: facts come from the store, whoever wrote them."""
+    """Return `value` for a log, shortened: anybody may have written it to the store."""
     text = _text(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 

@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(config: StoreConfig, path: str) -> ObjectStore:
-    """Return the store that `config` names. Touches no network; `probe` does.
+    """Return the store that `config` names. Uses no network; `probe` does.
 
-    `path` is where the user wrote these options, e.g. "ec_connector_extra_config". Raises
-    ConfigError for a url or an option that cannot work, naming it and the fix.
+    `path`: where the user wrote these options, e.g. "ec_connector_extra_config".
+
+    Raises:
+        ConfigError: the url or an option cannot work. The message names it and the fix.
     """
     protocol, _, rest = config.url.partition("://")
     if not rest and "://" not in config.url:
@@ -43,7 +45,7 @@ def open_store(config: StoreConfig, path: str) -> ObjectStore:
         store, road = _directory(config, rest, path), "files"
     else:
         store, road = _bucket(config, protocol, path)
-    logger.info("store %s is reached by %s", masked_url(config.url), road)
+    logger.info("store %s is accessed through %s", masked_url(config.url), road)
     return store
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What s3fs users write, as obstore reads it. Touches no network but for instance credentials.
+"""Translates options of s3fs to those of obstore. Uses the network only for instance credentials.
 
-Options keep the names they have in s3fs. What has no counterpart in obstore is not guessed at: the
-url then takes the fsspec road, and the log says for which option.
+Options keep the names that they have in s3fs. If an option has no counterpart in obstore, the url
+is opened by fsspec, and the log names the option.
 """
 
 import ipaddress
@@ -45,8 +45,10 @@ class S3Plan(CloudPlan):
 def plan(config: StoreConfig, path: str) -> S3Plan | str:
     """Translate `config`, or return why only fsspec can serve it.
 
-    `path` is the user's, for ConfigError: an option is unknown, of the wrong type, or there are no
-    credentials.
+    `path`: where the user wrote the options.
+
+    Raises:
+        ConfigError: an option is unknown or of the wrong type, or there are no credentials.
     """
     options = _Options(config.storage_options, path, _MOOT | _TRANSLATED | _S3FS_ONLY)
     bucket, prefix = bucket_and_prefix(
@@ -97,7 +99,7 @@ def plan(config: StoreConfig, path: str) -> S3Plan | str:
 
 @dataclass(frozen=True)
 class _Account:
-    """What a search for credentials found."""
+    """The result of a search for credentials."""
 
     credentials: Credentials | None = field(repr=False)
     region: str = ""
@@ -105,10 +107,10 @@ class _Account:
 
 
 class _Options(Options):
-    """Those of S3."""
+    """The options of S3."""
 
     def untranslatable(self) -> str | None:
-        """The first option that obstore has no word for."""
+        """Return the first option without a counterpart in obstore; None if there is none."""
         name = self.first_of(_S3FS_ONLY)
         if name:
             return name
@@ -126,7 +128,11 @@ class _Options(Options):
         return None
 
     def account(self) -> _Account | None:
-        """The keys written into the options, if they are."""
+        """Return the keys that the options contain; None if they contain none.
+
+        Raises:
+            ConfigError: half of a pair is missing.
+        """
         name = "key" if "key" in self else "username"
         key, secret = self.text(name), self.text("secret") or self.text("password")
         if not key and not secret:
@@ -138,7 +144,7 @@ class _Options(Options):
 
 
 def _static(key: str, secret: str, token: str | None) -> Credentials:
-    """A provider, not plain options: beside those obstore takes AWS_SESSION_TOKEN of the host."""
+    """Return a provider. With plain options obstore would add the host's AWS_SESSION_TOKEN."""
     return lambda: {
         "access_key_id": key,
         "secret_access_key": secret,
@@ -148,9 +154,9 @@ def _static(key: str, secret: str, token: str | None) -> Credentials:
 
 
 def _search(profile: str, path: str) -> _Account:
-    """The usual chain: environment, profile files, single sign-on, roles, the instance's own.
+    """Search the usual chain: environment, profile files, single sign-on, roles, the instance.
 
-    By botocore: obstore knows neither profiles nor single sign-on.
+    botocore does it, because obstore supports neither profiles nor single sign-on.
     """
     try:
         from botocore.exceptions import BotoCoreError
@@ -198,7 +204,7 @@ def _with_bucket(url: str, bucket: str, virtual: bool) -> str:
 
 
 def _safe(url: str) -> bool:
-    """Whether nobody between us and the server can change a body: TLS, or this very host."""
+    """Whether nobody on the way to the server can change a body: TLS, or a server on this host."""
     if not url.startswith("http://"):
         return True
     host = urlsplit(url).hostname or ""

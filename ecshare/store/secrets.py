@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets in options: where they come from, and how they stay out of whatever is shown.
+"""Secrets in options: reads them from references, and hides them in output.
 
-vLLM logs the arguments that an engine is given, and `ps` shows them, before any code of ours runs.
-So a secret is best not among them: an option says `env:NAME` or `file:/path` instead.
+vLLM logs the arguments of an engine, and `ps` shows them, before any code of ours runs. So an
+option should not contain a secret, but a reference: `env:NAME` or `file:/path`.
 """
 
 import math
@@ -68,14 +68,14 @@ _LEAST_BITS = 3.2  # a character; of words and names it is less, or they lack di
 
 
 class Secret(str):
-    """A value that `env:NAME` or `file:/path` in the options stands for: `source`."""
+    """A value that was read from the reference `source`, such as `env:NAME` or `file:/path`."""
 
     __slots__ = ("source",)
     source: str
 
     @classmethod
     def of(cls, value: str, source: str) -> "Secret":
-        """Return `value`, which shows itself as `source`."""
+        """Return `value` as a secret whose repr is `source`."""
         secret = cls(value)
         secret.source = source
         return secret
@@ -85,16 +85,16 @@ class Secret(str):
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with "***" for every secret, at any depth, and for the login in every url.
+    """Return `options` with "***" in place of each secret, at any depth, and each login in a url.
 
-    A secret is what its name says is one, and what looks like one under any name. What came from
-    elsewhere is shown as the user wrote it: `env:NAME`.
+    A value is a secret if its name says so, or if it looks like one. A value that was read from a
+    reference is shown as the reference, e.g. `env:NAME`.
     """
     return {str(name): _masked(str(name), value, False, 0) for name, value in options.items()}
 
 
 def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
-    """`is_inside`: it belongs to something secret."""
+    """As `masked`, for one value. `is_inside`: a name above it says that it is secret."""
     is_inside = is_inside or _is_secret_name(name)
     if depth > _MOST_LEVELS:
         return HIDDEN
@@ -117,13 +117,13 @@ def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
 
 
 def masked_url(url: str) -> str:
-    """`url` without the login that some protocols carry in it, and without a signature."""
+    """Return `url` without the login that some protocols put into it, and without a signature."""
     is_login = _URL_LOGIN if "://" in url and "@" in url else _MISSPELT_LOGIN
     return _FIELD_IN_TEXT.sub(rf"\1{HIDDEN}", is_login.sub(HIDDEN, url))
 
 
 def masked_text(text: str, secrets: Collection[str] = ()) -> str:
-    """`text`, which may quote requests, without logins, signatures, tokens and `secrets`."""
+    """Return `text`, which may quote requests, without logins, signatures, tokens and `secrets`."""
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST_REPLACED:
             text = text.replace(secret, HIDDEN)
@@ -134,7 +134,7 @@ def masked_text(text: str, secrets: Collection[str] = ()) -> str:
 
 
 def looks_secret(text: str) -> bool:
-    """Whether `text` looks like a key or a token: long, without blanks, and of much entropy."""
+    """Whether `text` looks like a key or a token: long, without blanks, with high entropy."""
     if _HEX.fullmatch(text):
         return True
     if not _TOKEN.fullmatch(text):
@@ -153,10 +153,12 @@ def _is_secret_name(name: str) -> bool:
 
 
 def resolved(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`options` with what each `env:NAME` and `file:/path` stands for, at any depth.
+    """Return `options` with the value of each `env:NAME` and `file:/path`, at any depth.
 
-    `where`: the user's path of `options`. Raises ConfigError: a variable is not set, a file cannot
-    be read, or the options are nested too deep.
+    `where`: the user's path of `options`, which `check_levels` has accepted.
+
+    Raises:
+        ConfigError: a variable is not set, or a file cannot be read.
     """
     return {name: _resolved(str(name), value, f"{where}.{name}") for name, value in options.items()}
 
@@ -172,7 +174,7 @@ def _resolved(name: str, value: Any, where: str) -> Any:
 
 
 def _is_reference(name: str, value: str) -> bool:
-    """Other options than secrets may well be urls of files."""
+    """Whether `value` is a reference. Options that are not secret may be urls of files."""
     if value.startswith(_FILE):
         return _is_secret_name(name) or not value.startswith("file://")
     return value.startswith(_ENV)
@@ -182,7 +184,7 @@ def _referenced_text(reference: str, option: str) -> str:
     try:
         text = referenced(reference, option).decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{option}: {reference!r} holds no text in UTF-8") from None
+        raise ConfigError(f"{option}: {reference!r} is not text in UTF-8") from None
     if not text:
         what = "is not set, or is empty" if reference.startswith(_ENV) else "is empty"
         raise ConfigError(f"{option}: {reference!r} {what}")
@@ -190,9 +192,12 @@ def _referenced_text(reference: str, option: str) -> str:
 
 
 def referenced(reference: str, option: str) -> bytes:
-    """Return what `env:NAME` or `file:/path` stands for; of a file without blanks at its ends.
+    """Return the value of `env:NAME` or `file:/path`. A file's content is stripped of blanks.
 
-    b"": the variable is not set. Raises ConfigError, naming `option`: the file cannot be read.
+    b"": the variable is not set.
+
+    Raises:
+        ConfigError: the file cannot be read; names `option`.
     """
     try:
         if reference.startswith(_ENV):
@@ -208,7 +213,11 @@ def referenced(reference: str, option: str) -> bytes:
 
 
 def check_levels(options: Any, path: str) -> None:
-    """ConfigError: `options` are nested too deep to be shown, or hold half of a character."""
+    """Check that `options` can be shown and encoded.
+
+    Raises:
+        ConfigError: they are nested too deeply, or contain a lone surrogate or an unprintable name.
+    """
     level: list[tuple[str, Any]] = [(path, options)]
     for _ in range(_MOST_LEVELS):
         below: list[tuple[str, Any]] = []
@@ -225,7 +234,7 @@ def _inside(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             _check_text(name, where)
             if not str(name).isprintable():
-                raise ConfigError(f"{where}: {ascii(name)[:80]} is no name of an option")
+                raise ConfigError(f"{where}: {ascii(name)[:80]} is not a name of an option")
             yield f"{where}.{name}", inner
     elif isinstance(value, list | tuple):
         yield from ((f"{where}[{n}]", inner) for n, inner in enumerate(value))
@@ -236,11 +245,13 @@ def _check_text(value: Any, where: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{where}: holds half of a character; write whole ones") from None
+            raise ConfigError(
+                f"{where}: contains a lone surrogate, which is not a character"
+            ) from None
 
 
 def secret_values(options: Mapping[str, Any]) -> set[str]:
-    """Return the secrets in `options`, to keep them out of what others say of them."""
+    """Return the secrets in `options`, to remove them from messages of client libraries."""
     return {
         str.__str__(value)
         for names, value in _leaves(options, ())
@@ -249,10 +260,10 @@ def secret_values(options: Mapping[str, Any]) -> set[str]:
 
 
 def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str) -> list[str]:
-    """Return a sentence for each secret that can be read where it should not, and the fix.
+    """Return a sentence, with the fix, for each secret that others can read.
 
-    That is one in the configuration itself, or in a file that others may read. `path`: where the
-    user wrote the options. No sentence tells a secret.
+    Such a secret is in the configuration itself, or in a file that others may read. `path`: where
+    the user wrote the options. No sentence contains a secret.
     """
     said = []
     if _PASSWORD.search(url):

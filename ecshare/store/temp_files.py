@@ -45,7 +45,7 @@ def sweep(root: str) -> int:
                     os.unlink(path)
                     num_removed += 1
     if num_removed:
-        logger.info("removed %d files from %s that killed writers left", num_removed, root)
+        logger.info("removed %d temporary files of killed writers from %s", num_removed, root)
     return num_removed
 
 

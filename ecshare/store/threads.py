@@ -88,7 +88,11 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 @asynccontextmanager
 async def bounded(timeout_s: float) -> AsyncIterator[None]:
-    """StoreBusy when the body takes longer than `timeout_s` seconds."""
+    """Limit the time of the body.
+
+    Raises:
+        StoreBusy: it takes longer than `timeout_s` seconds.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -72,9 +72,13 @@ class CircuitBreaker:
         return self._failures >= _FAILURES_TO_OPEN
 
     def check(self) -> None:
-        """Raise StoreUnavailable if `attempt` would; claims nothing."""
+        """Check that `attempt` would begin now; claims nothing.
+
+        Raises:
+            StoreUnavailable: it would not.
+        """
         if self.is_open and (self._probe is not None or self._clock_s() < self._next_probe_s):
-            raise StoreUnavailable(f"{self.what} failed repeatedly and are left alone for a while")
+            raise StoreUnavailable(f"{self.what} failed repeatedly, and are paused for a while")
 
     @contextmanager
     def attempt(self, verdicts: Verdicts) -> Iterator[None]:
@@ -138,7 +142,7 @@ class CircuitBreaker:
         words = "".join(each if each.isprintable() else "?" for each in why[:_MAX_WORDS])
         logger.log(
             logging.WARNING if self._is_told else logging.DEBUG,
-            "store: %s failed repeatedly and are left alone for a while: %s",
+            "store: %s failed repeatedly, and are paused for a while: %s",
             self.what,
             words,
         )

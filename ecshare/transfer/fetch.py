@@ -206,7 +206,9 @@ class Fetcher:
     async def _from_store(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
         damaged = self._client.damaged
         if damaged.is_left_alone(job.key):
-            raise ObjectCorrupt(f"{job.key} was of no use a moment ago, and may still be there")
+            raise ObjectCorrupt(
+                f"{job.key} was found damaged a moment ago, and is not read again yet"
+            )
         try:
             with self._damage_breaker.attempt(_SOUNDNESS):
                 served = await self._download_twice(job, started_s, deadline_s)
@@ -225,7 +227,7 @@ class Fetcher:
         return served
 
     async def _download_twice(self, job: Fetch, started_s: float, deadline_s: float) -> _Served:
-        """As `_download`; ObjectCorrupt: twice, so that it was no single accident on the way."""
+        """As `_download`, with a second try if the object is damaged: it may be an accident."""
         try:
             return await self._download(job, started_s, deadline_s)
         except ObjectUnreadable:
@@ -270,7 +272,9 @@ class Fetcher:
         )
         if job.accepts is not None and not job.accepts(sealed.spec):
             said = f"{sealed.spec.dtype} {list(sealed.spec.shape)}"
-            raise ObjectCorrupt(f"{job.key} holds a tensor that nobody can use here: {said}")
+            raise ObjectCorrupt(
+                f"{job.key} contains a tensor that does not fit this engine: {said}"
+            )
         # Where the entry is another process's, its bytes are the same.
         stored = StoredObject(job.key, sealed.spec, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s

@@ -62,10 +62,10 @@ class Allowance:
         if now_s - self._found[0][0] < _MANY_WITHIN_S:
             self._is_braking = True
             logger.warning(
-                "store: %d objects were found damaged within a minute, so perhaps what is read "
-                "is damaged on its way to this host; damaged objects count as missing, and none "
-                "is removed until a minute has passed without one. `ecshare doctor`, run on "
-                "another host, tells whether it finds them damaged too",
+                "store: %d objects were found damaged within a minute, so the damage may happen on "
+                "the way to this host. Damaged objects count as missing, and none is removed until "
+                "a minute has passed without one. Run `ecshare doctor` on another host to see "
+                "whether they are damaged there too",
                 _MANY,
             )
 
@@ -133,9 +133,10 @@ class Removal:
         return True
 
     async def _doubt(self, job: Fetch, deadline_s: float) -> str | None:
-        """Return why the object may be sound in the store; None: it is proven that it is not.
+        """Return why the object may be valid in the store; None if it is proven to be damaged.
 
-        Raises StoreError, TimeoutError: nobody knows.
+        Raises:
+            StoreError, TimeoutError: the store did not say.
         """
         stated = await self._client.ask(
             lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s, job.timeout_s
@@ -162,7 +163,7 @@ class Removal:
             return _difference(stated, body)
         # What was stored is what has come: its own checksum says so.
         is_usable = job.accepts is None or job.accepts(sealed.spec)
-        return "read once more, it is sound" if is_usable else None
+        return "it is valid when read once more" if is_usable else None
 
 
 def _difference(stated: ObjectStat, body: memoryview) -> str | None:
@@ -170,5 +171,5 @@ def _difference(stated: ObjectStat, body: memoryview) -> str | None:
     if not stated.md5:
         return "the store states no MD5 of it, so the damage may have happened on the way"
     if hashlib.md5(body, usedforsecurity=False).hexdigest() != stated.md5:
-        return "the store states another MD5 than that of what came: it was damaged on the way"
+        return "its MD5 is not the one that the store states: it was damaged on the way"
     return None

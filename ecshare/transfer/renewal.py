@@ -41,7 +41,11 @@ class Record(Struct, frozen=True):
         return f"the {what} of namespace {self.namespace}"
 
     async def put(self, store: ObjectStore) -> None:
-        """Write it anew, each part whatever becomes of the other. Raises StoreError."""
+        """Write both parts again, each even if the other fails.
+
+        Raises:
+            StoreError: a part could not be written.
+        """
         writes = [write_manifest(store, self.kind, self.namespace, self.facts)]
         if self.mark:
             writes.append(write_mark(store, self.mark))

@@ -120,7 +120,11 @@ class StartUp:
         self._renewing = self._loop.create_task(renewing)
 
     async def _asked_until_it_serves(self, *, write: bool) -> str:
-        """Return why it did not within `io_timeout_s`; "": it did. Raises StoreError: it cannot."""
+        """Return why the store did not serve within `io_timeout_s`; "" if it did.
+
+        Raises:
+            StoreError: the fault is not temporary.
+        """
         reason = f"no answer within {self._config.io_timeout_s:g} s"
         pause_s = _FIRST_PAUSE_S
         with suppress(TimeoutError):

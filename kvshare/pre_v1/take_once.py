@@ -96,7 +96,7 @@ class TakeOnce:
             try:
                 await self.sweep()
             except Exception as exc:  # noqa: BLE001 — the task would end silently
-                logger.warning("KV buffer: what was taken is not swept: %s", exc)
+                logger.warning("KV buffer: old markers cannot be removed: %s", exc)
             await asyncio.sleep(_SWEEP_S)
 
     async def sweep(self) -> None:

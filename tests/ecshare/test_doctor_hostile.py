@@ -151,7 +151,7 @@ def test_a_literal_secret_is_noted(doctor: Doctor, tmp_path: Path) -> None:
         ('{"url": "/x", "storage_options": ' + '{"a":' * 600 + "1" + "}" * 601, "nested more than"),
         ("[" * 100_000, "options.url: "),
         ('{"url": "/x", "storage_options": {"a": "\\ud800"}}', "surrogates not allowed"),
-        ("\udcff", "options.url: holds half of a character"),
+        ("\udcff", "options.url: contains a lone surrogate"),
         ("@\udcff", "argument store: "),
         ('x"url": "s3://bucket"}', "neither a url nor a JSON object"),
         (

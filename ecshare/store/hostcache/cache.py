@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verified objects on this host, shared by all processes of one user.
 
-One flat folder (in /dev/shm unless told otherwise), one file an entry, `mmap` to read. The folder
-is private to the user: what lies in it was put there by our own processes, after verification.
+The cache is one flat folder, by default in /dev/shm, with one file per entry, which readers map.
+The folder is private to the user. Only our processes write to it, after verification.
 
-Pins. Who uses an entry holds a shared `flock` on its file: the lock is the kernel's, and dies with
-the process, however that ends. Who evicts must get the exclusive lock first. A file is never
-shortened, and an unlinked one lives on while it is mapped: no reader loses bytes under its hands.
+Pins. A user of an entry holds a shared `flock` on its file. It is a lock of the kernel, and ends
+with the process in every case. Eviction needs the exclusive lock. A file is never shortened, and
+its bytes stay while it is mapped, even when it is unlinked. So no reader loses bytes.
 
-Writing. A file gets its final size, its disk blocks and a lock under a temporary name, and a link
-under its key when it is whole. Files are read-only, and for this user alone.
+Writing. A file gets its final size, its disk blocks and a lock under a temporary name. When it is
+complete it is linked to its key. Files are read-only and private to the user.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class Entry:
     """An object in the cache, pinned until `close`. One owner, any thread.
 
-    Mapped when its bytes are asked for: that costs more than all the rest.
+    It is mapped on first use, because mapping costs more than everything else.
 
     Raises:
         OSError: it cannot be mapped (`body`, `copy_on_write`).
@@ -55,31 +55,31 @@ class Entry:
         self.key = key
         self.num_bytes = num_bytes
         self.is_new = False
-        """Whether the call that returned it has made it."""
+        """Whether the call that returned it has created it."""
         self._fd = fd
         self._map = mapped
         self._body = memoryview(mapped or b"")
 
     @property
     def body(self) -> memoryview:
-        """The object, read only. Take no view of it that outlives the entry, unless the bytes may
-        go any time after the view does."""
+        """The object, read-only. A view that outlives the entry keeps the bytes mapped, but not
+        pinned in the cache."""
         if self._map is None:
             self._map = mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_READ)
             self._body = memoryview(self._map)
         return self._body
 
     def copy_on_write(self) -> memoryview:
-        """Return the whole object as memory of our own, to read and to write.
+        """Return the whole object as private memory, to read and to write.
 
-        Its pages are the cache's until they are written to; what is written nobody else sees. It
-        stays valid after `close` and eviction.
+        Pages are shared with the cache until they are written to; nobody else sees the writes. The
+        memory stays valid after `close` and eviction.
         """
         # Not populated: the kernel maps 16 pages at a fault, and madvise was seen to take longer.
         return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
-        """Unpin. Views that still exist stay readable; the memory goes with the last of them."""
+        """Unpin. Existing views stay readable; the memory is freed with the last of them."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -109,9 +109,9 @@ class Entry:
 
 
 class Draft:
-    """A Sink: an object on its way into the cache. It belongs to one fetch; any thread writes.
+    """A Sink for an object that goes to the cache. It belongs to one fetch; any thread writes.
 
-    The checksum is computed while the bytes pass. Where the cache has no room, they lie in private
+    The checksum is computed as the bytes arrive. If the cache has no room, they are kept in private
     memory instead.
     """
 
@@ -123,11 +123,15 @@ class Draft:
         self._lock = threading.Lock()  # guards the count, for one subtraction
         self._missing_bytes = 0
         self.checksum = StreamingChecksum()
-        """Of what was written so far."""
+        """The checksum of the bytes written so far."""
         self._is_over = False
 
     def begin(self, num_bytes: int) -> None:
-        """See Sink."""
+        """See Sink.
+
+        Raises:
+            ObjectCorrupt: the object is larger than its limit.
+        """
         if not 0 <= num_bytes <= self._limit_bytes:
             raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes, at most {self._limit_bytes}")
         self._target = self._cache.draft(num_bytes)
@@ -140,12 +144,13 @@ class Draft:
         """See Sink.
 
         Raises:
-            BrokenPipeError: after `discard`; the sender may stop.
+            BrokenPipeError: after `discard` or `publish`; the sender may stop.
             ObjectCorrupt: there are more bytes than announced.
+            OSError: the bytes cannot be written.
         """
         target = self._target  # keeps its file open until the bytes are in
         if target is None or self._is_over:
-            raise BrokenPipeError(errno.EPIPE, "nobody wants this object any more")
+            raise BrokenPipeError(errno.EPIPE, "the fetch of this object has ended")
         target.write(offset, piece)
         raw = memoryview(piece).cast("B")
         with self._lock:
@@ -157,28 +162,31 @@ class Draft:
         """All bytes, read-only.
 
         Raises:
-            ObjectCorrupt: they did not all come.
+            ObjectCorrupt: some are missing.
         """
         return self._whole().body
 
     def publish(self) -> Entry | None:
-        """Make it an entry, pinned; the caller has verified `body`, which stays valid.
+        """Make it an entry and return it, pinned. The caller has verified `body`; it stays valid.
 
-        None: the cache had no room, and the bytes are this process's alone.
+        None: the cache had no room, and the bytes are in private memory.
+
+        Raises:
+            ObjectCorrupt: some bytes are missing.
         """
         target = self._whole()
         self._target, self._is_over = None, True
         return self._cache.admit(self._key, target) if isinstance(target, _DraftFile) else None
 
     def discard(self) -> None:
-        """Drop it. Nothing happens after `publish`."""
+        """Drop it. Does nothing after `publish`."""
         target, self._target, self._is_over = self._target, None, True
         if isinstance(target, _DraftFile):
             self._cache.drop(target)
 
     def _whole(self) -> "_DraftFile | Memory":
         if self._target is None or self._missing_bytes:
-            raise ObjectCorrupt(f"corrupt object: {self._missing_bytes} bytes of it did not come")
+            raise ObjectCorrupt(f"corrupt object: {self._missing_bytes} bytes are missing")
         return self._target
 
     def __del__(self) -> None:
@@ -186,10 +194,10 @@ class Draft:
 
 
 class _DraftFile:
-    """A file of the cache that has no key yet, with its lock. The last who holds it closes it.
+    """A file of the cache without a key, with its lock. The last reference closes it.
 
-    That may be a thread that outlived the fetch: closed earlier, its writes would go to whatever
-    file gets the number next.
+    A thread that outlives the fetch may have that reference. If the descriptor were closed earlier,
+    its writes would go to the next file with the same number.
     """
 
     def __init__(self, path: str, fd: int, num_bytes: int) -> None:
@@ -225,17 +233,17 @@ class _DraftFile:
 
 
 class HostCache:
-    """See the module. Safe from several threads and processes; holds no state between calls but
-    what has been logged."""
+    """See the module. Safe from several threads and processes. Between calls it keeps only which
+    messages were logged."""
 
     def __init__(self, root: Path, limit_bytes: int, store_id: str = "") -> None:
-        """Make `root` if need be.
+        """Make `root` if necessary.
 
-        `store_id` ([0-9a-f]*) keeps apart what came from different stores: an object that is here
-        must not pass for one that the other store holds as well. They share the limit.
+        `store_id` ([0-9a-f]*) distinguishes the entries of different stores: an object from one
+        store does not mean that another store has it. All stores share the limit.
 
         Raises:
-            ConfigError: `root` is not ours alone; it names `host_cache_dir`.
+            ConfigError: `root` cannot be made or used, or is not private; names `host_cache_dir`.
         """
         self.root = root
         self._prefix = f"{store_id}+" if store_id else ""
@@ -274,9 +282,9 @@ class HostCache:
         return None
 
     def publish(self, key: Key, body: Buffer) -> Entry | None:
-        """Write `body`, whole or not at all, and return it pinned. None: no room.
+        """Write `body`, whole or not at all, and return the entry, pinned. None: no room.
 
-        Where the key is there already, that entry is returned and `body` is not looked at.
+        If there is an entry under `key`, it is returned, and `body` is not used.
         """
         there = self.open(key)
         if there is not None:
@@ -293,11 +301,11 @@ class HostCache:
         return self.admit(key, draft)
 
     def receive(self, key: Key, limit_bytes: int) -> Draft:
-        """Return a sink for the object `key`, which may have `limit_bytes` at most."""
+        """Return a sink for the object `key`, of at most `limit_bytes`."""
         return Draft(self, key, limit_bytes)
 
     def open_or_claim(self, key: Key) -> Entry | Claim | None:
-        """Return the entry, or the right to fetch it. None: somebody else is fetching it."""
+        """Return the entry, pinned, or the right to fetch it. None: another fetch is running."""
         entry = self.open(key)
         if entry is not None:
             return entry
@@ -311,10 +319,10 @@ class HostCache:
         return entry
 
     def claim(self, key: Key, purpose: str = "") -> Claim | None:
-        """Return the exclusive right to fetch `key` to this host. None: somebody has it.
+        """Return the exclusive right to fetch `key` to this host. None: it is claimed already.
 
-        Where locks fail, everybody gets it: fetching twice is better than not at all. `purpose`:
-        what else may be done by one process at a time, e.g. "storing".
+        If locks fail, every caller gets it: two fetches are better than none. `purpose`: another
+        activity that one process at a time may do, e.g. "storing".
         """
         name = os.path.basename(self._path(key))
         try:
@@ -322,19 +330,25 @@ class HostCache:
                 f"{self.root}/{_CLAIMS_NAME}", f"{name}.{purpose}" if purpose else name
             )
         except OSError as exc:
-            self._say_once("claim", "fetches are not shared between processes: %s", exc)
+            self._say_once(
+                "claim",
+                "the host cache cannot lock: each process fetches objects on its own: %s",
+                exc,
+            )
             return Claim(-1, 0)
 
     def discard(self, key: Key) -> None:
-        """Remove the entry, pinned or not. Who has it open keeps its bytes."""
+        """Remove the entry, even if it is pinned. Its users keep its bytes."""
         self._usage.remove(self._path(key))
 
     # What follows is for Draft.
 
     def draft(self, num_bytes: int) -> _DraftFile | None:
-        """Return a new file of that size, whose disk space is ours. None: no room."""
+        """Return a new file of that size, with its disk space reserved. None: no room."""
         if not 0 < num_bytes <= self.limit_bytes:
-            self._say_once("size", "an object of %d bytes does not go into the cache", num_bytes)
+            self._say_once(
+                "size", "an object of %d bytes does not fit into the host cache", num_bytes
+            )
             return None
 
         failure: OSError | None = None
@@ -357,13 +371,15 @@ class HostCache:
                 free_bytes = num_bytes  # a disk smaller than the limit
             else:
                 if draft is None:
-                    self._say_once("room", "host cache %s: everything in it is in use", self.root)
+                    self._say_once(
+                        "room", "host cache %s: it is full, and all entries are in use", self.root
+                    )
                 return draft
         self._say_once("write", "the host cache cannot be written: %s", failure)
         return None
 
     def admit(self, key: Key, draft: _DraftFile) -> Entry | None:
-        """Give `draft`, which is whole, its key. The entry may be one that was there before."""
+        """Link the complete `draft` to its key. Return the entry, which may be an older one."""
         path = self._path(key)
         try:
             for _ in range(_TRIES):
@@ -385,7 +401,7 @@ class HostCache:
         return None
 
     def _reserve(self, draft: _DraftFile) -> None:
-        """Have the disk blocks: a hole that the disk cannot fill kills whoever reads it mapped."""
+        """Reserve disk blocks: on a full disk, reading a mapped hole kills the process."""
         try:
             os.posix_fallocate(draft.fd, 0, draft.num_bytes)
         except OSError:
@@ -409,10 +425,10 @@ class HostCache:
 
 
 def open_host_cache(config: StoreConfig) -> HostCache:
-    """Return the host cache that `config` names, or one in a folder of our own choice.
+    """Return the host cache in `config.host_cache_dir`, or in the best of the default folders.
 
     Raises:
-        ConfigError: the folder `host_cache_dir` cannot be used, or none was found.
+        ConfigError: the folder `host_cache_dir` cannot be used, or no folder can be made.
     """
 
     def cache_in(root: Path) -> HostCache:
@@ -429,11 +445,11 @@ def open_host_cache(config: StoreConfig) -> HostCache:
             refusal = refusal or str(exc)
             continue
         if refusal:
-            logger.warning("%s. Until then the host cache lies in %s", refusal, root)
+            logger.warning("%s. Until then the host cache is in %s", refusal, root)
         return cache
     root = temporary_root(roots[0].parent)
     logger.warning(
-        "%s. Until then each process has a host cache of its own, this one in %s", refusal, root
+        "%s. Until then each process has its own host cache; this one is in %s", refusal, root
     )
     return cache_in(root)
 

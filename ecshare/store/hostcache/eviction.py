@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of the host cache are removed when it is full: the least recently used.
+"""Eviction: if the host cache is full, the least recently used entries are removed.
 
 The folder is scanned only when the usage counter says "full". The scan corrects the counter, and
 entries are removed down to LOW_WATER of the limit, so that a full cache does not scan for every new
 entry. Only files with names of ours are counted or removed.
 
-A scan of very many entries takes seconds, so it does not hold the counter's lock: other processes
-add and remove entries meanwhile. The counter's second number tells the scan how far its own sum may
-be off, and it corrects no more than that. Entries are removed a few at a time, each time under the
-lock. One process does this for all, in a thread of its own.
+A scan of very many entries takes seconds. It does not hold the counter's lock, so other processes
+add and remove entries meanwhile. The counter's second number limits how wrong the sum of the scan
+can be, and the scan corrects the counter no further. Entries are removed a few at a time, each time
+under the lock. One process does this for all, in a thread of its own.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ class Evictor:
     """Makes room in a folder. Safe from several threads and processes."""
 
     def __init__(self, usage: Usage) -> None:
-        """Count what is there.
+        """Count the existing entries.
 
         Raises:
-            ConfigError: it cannot be used; the message names `host_cache_dir`.
+            ConfigError: the folder cannot be used; the message names `host_cache_dir`.
         """
         self.usage = usage
         root = usage.root
@@ -68,9 +68,12 @@ class Evictor:
             ) from exc
 
     def admit(self, num_bytes: int, free_bytes: int) -> tuple[str, int] | None:
-        """As `Usage.create`, after making room: None: everything here is in use.
+        """As `Usage.create`, after making room. None: all entries are in use.
 
-        `free_bytes` asks for that much to be evicted first, whatever the counter says.
+        `free_bytes`: evict that many bytes first, whatever the counter says.
+
+        Raises:
+            OSError: the folder cannot be used.
         """
         patience = self._turn.watch()
         waits_until_s = time.monotonic() + _ROOM_WAIT_S
@@ -97,11 +100,11 @@ class Evictor:
             return counter.read().used is None
 
     def _make_room(self, turn: int, num_bytes: int, free_bytes: int) -> bool:
-        """Have the least recently used leave until there is room. False: there is none.
+        """Remove the least recently used entries until there is room. False: there is none.
 
-        Down to LOW_WATER if anything has to go. Pinned entries stay. Where there are very many, it
-        goes on in a thread, and what is needed now leaves at once. `turn`: its file, which this
-        closes.
+        If any must be removed, remove them down to LOW_WATER. Pinned entries stay. With very many
+        entries a thread does this, and only what is needed now is removed at once. `turn`: its
+        file, which this closes.
         """
         scan = _Scan(self, turn)
         work = partial(self._evict_oldest, scan, num_bytes, free_bytes)
@@ -121,7 +124,7 @@ class Evictor:
         return self.evict_in_steps(scan.living(heapq.merge(*runs)), used, goal)
 
     def _help_oneself(self, num_bytes: int, some: "list[_Found]") -> bool:
-        """Make room by the least recently used of `some`, and of these by a tenth at least.
+        """Remove the least recently used of `some`, at least a tenth of them, to make room.
 
         They are not the least recently used of all, but a scan of all takes seconds.
         """
@@ -133,9 +136,12 @@ class Evictor:
         return used + num_bytes <= self.usage.limit_bytes
 
     def evict_in_steps(self, oldest_first: "Iterable[_Found]", used: int, goal: int) -> int:
-        """Unlink these, in order, until `goal` bytes are in use; return how many are.
+        """Unlink these in order until `goal` bytes are in use. Return the bytes in use.
 
-        `used`: how many are now. What is pinned stays.
+        `used`: the bytes in use before. Pinned entries stay.
+
+        Raises:
+            OSError: the counter cannot be used.
         """
         entries = iter(oldest_first)
         while used > goal and (step := list(islice(entries, _STEP_ENTRIES))):
@@ -143,9 +149,9 @@ class Evictor:
         return used
 
     def _evict(self, some: list["_Found"], goal: int) -> int:
-        """Unlink of these, in order, what nobody has pinned; return the bytes that are in use then.
+        """Unlink the unpinned ones of these in order, and return the bytes that are then in use.
 
-        Stops where they are `goal`. One hold of the lock.
+        Stops at `goal`. Holds the lock once.
         """
         # Their memory or disk space is given back when they are closed: after the lock.
         with contextlib.ExitStack() as unlinked, self.usage.counter() as counter:
@@ -162,7 +168,7 @@ class Evictor:
             return max(0, used - freed)
 
     def _unlink_unpinned(self, found: "_Found") -> int | None:
-        """Unlink it and return it open. None: it is pinned, used since, or gone."""
+        """Unlink it and return its descriptor. None: it is pinned, was used since, or is gone."""
         path = f"{self.usage.root}/{found.name}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -181,7 +187,11 @@ class Evictor:
         return None
 
     def files(self) -> "Iterator[_Found]":
-        """Yield all files of ours that take room."""
+        """Yield all entries and temporary files.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         with os.scandir(self.usage.root) as entries:
             for entry in entries:
                 is_temporary = entry.name.startswith(".")
@@ -196,7 +206,7 @@ class Evictor:
 
 
 class _Scan:
-    """One scan of a folder, by whoever has the turn to do so. One thread at a time."""
+    """One scan of a folder, by the process that has the turn. One thread at a time."""
 
     def __init__(self, room: Evictor, turn: int) -> None:
         """Read the first entries. `turn`: its file, open and locked, which this closes."""
@@ -212,10 +222,10 @@ class _Scan:
             raise
 
     def run_if_short(self, work: Callable[[], int], *, is_urgent: bool = False) -> int | None:
-        """Do `work`, pass the turn on and return the result. None: a thread is doing it.
+        """Do `work`, release the turn and return the result. None: a thread does it.
 
-        That is where there are very many entries. It is done here all the same where it `is_urgent`
-        or nobody knows how many bytes there are.
+        A thread does it if there are very many entries, unless it `is_urgent`, or the number of
+        bytes in use is not known.
         """
         is_known = self._believed.used is not None
         if len(self.first) == _RUN_ENTRIES and is_known and not is_urgent:
@@ -226,16 +236,19 @@ class _Scan:
         return self._run(work)
 
     def living(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
-        """Yield `entries`, and tell those who wait for the turn that nobody was stopped."""
+        """Yield `entries`, and show those who wait for the turn that this process is running."""
         for n, each in enumerate(entries):
             if n % _STEP_ENTRIES == 0:
                 os.utime(self._turn)
             yield each
 
     def recount(self, keep: Callable[[list["_Found"]], object]) -> int:
-        """Remove what dead writers left, correct the counter and return the bytes in use.
+        """Remove files of dead writers, correct the counter and return the bytes in use.
 
-        `keep` is given the entries, sorted, some thousands at a time.
+        `keep` gets the entries, sorted, some thousands at a time.
+
+        Raises:
+            OSError: the folder or the counter cannot be used.
         """
         total, temporary, run = 0, [], self.first
         while run:
@@ -267,13 +280,12 @@ def _forget(run: "list[_Found]") -> None:
 class _Found(NamedTuple):
     """A file of the cache, as a scan saw it. Sorts by last use.
 
-    That is its time of access, which is set whenever an entry is opened. The time of modification
-    may be a store's, whose file this is as well.
+    That is its time of access, which is set whenever an entry is opened.
     """
 
     used_ns: int
     num_bytes: int
     name: str
     is_temporary: bool
-    """Still being written, unless its writer is dead. That had a lock on it from the moment it let
-    go of the counter's."""
+    """Still being written, unless its writer is dead. A living writer has a lock on it, from before
+    it released the counter's lock."""

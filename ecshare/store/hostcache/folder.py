@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the host cache lies: a folder that is this user's alone."""
+"""Chooses and checks the folder of the host cache, which is private to one user."""
 
 import atexit
 import contextlib
@@ -23,9 +23,9 @@ _OTHER_NAMES = 8
 
 
 def default_root(wanted_bytes: int) -> Path:
-    """Return the first of `default_roots` that is this user's alone, or not there yet.
+    """Return the first of `default_roots` that is private to this user, or does not exist yet.
 
-    The first of all, where none is. Makes nothing.
+    If there is none, return the first one. Makes no folder.
     """
     roots = default_roots(wanted_bytes)
     return next((root for root in roots if _is_free(root)), roots[0])
@@ -34,11 +34,12 @@ def default_root(wanted_bytes: int) -> Path:
 def default_roots(wanted_bytes: int) -> list[Path]:
     """Return the folders for a cache of `wanted_bytes`, the best one first.
 
-    That is `ecshare-<uid>` in /dev/shm. Where /dev/shm is missing, or holds neither `wanted_bytes`
-    nor 1 GiB: in the folder for temporary files, or the user's cache folder; else in the largest of
-    the three. All processes of a user get the same answer: it rests on what disks are there, not on
-    what they hold. The others are for when somebody else has made something under that name: the
-    same with a number, and a folder in the user's cache folder, where nobody else can.
+    The best one is `ecshare-<uid>` in /dev/shm. If /dev/shm is missing, or smaller than both
+    `wanted_bytes` and 1 GiB, it is in the folder for temporary files, or in the user's cache
+    folder; if these are too small as well, in the largest of the three. All processes of a user get
+    the same result, because it depends on the disks' sizes and not on their content. The other
+    folders are used if somebody else has made something under that name: the same name with a
+    number, and a folder in the user's cache folder, where nobody else can write.
     """
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = f"ecshare-{os.geteuid()}"
@@ -48,9 +49,10 @@ def default_roots(wanted_bytes: int) -> list[Path]:
 
 
 def temporary_root(place: Path) -> Path:
-    """Make a folder for this process alone, which is removed when it ends of itself.
+    """Make a folder for this process alone, in `place` if possible. A normal exit removes it.
 
-    In `place` if possible. ConfigError: it cannot be made anywhere.
+    Raises:
+        ConfigError: it cannot be made anywhere.
     """
     for parent in (place, None):
         with contextlib.suppress(OSError):
@@ -72,7 +74,7 @@ def _best_place(wanted_bytes: int, user_cache: Path) -> Path:
         chosen = max(places, key=lambda place: sizes[place])
     if chosen != SHM:
         logger.warning(
-            "/dev/shm has room for %d MB only: the host cache goes to %s, which is slower "
+            "/dev/shm has room for only %d MB: the host cache is in %s, which is slower "
             "(in a container, give it a larger --shm-size; or name a folder with host_cache_dir)",
             sizes[SHM] // 1_000_000,
             chosen / f"ecshare-{os.geteuid()}",
@@ -81,7 +83,7 @@ def _best_place(wanted_bytes: int, user_cache: Path) -> Path:
 
 
 def _is_free(root: Path) -> bool:
-    """Whether `root` is for us alone, or could be made so."""
+    """Whether `root` is private to this user, or does not exist."""
     try:
         check_private(root)
     except FileNotFoundError:
@@ -92,7 +94,7 @@ def _is_free(root: Path) -> bool:
 
 
 def fitting(root: Path, limit_bytes: int) -> int:
-    """Return `limit_bytes`, or less: better a small cache than one that runs full."""
+    """Return `limit_bytes`, or what fits on the disk of `root` if that is less."""
     fits = _size(root)
     if not 0 < fits < limit_bytes:
         return limit_bytes
@@ -107,7 +109,7 @@ def fitting(root: Path, limit_bytes: int) -> int:
 
 
 def _size(folder: Path) -> int:
-    """How much a cache may take of the disk below `folder`, full or not. 0: none, or unknown."""
+    """Return how many bytes a cache may use of the disk of `folder`; 0 if none, or unknown."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return 0
     try:
@@ -118,7 +120,11 @@ def _size(folder: Path) -> int:
 
 
 def make_private(root: Path) -> None:
-    """Make `root` for us alone, or check that it is. ConfigError: it is not."""
+    """Make `root` private to this user, or check that it is.
+
+    Raises:
+        ConfigError: it cannot be made, or is not private.
+    """
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -132,7 +138,12 @@ def make_private(root: Path) -> None:
 
 
 def check_private(root: Path) -> None:
-    """Check that `root`, which is there, is for us alone. ConfigError: it is not."""
+    """Check that the existing folder `root` is private to this user.
+
+    Raises:
+        ConfigError: it is not a folder, or others own it or may enter it.
+        OSError: it cannot be examined, e.g. because it does not exist.
+    """
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
@@ -143,6 +154,6 @@ def check_private(root: Path) -> None:
         )
     if status.st_mode & 0o077:
         raise ConfigError(
-            f"host_cache_dir: others may enter {root}, and engines trust what lies there; "
+            f"host_cache_dir: other users may enter {root}, and engines trust its content; "
             f"run: chmod 700 {root}"
         )

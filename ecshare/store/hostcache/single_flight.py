@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who on this host fetches an object: one process, for all that wait for it.
+"""Single flight: one process of this host fetches an object for all that wait for it.
 
-A claim is a lock on one byte of one file, at a place that the key's hash names. It is the kernel's
-and belongs to one opening of the file: threads exclude each other as processes do, it goes with its
-holder, however that ends, and nothing is left to clean up. Two keys of one place, one in 2^62, only
-wait for each other.
+A claim is a lock on one byte of a file, at an offset that is a hash of the key. It is an open file
+description lock of the kernel. So threads exclude each other as processes do, the lock ends with
+its holder in every case, and nothing must be cleaned up. If two keys have the same offset (one in
+2^62), they only wait for each other.
 """
 
 import errno
@@ -29,9 +29,10 @@ class Claim:
 
     @classmethod
     def take(cls, path: str, name: str) -> "Claim | None":
-        """Claim `name` in the file `path`, which is made if need be. None: somebody has it.
+        """Claim `name` in the file `path`, which is made if necessary. None: it is claimed already.
 
-        Raises OSError: the file cannot be used.
+        Raises:
+            OSError: the file cannot be used.
         """
         place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 2
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

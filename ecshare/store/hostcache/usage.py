@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes the host cache holds, agreed by all its processes, and the lock they share.
+"""The number of bytes in the host cache, common to all its processes, and the lock they share.
 
-`.used` holds the bytes in the folder, as all believe; it is read and written under its own lock.
-What a scan of the folder adds up may differ by what was added, renamed or removed meanwhile: the
-bytes of all that are a second number in the file.
+The file `.used` contains the number of bytes in the folder. It is read and written under its own
+lock. A scan of the folder may miss what is added, renamed or removed meanwhile; the sum of the
+bytes of all these changes is a second number in the file.
 
-A HostLock is a `flock` on a small file. It goes with its holder, however that ends; but a holder
-may also be stopped by a debugger, a frozen container or a dead disk. Whoever has waited too long
-therefore puts another file in its place, with the same content: the stopped one holds the lock of a
-file that nobody opens any more, and does one step beside the others when it goes on.
+A HostLock is a `flock` on a small file. It ends with its holder in every case. But a holder may
+also be stopped, by a debugger, a frozen container or a dead disk. A process that has waited too
+long therefore replaces the file by a copy. The stopped process then holds the lock of a file that
+nobody opens any more. When it continues, it does one step at the same time as others.
 """
 
 import contextlib
@@ -45,7 +45,11 @@ class Usage:
 
     @contextlib.contextmanager
     def counter(self) -> "Iterator[UsageCounter]":
-        """Hold the lock of the counter. Raises OSError: the file cannot be used."""
+        """Hold the lock of the counter.
+
+        Raises:
+            OSError: the file cannot be used.
+        """
         fd = self._lock.take()
         try:
             yield UsageCounter(fd)
@@ -53,10 +57,13 @@ class Usage:
             unlock_and_close(fd)
 
     def create(self, num_bytes: int) -> tuple[str, int] | None:
-        """Make a temporary file of `num_bytes`, counted and with a shared lock; its path, open.
+        """Make a temporary file of `num_bytes`, count it, and lock it (shared).
 
-        None: there is no room for it, or nobody knows. It has its lock before the counter is let
-        go of: nobody takes it for a dead writer's. Raises OSError.
+        Return its path and descriptor; None if there is no room, or the counter is not known. The
+        file is locked before the counter is released, so nobody mistakes it for a dead writer's.
+
+        Raises:
+            OSError: the counter cannot be used, or the file not made.
         """
         with self.counter() as counter:
             used = counter.read().used
@@ -75,11 +82,11 @@ class Usage:
             return path, fd
 
     def rename(self, temporary: str, path: str, num_bytes: int) -> None:
-        """Give a finished file, of that size, its name.
+        """Give a finished temporary file, of that size, its final name.
 
         Raises:
-            FileExistsError: it is taken.
-            OSError: it cannot be.
+            FileExistsError: there is a file of that name.
+            OSError: the file cannot be renamed, or the counter not used.
         """
         with self.counter() as counter:
             os.link(temporary, path)
@@ -88,7 +95,7 @@ class Usage:
             counter.add(0, turnover=num_bytes)
 
     def remove(self, path: str) -> None:
-        """Unlink the file and take it off the account. Nothing happens if it is not there."""
+        """Unlink the file and subtract its size. Does nothing if it is not there, or on errors."""
         with contextlib.suppress(OSError), self.counter() as counter:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
@@ -96,23 +103,23 @@ class Usage:
 
 
 class Believed(NamedTuple):
-    """What `.used` says."""
+    """The content of `.used`."""
 
     used: int | None
-    """The bytes in the folder. None: nobody knows; scan."""
+    """The bytes in the folder. None: not known, a scan is needed."""
     turnover: int
     """The bytes of all files ever added, renamed or removed."""
 
 
 class UsageCounter:
-    """The bytes in the folder, as all processes together believe. Valid while its lock is held."""
+    """The common count of bytes in the folder. Valid while its lock is held."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._read: Believed | None = None
 
     def read(self) -> Believed:
-        """Return what is believed."""
+        """Return the content of `.used`."""
         if self._read is None:
             self._read = self._parsed(os.pread(self._fd, _TALLY.size, 0))
         return self._read
@@ -124,15 +131,15 @@ class UsageCounter:
         return Believed(used if used >= 0 else None, turnover)
 
     def add(self, num_bytes: int, *, turnover: int | None = None) -> None:
-        """Account for a change: of `turnover` bytes, unless it is `num_bytes` as well."""
+        """Add `num_bytes`, which may be negative. `turnover`: bytes changed, if not the same."""
         used, before = self.read()
         moved = abs(num_bytes) if turnover is None else turnover
         self._write(-1 if used is None else max(0, used + num_bytes), before + moved)
 
     def correct(self, counted: int, before: int) -> int:
-        """Correct what is believed by what a scan has `counted`; return it.
+        """Correct the count by the bytes that a scan has `counted`, and return it.
 
-        `before`: the turnover when the scan began. What came or went since, it may have missed.
+        `before`: the turnover when the scan began. The scan may have missed any change since then.
         """
         used, turnover = self.read()
         doubt = max(0, turnover - before)
@@ -147,13 +154,16 @@ class UsageCounter:
 
 
 class HostLock:
-    """The exclusive lock of the file `path`, which is made if need be.
+    """The exclusive lock of the file `path`, which is made if necessary.
 
-    Safe from several threads and processes. All methods raise OSError: the file cannot be used.
+    Safe from several threads and processes.
+
+    Raises:
+        OSError: the file cannot be used (every method).
     """
 
     def __init__(self, path: str, patience_s: float) -> None:
-        """`patience_s`: how long a holder may take who does not write to the file, nor touch it."""
+        """`patience_s`: how long a holder may keep it without writing to or touching the file."""
         self._path = path
         self._patience_s = patience_s
 
@@ -168,7 +178,7 @@ class HostLock:
         return fd
 
     def attempt(self) -> int | None:
-        """As `take`, at once. None: somebody has it."""
+        """As `take`, without waiting. None: somebody holds the lock."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,13 +193,13 @@ class HostLock:
         return None
 
     def watch(self) -> "Patience":
-        """Return what tells how long somebody has waited for this lock, from now on."""
+        """Return a timer for a wait for this lock that starts now."""
         return Patience(self._path, self._patience_s)
 
     def take_over(self) -> int | None:
-        """Take the lock from whoever does not let go of it. None: it has changed hands meanwhile.
+        """Take the lock from a holder that was stopped; return the open file as `attempt` does.
 
-        The file is as `attempt` returns it.
+        None: the lock has another holder meanwhile.
         """
         stuck = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -214,7 +224,7 @@ class HostLock:
 
 
 class Patience:
-    """How long somebody has waited for one holder of a lock: a sign of life begins it anew."""
+    """A timer for the wait for one holder of a lock. A sign of life of the holder restarts it."""
 
     def __init__(self, path: str, patience_s: float) -> None:
         """Made by `HostLock.watch`."""
@@ -224,7 +234,7 @@ class Patience:
         self._until_s = 0.0
 
     def is_over(self) -> bool:
-        """Whether the file has been the same for too long: none put in its place, none written."""
+        """Whether the file was neither replaced nor written to for too long."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -237,8 +247,8 @@ class Patience:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Let go of the lock. Not by closing alone: a map holds a duplicate of the descriptor, and so
-    may a fork."""
+    """Release the lock and close. Closing alone does not release it while a mapping or a forked
+    process has a duplicate of the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

@@ -31,7 +31,7 @@ def test_it_is_the_same_for_the_same_files_anywhere(tmp_path: Path) -> None:
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     """They lie elsewhere: two of them would look alike."""
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="holds no weights"):
+    with pytest.raises(FileNotFoundError, match="contains no weights"):
         fingerprint(tmp_path)
 
 

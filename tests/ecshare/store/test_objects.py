@@ -96,13 +96,13 @@ def test_the_road_is_logged_once_and_without_secrets(
     ):
         open_store(StoreConfig(url=url, storage_options=options), PATH)
     assert caplog.messages == [
-        f"store {tmp_path} is reached by files",
-        "store memory://x is reached by fsspec",
-        "store s3://bucket/x is reached by obstore",
-        "store s3://bucket/x is reached by fsspec, because only s3fs knows the option "
+        f"store {tmp_path} is accessed through files",
+        "store memory://x is accessed through fsspec",
+        "store s3://bucket/x is accessed through obstore",
+        "store s3://bucket/x is accessed through fsspec, because only s3fs knows the option "
         "s3_additional_kwargs",
-        "store az://container/x is reached by obstore",
-        "store gs://bucket/x is reached by obstore",
+        "store az://container/x is accessed through obstore",
+        "store gs://bucket/x is accessed through obstore",
     ]
 
 

@@ -62,7 +62,7 @@ def test_a_url_of_a_file_is_no_reference_unless_a_secret_is_wanted(tmp_path: Pat
         ("file:/does/not/exist", "/does/not/exist cannot be read"),
         ("file:/a\0b", "cannot be read"),
         ("file:/dev/null", "is empty"),
-        ("file:{here}/latin-1", "holds no text in UTF-8"),
+        ("file:{here}/latin-1", "is not text in UTF-8"),
         ("file:{here}", "cannot be read"),
     ],
 )
@@ -283,9 +283,9 @@ def nested(levels: int) -> dict[str, Any]:
     ("raw", "words"),
     [
         ({"url": "/x", "storage_options": nested(600)}, ": nested more than 32 levels"),
-        ({"url": "/x\ud800"}, ".url: holds half of a character"),
-        ({"url": "/x", "storage_options": {"a": ["\ud800"]}}, ".storage_options.a[0]: holds half"),
-        ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is no name of an option"),
+        ({"url": "/x\ud800"}, ".url: contains a lone surrogate"),
+        ({"url": "/x", "storage_options": {"a": ["\ud800"]}}, ".storage_options.a[0]: contains a"),
+        ({"url": "/x", "a\nb": 1}, ": 'a\\nb' is not a name of an option"),
     ],
 )
 def test_options_that_nobody_can_show_are_refused(raw: dict[str, Any], words: str) -> None:

@@ -177,7 +177,7 @@ def test_the_log_says_once_that_it_opens_and_once_that_it_closes(
     for _ in range(5):
         clock.now_s += 40
         fail(begun(breaker))
-    opens = "store: saves failed repeatedly and are left alone for a while: the disk is full"
+    opens = "store: saves failed repeatedly, and are paused for a while: the disk is full"
     assert said(caplog) == [(logging.WARNING, opens)]
     clock.now_s += 40
     begun(breaker).succeed()

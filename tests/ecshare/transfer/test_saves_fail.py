@@ -136,9 +136,9 @@ def test_what_is_to_be_stored_again_is_left_alone_too(
     for key in STORED[:4]:
         assert outcomes(engine, Backfill(key)) == [Outcome.UNAVAILABLE]
     assert engine.open_breakers == {"write"}
-    said = [record.getMessage() for record in caplog.records if "left alone" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "are paused" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("store: saves failed repeatedly and are left alone for a while: No ")
+    assert said[0].startswith("store: saves failed repeatedly, and are paused for a while: No ")
 
 
 def test_the_breakers_are_gauges(

@@ -51,7 +51,7 @@ async def client(tmp_path: Path) -> AsyncIterator[StoreClient]:
 async def test_a_stalled_probe_is_the_only_one(client: StoreClient) -> None:
     probe = asyncio.create_task(client.ask(stalls, Priority.LOAD))
     await asyncio.sleep(PAUSE_S)
-    with pytest.raises(StoreUnavailable, match="left alone"):
+    with pytest.raises(StoreUnavailable, match="are paused"):
         await client.ask(answers, Priority.LOAD)
     probe.cancel()
     await asyncio.wait([probe])
@@ -125,7 +125,7 @@ async def fail(client: StoreClient, priority: Priority) -> None:
 async def test_saves_that_fail_cost_no_load_and_no_look_up(well: StoreClient) -> None:
     await fail(well, Priority.SAVE)
     assert well.open_breakers == {"write"}
-    with pytest.raises(StoreUnavailable, match="saves failed repeatedly and are left alone"):
+    with pytest.raises(StoreUnavailable, match="saves failed repeatedly, and are paused"):
         await well.ask(answers, Priority.SAVE)
     for priority in (Priority.LOAD, Priority.LOOK_UP, Priority.POLL):
         await well.ask(answers, priority)

@@ -107,7 +107,9 @@ def test_the_folder_is_private(root: Path) -> None:
 def test_a_folder_that_others_may_enter_is_refused(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
-    with pytest.raises(ConfigError, match=re.escape(f"host_cache_dir: others may enter {root}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"host_cache_dir: other users may enter {root}")
+    ):
         HostCache(root, KIB)
 
 
