@@ -12,6 +12,6 @@ class EncoderConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Options of the encoder-cache connector: those that both connectors take, and its own."""
 
     save: Literal["announced", "durable"] = "announced"
-    """When an encoder's answer leaves. `announced`: at once, while its embeddings are still being
-    stored; a consumer that is given the answer's `ec_transfer_params` waits for them. `durable`:
-    when they are stored; the step is held up until then."""
+    """When an encoder answers. `announced`: at once, while its embeddings are still being stored. A
+    consumer that gets the answer's `ec_transfer_params` waits for them. `durable`: when they are
+    stored. The step waits until then."""

@@ -23,20 +23,20 @@ class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Options of the KV connector: those that both connectors take, and its own."""
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] | None = None
-    """Tokens of one stored object: a whole number of vLLM's blocks; one block where that is larger.
-    Left out: 256, or the next whole number of blocks. Engines share KV where it is the same."""
+    """Tokens per stored object: a whole number of vLLM's blocks, or one block if that is larger.
+    Default: 256, or the next whole number of blocks. Only engines with the same value share KV."""
 
     tails: Tails = "always"
-    """Whether the last, partly filled block of a prompt is stored and loaded. Where it is, whoever
-    may ask an engine can guess the end of somebody's prompt token by token. `salted`: only of
-    requests that carry a `cache_salt`, as a gateway sets one for each tenant. `never`: up to a
-    block of each prompt is then computed again. The same on all engines."""
+    """Whether the last, partly filled block of a prompt is stored and loaded. If it is, a client
+    can guess the end of another prompt token by token. `salted`: only for requests with a
+    `cache_salt`, which a gateway sets for each tenant. `never`: up to a block of each prompt is
+    computed again. Use the same value on all engines."""
 
     def chunk_blocks(self, block_tokens: int) -> int:
         """Return how many blocks of `block_tokens` make a chunk.
 
         Raises:
-            ConfigError: it is no whole number; names the option and the nearest ones that are.
+            ConfigError: it is not a whole number; names the option and the nearest valid values.
         """
         if self.chunk_tokens is None:
             return -(-CHUNK_TOKENS // block_tokens)
@@ -54,14 +54,14 @@ class TierConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Options of the tier for vLLM's own offloading."""
 
     epoch: Annotated[str, Meta(min_length=1, max_length=128)]
-    """A name for how the engine runs its model; it must not be empty. vLLM tells a tier the model's
-    name, the cache's dtype and shape, and the parallel sizes, but not the revision, dtype,
-    quantization, load format and overrides of the model, its processor's options or the attention
-    backend. Engines share KV where the text is the same: change it when one of these changes, or
-    the weights."""
+    """A name for the way in which the engine runs its model; it must not be empty. vLLM gives a
+    tier the model's name, the cache's dtype and shape, and the parallel sizes. It does not give the
+    model's revision, dtype, quantization, load format and overrides, the processor's options, or
+    the attention backend. Only engines with the same text share KV: change it when one of these, or
+    the weights, change."""
 
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """Where the store is, seen from this engine: what a request's `kv_load_tiers` may ask for."""
+    """The place of the store, seen from this engine, for the `kv_load_tiers` of requests."""
 
 
 def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
@@ -72,8 +72,8 @@ def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
     """
     if not raw.get("epoch"):
         raise ConfigError(
-            f"{path}.epoch: missing. vLLM does not tell a tier how the engine runs its model "
-            "(revision, dtype, quantization, overrides, processor options): give that a name, the "
-            "same on engines that run it alike, and change it when something of it changes"
+            f"{path}.epoch: missing. vLLM does not give a tier all options of the model (revision, "
+            "dtype, quantization, overrides, processor options): give this set of options a name, "
+            "the same on all engines that have it, and change the name when an option changes"
         )
     return parse(TierConfig, raw, path)

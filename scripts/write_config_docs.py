@@ -43,34 +43,35 @@ Each connector takes a JSON object of options inside the object that configures 
 
 | role | what the engine does |
 |---|---|
-| `ec_producer` | encodes what is not stored yet and stores it; has no language model |
-| `ec_consumer` | loads embeddings; encodes what is missing, where the request carries the picture |
+| `ec_producer` | encodes images that are not stored yet and stores them; has no language model |
+| `ec_consumer` | loads embeddings; encodes missing ones if the request contains the image |
 | `ec_both` | both |
 | `kv_producer` | stores the KV blocks that it computes |
 | `kv_consumer` | loads KV blocks |
 | `kv_both` | both |
 
-Where the package is not installed but on `PYTHONPATH`, also say where the classes are:
+If the package is not installed, but is on `PYTHONPATH`, also give the modules of the classes:
 `"ec_connector_module_path": "ecshare.connector"` and
 `"kv_connector_module_path": "kvshare.connector"`.
 
-An option that is unknown, misspelt or of another type stops the engine at start, with a sentence
-that names it.
+An engine with an unknown option, or an option of the wrong type, does not start. A sentence names
+the option.
 """
 
 SECRETS = """
 ### Secrets
 
 vLLM logs the arguments that an engine is given ("non-default args"), and the process list shows
-them to every user of the host. So no secret belongs into the JSON above:
+them to every user of the host. So do not write secrets into the JSON above:
 
-| written as | what it is |
+| written as | meaning |
 |---|---|
-| nothing | the usual credentials: `AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, roles, ...: best of all |
-| `env:NAME` | the environment variable `NAME`, as each process of the engine has it |
+| nothing | the usual credentials: `AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, roles, ...; this is best |
+| `env:NAME` | the environment variable `NAME` of each process of the engine |
 | `file:/path` | the text of that file, without blanks at its ends; let only this user read it |
 
-The last two can be any text in `storage_options`, at any depth, and `integrity_key`:
+`env:` and `file:` can be used for any text in `storage_options`, at any depth, and for
+`integrity_key`:
 
 ```
 {"url": "s3://bucket/prefix", "integrity_key": "file:/run/secrets/ecshare",
@@ -78,16 +79,16 @@ The last two can be any text in `storage_options`, at any depth, and `integrity_
                      "endpoint_url": "env:S3_URL_WITH_PASSWORD"}}
 ```
 
-`url` itself is written out; the password of an `sftp://`, `ftp://` or `smb://` store goes into
-`storage_options.password`. An engine, and `ecshare doctor`, warn of each secret that stands in the
-configuration itself or in a file that everybody may read; they name the option, never the value.
+`url` cannot be a reference: write the password of an `sftp://`, `ftp://` or `smb://` store into
+`storage_options.password`. An engine, and `ecshare doctor`, warn of each secret in the
+configuration itself, or in a file that everybody can read. They name the option, never the value.
 Their own messages show `***` in place of secrets, logins in urls and signatures.
 """
 
 TIER = """
 ## Tier for vLLM's own offloading
 
-Experimental, as vLLM calls its interface: one of `secondary_tiers` below its OffloadingConnector.
+Experimental, as is vLLM's interface: an entry of `secondary_tiers` of its OffloadingConnector.
 
 ```
 --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -98,7 +99,7 @@ Experimental, as vLLM calls its interface: one of `secondary_tiers` below its Of
                            "url": "s3://bucket/prefix", "epoch": "qwen-7b bf16"}]}}'
 ```
 
-Beside `type` and `module_path` it takes every option of KVShareConnector, and these:
+Besides `type` and `module_path` it takes the common options of the connectors, and these:
 """
 
 ROUTER = """
@@ -125,7 +126,7 @@ def connector_table() -> Iterator[str]:
         for field in described.fields:
             taken.setdefault(field.encode_name, []).append(name)
             fields[field.encode_name] = field, purposes[field.encode_name]
-    yield "| option | type | default | what it is for | taken by |"
+    yield "| option | type | default | meaning | connector |"
     yield "|---|---|---|---|---|"
     for option in sorted(fields, key=lambda name: -len(taken[name])):
         field, purpose = fields[option]
@@ -138,7 +139,7 @@ def tier_table() -> Iterator[str]:
     purposes = attribute_docstrings(TierConfig)
     described = types.type_info(TierConfig)
     assert isinstance(described, types.StructType)
-    yield "| option | type | default | what it is for |"
+    yield "| option | type | default | meaning |"
     yield "|---|---|---|---|"
     for field in described.fields:
         if field.name in TierConfig.__annotations__:
@@ -148,7 +149,7 @@ def tier_table() -> Iterator[str]:
 
 def router_table() -> Iterator[str]:
     """Yield one row per argument of the router's command line."""
-    yield "| argument | default | what it is for |"
+    yield "| argument | default | meaning |"
     yield "|---|---|---|"
     for action in make_parser("")._actions:
         if action.dest in ("help", "version"):

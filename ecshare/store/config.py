@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options both connectors take, and the one parser from a user's dict to a frozen type."""
+"""The options of both connectors, and the parser from a user's dict to a frozen type."""
 
 import difflib
 import hashlib
@@ -31,59 +31,60 @@ _MSGSPEC_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 
 
 class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every connector needs to know about its store."""
+    """The options that every connector needs for its store."""
 
     url: str
-    """Where the objects live: `/folder`, `file:///folder`, `s3://bucket/prefix`,
+    """The place of the objects: `/folder`, `file:///folder`, `s3://bucket/prefix`,
     `az://container/prefix`, `abfs://container@account.dfs.core.windows.net/prefix`,
     `gs://bucket/prefix`, or any url that an installed fsspec filesystem understands."""
 
     storage_options: dict[str, Any] = {}
-    """Options of that filesystem, named as fsspec names them. For S3: `key`, `secret`, `token`,
-    `endpoint_url`, `anon`, `client_kwargs`, ...; left out, the usual credentials are searched: AWS
-    environment variables, profiles, roles. For Azure: `account_name`, `account_key`, `sas_token`,
-    `connection_string`, `client_id`, `client_secret`, `tenant_id`, `account_host`, `anon`; left
-    out, its environment variables, workload and managed identity. For Google Cloud: `token` (a
-    file of a service account, or `"anon"`), `endpoint_url`; left out, the application default
-    credentials. Google Cloud was tried against an imitation of its API only. Any text in here may
-    be written as `env:NAME` or `file:/path`, as every secret should: see [Secrets](#secrets)."""
+    """Options of the store, with fsspec's names. For S3: `key`, `secret`, `token`, `endpoint_url`,
+    `anon`, `client_kwargs`, ...; without them, the usual credentials are used: AWS environment
+    variables, profiles, roles. For Azure: `account_name`, `account_key`, `sas_token`,
+    `connection_string`, `client_id`, `client_secret`, `tenant_id`, `account_host`, `anon`; without
+    them, its environment variables, workload and managed identity. For Google Cloud: `token` (a
+    file of a service account, or `"anon"`), `endpoint_url`; without them, the application default
+    credentials. Google Cloud was tested only with an imitation of its API. Any text may be written
+    as `env:NAME` or `file:/path`, and every secret should be: see [Secrets](#secrets)."""
 
     folder_access: Literal["user", "group"] = "user"
-    """Who may use a store in a folder: this user alone, or all users of the folder's group, also in
-    other containers and on other hosts. For `"group"`, make the folder first, for a group that all
-    of them are in: `install -d -m 2770 -g GROUP /folder`."""
+    """Who may use a store in a folder: only this user, or all users of the folder's group, also in
+    other containers and on other hosts. For `"group"`, first make the folder for a group that has
+    all of these users: `install -d -m 2770 -g GROUP /folder`."""
 
     epoch: Annotated[str, Meta(max_length=128)] = ""
-    """Any text; engines share objects only where it is the same. Change it after the weights were
+    """Any text. Only engines with the same text share objects. Change it when the weights were
     updated in place."""
 
     wait_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
-    """Seconds a request may wait for an object that was announced or is on its way."""
+    """Seconds that a request may wait for a look-up, or for an announced object."""
 
     io_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
-    """Seconds after which one operation on the store counts as failed."""
+    """Seconds after which an operation on the store has failed."""
 
     buffer_bytes: Annotated[int, Meta(gt=0)] = GIB
-    """Host memory for saves in flight; beyond it a save is dropped, or waits where it must be
-    durable. One object larger than this may go alone. On a GPU all of it is pinned at start, at
-    least one chunk of KV, and embeddings that are loaded pass through it too."""
+    """Host memory for saves in flight. If it is used up, an embedding is not saved, or its step
+    waits if saves are durable or the engine only encodes; KV is saved by a later step. An object
+    larger than this is saved when no other save is in flight. A GPU worker pins all of it at start,
+    or as much as one chunk of KV takes; embeddings that are loaded pass through it too."""
 
     host_cache_dir: str | None = None
-    """Folder of verified objects that all engines of this user on this host share. Left out:
-    `/dev/shm/ecshare-<uid>`, or `/tmp` where `/dev/shm` is small; another name where somebody else
-    has taken that one."""
+    """The folder of verified objects, which all engines of this user on this host share. Default:
+    `/dev/shm/ecshare-<uid>`; in `/tmp` if `/dev/shm` is small; with another name if somebody else
+    uses that one."""
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
-    """What that folder may hold; the least recently used objects leave first."""
+    """The limit of that folder. The least recently used objects are removed first."""
 
     integrity_key: str = ""
-    """A secret that all engines share: each object then carries a MAC made with it, and objects
-    without the right one count as missing. `env:NAME` or `file:/path`, or the key itself, which
-    then lies open: 32 random bytes or more, as `openssl rand -hex 32` makes them."""
+    """A secret of all engines. Each object then carries a MAC made with it, and objects without the
+    right MAC count as missing. Write `env:NAME` or `file:/path`; the key itself is possible, but
+    visible to others. It must be at least 32 random bytes: `openssl rand -hex 32`."""
 
     @property
     def folder(self) -> str:
-        """The folder that is the store, this host's own or mounted here; "": it is none."""
+        """The store's folder, local or mounted; "" if the store is not a folder."""
         protocol, separator, rest = self.url.partition("://")
         if not separator:
             return self.url
@@ -91,12 +92,12 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def call_timeout_s(self) -> float:
-        """Seconds for somebody who waits for a few operations on the store."""
+        """Seconds for a caller that waits for a few operations on the store."""
         return 6 * self.io_timeout_s
 
     @property
     def endpoint_url(self) -> str:
-        """The endpoint by the options, or by the environment; "": the filesystem's own."""
+        """The endpoint from the options or the environment; "": the client's default."""
         client: Any = self.storage_options.get("client_kwargs")
         endpoint = self.storage_options.get("endpoint_url") or (
             client.get("endpoint_url") if isinstance(client, Mapping) else None
@@ -108,10 +109,10 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return str(endpoint)
 
     def store_id(self) -> str:
-        """16 hex digits that tell this store from others: url and endpoint, no credentials.
+        """Return 16 hex digits that identify the store by url and endpoint, without credentials.
 
-        Of Azure the account, too: containers are named within one. Two ways to write one store
-        may give two ids: what is kept by it is then kept twice.
+        For Azure the account counts too, because names of containers are unique only within one. If
+        one store is written in two ways it may have two ids, and two entries in the host cache.
         """
         place = self.url.removeprefix("file://").rstrip("/")
         protocol = self.url.partition("://")[0]
