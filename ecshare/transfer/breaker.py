@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is worth asking for: the store as a whole, and the objects found damaged in it."""
+"""The circuit breaker of the store, and the list of damaged objects."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -28,32 +28,31 @@ _MAX_BAD = 10_000
 
 
 class Verdict(Enum):
-    """What the end of an operation shows of a store."""
+    """What the end of an operation shows about the store."""
 
     WORKS = auto()
     FAILED = auto()
     UNKNOWN = auto()
-    """Nothing either way: another probe may follow at once."""
+    """Nothing. Another probe may follow at once."""
 
 
 Verdicts = tuple[tuple[type[Exception], Verdict], ...]
-"""What each exception shows; the first that fits counts. Any other shows nothing."""
+"""The verdict of each exception; the first match counts. Other exceptions show nothing."""
 
 
 class CircuitBreaker:
-    """Opens after consecutive failures; then one probe at a time asks the store again.
+    """A circuit breaker: opens after consecutive failures; then one probe at a time asks again.
 
-    While it is open, `attempt` refuses all but one operation per pause, and that one only when the
-    last has ended; a success closes it, a failed probe doubles the pause. So a dead store costs
-    hits, and next to no time. Other failures while it is open, and those of operations that began
-    before the last success, change nothing: they are old news. The log says when it opens and when
-    it closes.
+    While it is open, `attempt` refuses all operations except one per pause, and that one only when
+    the last probe has ended. A success closes it. A failed probe doubles the pause. So a dead store
+    costs hits, but hardly any time. Other failures while it is open, and failures of operations
+    that began before the last success, are ignored. The log says when it opens and when it closes.
 
     Ownership: the I/O thread.
     """
 
     def __init__(self, what: str, clock_s: Callable[[], float] = monotonic) -> None:
-        """Start closed. `what` fails or works, for the log; `clock_s`: monotonic seconds."""
+        """Start closed. `what`: its name in the log, in plural; `clock_s`: monotonic seconds."""
         self.what = what
         self._clock_s = clock_s
         self._failures = 0
@@ -68,7 +67,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while the store counts as gone."""
+        """Whether the breaker is open: the store counts as gone."""
         return self._failures >= _FAILURES_TO_OPEN
 
     def check(self) -> None:
@@ -82,9 +81,9 @@ class CircuitBreaker:
 
     @contextmanager
     def attempt(self, verdicts: Verdicts) -> Iterator[None]:
-        """Do one operation in the body; `verdicts` say what exceptions of it show.
+        """Do one operation in the body. `verdicts`: what its exceptions show.
 
-        While the store counts as gone, the operation is the probe, and claims this pause's turn.
+        While the breaker is open, the operation is the probe of this pause.
 
         Raises:
             StoreUnavailable: it may not begin.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings objects to this host: from the host cache, or once for the whole host from the store."""
+"""Fetches objects: from the host cache, or from the store, once for all processes of the host."""
 
 import asyncio
 import logging
@@ -38,16 +38,16 @@ _SOUNDNESS: Verdicts = (
 _Load = Callable[[], tuple[StoredObject, Moved]]
 _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
-# How often this host is looked at for what another process brings or stores.
+# How often the host cache is asked for an object that another process fetches or stores.
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.01
-# The part of a job's time that it waits for another process's download. Less than half: what is
-# left shows whether the store answers (see StoreClient.ask).
+# The part of a job's time that it waits for another process's download. Less than half, so that
+# the rest is enough to see whether the store answers (see StoreClient.ask).
 _PATIENCE = 0.45
-# How often the store is asked for what was announced and is not there yet.
+# How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
-# Glances are cheaper than questions: those that wait share four times as many.
+# Looks at the host cache are cheaper, so all waits together may do four times as many.
 _HOST_POLLS_A_STORE_POLL = 4
 
 
@@ -55,15 +55,15 @@ def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject
     """Open the object under `key` in the host cache, pinned; None if it is not there.
 
     It was verified when it was published, so the checksum is not computed again. `own`: the payload
-    is memory of our own (see Entry.copy_on_write), as long as a view of it exists. Any thread;
-    reads memory only.
+    is private memory (see Entry.copy_on_write), as long as a view of it exists. Any thread; does no
+    I/O on the store.
     """
     entry = host.open(key)
     return None if entry is None else _stored_object(host, entry, own=own)
 
 
 def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> StoredObject | None:
-    """Return what `entry` holds, which owns the entry; None: it cannot be used."""
+    """Return the object in `entry`, which owns the entry; None: it cannot be used."""
     try:
         body = entry.copy_on_write() if own else entry.body
         sealed = unseal(body, entry.key, verify=False)
@@ -80,8 +80,8 @@ def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> Store
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
-    """Return when a thread has done `work`, soon, however often this task is cancelled meanwhile:
-    the thread cannot be stopped."""
+    """Return when a thread has done `work`, even if this task is cancelled meanwhile: the thread
+    cannot be stopped."""
     while not work.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([work])
@@ -90,8 +90,8 @@ async def _ended(work: asyncio.Future[Any]) -> None:
 class Fetcher:
     """Serves Fetch jobs.
 
-    One process of a host at a time downloads an object; the others wait until it is in the host
-    cache. A process that dies in between loses its claim with its life.
+    One process of a host at a time downloads an object. The others wait until it is in the host
+    cache. If the process dies, its claim ends.
 
     Ownership: the I/O thread; verification and `use` run on `loads`.
     """
@@ -111,16 +111,16 @@ class Fetcher:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is left alone because what it sends is damaged. Any thread."""
+        """Whether loads are paused because downloaded objects are damaged. Any thread."""
         return self._damage_breaker.is_open
 
     async def serve(self, job: Fetch, deadline_s: float) -> _Served:
-        """Return the object, pinned, and what was moved for it.
+        """Return the object, pinned, and the transfers.
 
-        Where the job has a `use`, that has had the object, and None is returned in its place.
+        If the job has a `use`, it was called with the object, and None is returned instead.
 
         Raises:
-            StoreError, TimeoutError: it cannot be had by `deadline_s`.
+            StoreError, TimeoutError: it cannot be fetched by `deadline_s`.
         """
         if not job.is_announced:
             return await self._fetch(job, deadline_s)
@@ -128,7 +128,7 @@ class Fetcher:
             return await self._fetch_awaited(job, deadline_s, member)
 
     async def _fetch_awaited(self, job: Fetch, deadline_s: float, member: Member) -> _Served:
-        """As `serve`, for what was announced: "missing" is no answer before the time is over."""
+        """As `serve`, for an announced object: while it is missing, ask until the deadline."""
         pause_s = _FIRST_PAUSE_S
         missing: ObjectMissing | None = None
         while True:
@@ -174,7 +174,7 @@ class Fetcher:
         return await self._loaded(job, lambda: (here, moved))
 
     def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
-        """What this host has already; None: the job has no use for it."""
+        """Return the object in `entry`; None: the job cannot use it."""
         here = _stored_object(self._host, entry)
         if here is None or job.accepts is None or job.accepts(here.spec):
             return here
@@ -185,9 +185,10 @@ class Fetcher:
     async def _appearance(
         self, job: Fetch, timeout_s: float, member: Member | None, *, is_claimed: bool = False
     ) -> None:
-        """Return when it is in the host cache, or after `timeout_s`; look as often as `member` may.
+        """Wait until the object is in the host cache, at most `timeout_s`.
 
-        `is_claimed`: also when the process that downloads it has let go of its claim.
+        Look as often as `member` may. `is_claimed`: return also when the process that downloads it
+        has released its claim.
         """
         deadline_s = time.monotonic() + timeout_s
         poll_s = _FIRST_POLL_S
@@ -251,10 +252,10 @@ class Fetcher:
             raise
 
     async def _loaded(self, job: Fetch, load: _Load) -> _Served:
-        """Return what `load` does, or what `job.use` leaves of it, both on a load thread.
+        """Call `load` and `job.use` on a load thread, and return the result.
 
-        That has ended on return, also when cancelled: it reads what came, and writes to somebody's
-        memory.
+        The thread has finished on return, also if this task was cancelled: it writes to memory of
+        others.
         """
         work = asyncio.get_running_loop().run_in_executor(self._loads, _used, job, load)
         try:
@@ -266,7 +267,7 @@ class Fetcher:
             raise
 
     def _admit(self, job: Fetch, incoming: Draft, started_s: float) -> tuple[StoredObject, Moved]:
-        """Verify what came and publish it to this host. Load thread."""
+        """Verify the downloaded object and publish it on this host. Load thread."""
         sealed = unseal(
             incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
         )
@@ -282,7 +283,7 @@ class Fetcher:
 
 
 def _used(job: Fetch, load: _Load) -> _Served:
-    """Let `job.use` have the object that was loaded, if there is one, and release it then."""
+    """Load the object, call `job.use` with it if there is one, and then release it."""
     stored, moved = load()
     if job.use is None:
         return stored, (moved,)

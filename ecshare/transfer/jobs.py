@@ -76,7 +76,7 @@ class Job(Struct, Generic[R], frozen=True):
 class Put(Job[None], frozen=True):
     """Store the object in `slab` under `key`. The engine owns `slab` from now on.
 
-    `keeps_unstored`: this host's cache keeps what the store did not take.
+    `keeps_unstored`: the object stays in this host's cache even if the store did not take it.
     """
 
     key: Key
@@ -87,17 +87,18 @@ class Put(Job[None], frozen=True):
 class Fetch(Job[StoredObject], frozen=True):
     """Bring the object under `key` to this host, verified and pinned, within `timeout_s`.
 
-    The result is the object, which the receiver owns; None where `use` had it.
+    The result is the object, which the receiver owns; None if there is a `use`.
 
-    `limit_bytes`: what is larger, prologue included, counts as damaged and is not read.
-    `accepts`: a tensor that it says no to counts as damaged too, so that a usable one can take the
-    place. Any thread.
-    `is_announced`: somebody is storing it now, so that "missing" is no answer before the time is
-    over: look again, on this host every few milliseconds, in the store ever less often, but at
+    `limit_bytes`: a larger object, prologue included, counts as damaged and is not read.
+    `accepts`: a tensor that it rejects counts as damaged too, so that a usable one can replace it.
+    Called on any thread.
+    `is_announced`: another engine is storing the object now. If it is missing, look again until the
+    time is over: in the host cache every few milliseconds, in the store less and less often, but at
     least every `longest_pause_s`.
-    `is_guess`: nobody has seen it in the store: loads of what is there must not wait for it.
-    `use`: called with the object on a load thread, which then releases it. The job ends after that,
-    cancelled or not: what `use` writes to is its own no longer once the Done is there.
+    `is_guess`: no look-up has seen it in the store. Loads of objects that exist must not wait for
+    it.
+    `use`: called with the object on a load thread, which then releases it. The job ends only after
+    `use` has returned, even if it is cancelled. `use` writes to nothing after the Done.
     """
 
     key: Key
@@ -111,18 +112,19 @@ class Fetch(Job[StoredObject], frozen=True):
 
 
 class Backfill(Job[bool], frozen=True):
-    """Store what this host's cache holds under `key`, unless the store has it.
+    """Store the entry of this host's cache under `key`, unless the store has the object.
 
-    The result is whether it had to be stored.
+    The result is whether the store lacked it.
     """
 
     key: Key
 
 
 class Lookup(Job[tuple[bool, ...]], frozen=True):
-    """Ask of each of `keys` whether it exists, within `timeout_s`.
+    """Ask whether each of `keys` exists, within `timeout_s`.
 
-    In the host cache or the store; `store_only` asks what other hosts can read as well.
+    In the host cache or the store. With `store_only`, only in the store, where other hosts can read
+    it too.
     """
 
     keys: tuple[Key, ...]
@@ -131,15 +133,14 @@ class Lookup(Job[tuple[bool, ...]], frozen=True):
 
 
 LookupRounds = Generator[Sequence[Key], Sequence[Tier | None], R]
-"""Yields keys, is sent where each exists (None: nowhere), and returns what it makes of it all."""
+"""Yields keys, receives where each exists (None: nowhere), and returns the job's result."""
 
 
 class MultiLookup(Job[R], frozen=True):
-    """Ask which keys exist in several rounds, all within `timeout_s`; see Lookup for where.
+    """Ask in several rounds which keys exist, all within `timeout_s`; see Lookup for where.
 
-    The result is what `questions` makes of the answers.
-
-    `questions` is called and run on the I/O thread, so that to name many keys costs no other one.
+    The result is what the generator of `questions` returns. It runs on the I/O thread, so that
+    making many keys costs no time on other threads.
     """
 
     questions: Callable[[], LookupRounds[R]]
@@ -147,16 +148,16 @@ class MultiLookup(Job[R], frozen=True):
 
 
 class Run(Job[R], frozen=True):
-    """Call `work` off vLLM's threads; the result is what it returns. `name` says what for."""
+    """Call `work` outside of vLLM's threads. The result is its return value. `name`: for logs."""
 
     name: str
     work: Callable[[], R]
 
 
 class Done(Struct, Generic[R], frozen=True):
-    """What became of `job`.
+    """The end of `job`.
 
-    `value`: the job's result, where the outcome is OK; else None.
+    `value`: the job's result if the outcome is OK, else None.
     `seconds`: from submit to the end.
     """
 
@@ -169,10 +170,10 @@ class Done(Struct, Generic[R], frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Handle(Generic[R]):
-    """A job in the hands of the engine, and what follows it.
+    """A submitted job and its continuation.
 
-    `then` is called once, with the job's Done, on the thread that polls; it owns the value.
-    Whoever submits keeps the handle to cancel the job; None of it need be kept otherwise.
+    `then` is called once with the job's Done, on the thread that polls; it owns the value. Keep the
+    handle only to cancel the job.
     """
 
     job: Job[R]
@@ -182,6 +183,6 @@ class Handle(Generic[R]):
     """The I/O thread's."""
 
     def ended(self, done: Done[R]) -> None:
-        """Go on with what follows."""
+        """Call the continuation."""
         if self.then is not None:
             self.then(done)

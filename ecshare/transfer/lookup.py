@@ -29,7 +29,7 @@ class Locator:
         return tuple(tier is not None for tier in where)
 
     async def look_up_in_rounds(self, job: MultiLookup[Any], deadline_s: float) -> Any:
-        """As `look_up`, whatever the result is."""
+        """As `look_up`, in rounds. The job's generator makes the result."""
         questions = job.questions()
         answers: Any = None  # to send None is to begin
         while True:

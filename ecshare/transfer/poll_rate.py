@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each of those that wait for what was announced may ask, so that they cost no more the
-more they are."""
+"""Limits how often all waits for announced objects together ask the store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,23 +15,23 @@ _RECOUNT_GROWTH = 1.1
 
 
 class Member:
-    """One that waits."""
+    """One wait for an announced object."""
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
 
 
 class PollRate:
-    """Divides a total rate among those that wait.
+    """Divides a total rate among all waits.
 
-    Each asks at a rate that falls with its age: who has asked in vain for seconds will rarely be
-    the one whose object comes next, and must not slow down who has just begun.
+    The rate of a wait falls with its age. An object that has not arrived for seconds will rarely be
+    the next to arrive, and must not slow down new waits.
 
     Ownership: the I/O thread.
     """
 
     def __init__(self, clock_s: Callable[[], float] = monotonic) -> None:
-        """Start with nobody. `clock_s`: monotonic seconds."""
+        """Start without waits. `clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self._members: set[Member] = set()
         self._weight = 0.0
@@ -41,7 +40,7 @@ class PollRate:
 
     @contextmanager
     def joined(self) -> Iterator[Member]:
-        """Wait, for as long as the body takes."""
+        """Count a wait for the time of the body."""
         member = Member(self._clock_s())
         self._members.add(member)
         try:
@@ -50,7 +49,7 @@ class PollRate:
             self._members.remove(member)
 
     def pause_s(self, member: Member) -> float:
-        """Return how long `member` has to leave between two questions, at the least."""
+        """Return the shortest time between two questions of `member`."""
         now_s = self._clock_s()
         is_larger = len(self._members) > _RECOUNT_GROWTH * self._num_counted
         if is_larger or now_s >= self._counted_s + _RECOUNT_S:

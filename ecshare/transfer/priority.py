@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use the store now: the most urgent first, within limits of number and bytes."""
+"""Admission of operations on the store: by priority, within limits of number and bytes."""
 
 import asyncio
 import heapq
@@ -8,19 +8,19 @@ from contextlib import asynccontextmanager
 from enum import IntEnum
 from itertools import count
 
-# Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link, 32 where they are small
-# (docs/decisions.md has figures). Saves get less: they may wait. A little more than three and two
-# objects of 32 MiB, such as chunks of KV are: with less, their headers would cost one of them its
-# place. Polls may find what is there already, and then are loads.
+# Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link; small objects need 32
+# (docs/decisions.md has figures). Saves get less, because they may wait. The limits have room for
+# three and two objects of 32 MiB (large chunks of KV) with their headers. A poll may find its
+# object, and is a load then.
 _MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}
 _MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 32}
 
 
 class Priority(IntEnum):
-    """What a request waits for goes first; what nobody waits for, last.
+    """The priority of an operation: first what requests wait for, last what nobody waits for.
 
-    A save is all that is done for one, be it a look-up. A poll asks for what may never come, since
-    it was announced, or is a guess: polls wait in a line of their own.
+    SAVE includes the look-ups of saves. POLL is for objects that may never arrive, because they
+    were only announced, or are guesses. Polls have a limit of their own.
     """
 
     LOAD = 0
@@ -32,8 +32,8 @@ class Priority(IntEnum):
 class Admission:
     """Admits operations on the store.
 
-    No operation is admitted while a more urgent one waits. One that is larger than the limit may
-    go alone. Ownership: the I/O thread.
+    No operation is admitted while a more urgent one waits. An operation larger than the limit is
+    admitted when no other one of its priority is in flight. Ownership: the I/O thread.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(self, priority: Priority, cost_bytes: int) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it for the body. `cost_bytes`: what it may move at most."""
+        """Wait for admission, and hold it for the body. `cost_bytes`: the most it may move."""
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._order), cost_bytes, turn))
         self._admit()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dictionary that forgets."""
+"""A dictionary with a limited number of entries."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -10,14 +10,14 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Holds at most `limit` entries, those that were set last."""
+    """Keeps the `limit` entries that were set last."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Set it as the youngest; of too many the oldest is forgotten."""
+        """Set it as the newest entry. The oldest one is removed if there are too many."""
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self._limit:

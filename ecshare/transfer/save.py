@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings objects from this host to the store, by way of its cache."""
+"""Saves objects: publishes them in the host cache and puts them into the store."""
 
 import asyncio
 import time
@@ -20,8 +20,8 @@ _STORING = "storing"
 class Saver:
     """Serves Put and Backfill jobs.
 
-    While an object is on its way to the store, the processes of its host see that by a claim.
-    Ownership: the I/O thread; slabs are sealed and published on `copies`.
+    While an object is being stored, a claim shows this to the processes of the host. Ownership: the
+    I/O thread; slabs are sealed and published on `copies`.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Saver:
         self._integrity = integrity
 
     async def put(self, job: Put) -> tuple[Moved, ...]:
-        """Publish the slab's object to this host and store it; return what was moved for it.
+        """Publish the slab's object on this host and store it. Return the transfers.
 
-        There is no deadline: a queue of saves must not expire unsent.
+        There is no deadline: saves must not expire in the queue.
 
         Raises:
             StoreError, TimeoutError: it is not stored.
@@ -61,7 +61,8 @@ class Saver:
         return published, stored
 
     async def backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
-        """Store what this host has and the store lacks: whether it had to be, and what was moved.
+        """Store an entry of the host cache, unless the store has it. Return whether it lacked it,
+        and the transfers.
 
         Raises:
             ObjectMissing: this host does not have it.
@@ -84,7 +85,7 @@ class Saver:
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 
     def _prepare(self, job: Put) -> tuple[memoryview, Entry | None, Moved]:
-        """Seal the slab, publish it to this host, and return the object. Copy thread."""
+        """Seal the slab, publish it on this host, and return the object. Copy thread."""
         body = job.slab.arrived()
         started_s = time.monotonic()
         seal(body, job.slab.spec, job.key, self._integrity)

@@ -7,7 +7,7 @@ _GAUGE = "now/"
 
 
 def is_gauge(name: str) -> bool:
-    """Whether the number says how things are, so that a later one replaces it; others add up."""
+    """Whether the number is a gauge, which a later value replaces. Other numbers are added."""
     return name.startswith(_GAUGE)
 
 
@@ -15,8 +15,7 @@ class Stats:
     """Counts since the last `take`, by name.
 
     A name is a metric and the values of its labels, joined by slashes: `items/loaded`. Plain dicts
-    travel between processes, add up over ranks and intervals, and mean the same wherever they are
-    read. Gauges begin with `now/`.
+    can be sent between processes and added over ranks and intervals. Gauges begin with `now/`.
 
     Ownership: one thread adds and takes.
     """
@@ -27,11 +26,11 @@ class Stats:
         self._gauges: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count `amount` (of whatever unit the name says) under `name`."""
+        """Add `amount` to the count `name`, whose name gives the unit."""
         self._counts[name] = self._counts.get(name, 0) + amount
 
     def set(self, name: str, value: float) -> None:
-        """Say how things are, 0 at first; taken once, until it changes."""
+        """Set a gauge, which starts at 0. `take` returns it only after a change."""
         if self._gauges.get(name, 0) != value:
             self._gauges[name] = self._counts[name] = value
 
@@ -44,7 +43,7 @@ class Stats:
 def merged(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of two sets of counts, by name; neither is changed.
 
-    Of two gauges the second one, the later, counts.
+    A gauge of `second`, which is later, replaces that of `first`.
     """
     total = dict(first)
     for name, amount in second.items():
