@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the LoRA adapter of a request contains: its KV is named by that, not by the adapter's name.
+"""Identifies the LoRA adapter of a request by its content, which becomes part of its KV's names.
 
-vLLM's block hashes say what an adapter is called (and since 0.31, where it lies), so one that was
-trained further and loaded again would find KV of the one before, and others would find its.
+vLLM's block hashes contain only an adapter's name (and from 0.31 on its path). Without the content,
+an adapter that was trained further and loaded again would find KV of its old weights.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,22 +21,22 @@ from kvshare.prefix import Grid
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """What is known of one request's adapter. `grid`: how its chunks are named, None: not known."""
+    """The adapter of one request. `grid` names its chunks; None: the content is not known."""
 
     grid: Grid | None
     is_settled: bool
     """False while its files are being read."""
     hashed_as: Hashable = None
-    """What vLLM's block hashes tell it by."""
+    """Its identity in vLLM's block hashes."""
     deadline_s: float = 0.0
     num_blocks: int = 0
     """Of its request's prompt."""
 
 
 class Adapters:
-    """Has adapters read on the I/O thread; each request waits for that, for `wait_s` at most.
+    """Reads adapters on the I/O thread. Each request waits for that, at most `wait_s`.
 
-    What is not known, or is no longer what it was, is neither saved nor loaded: see
+    KV of an adapter that cannot be read, or has changed, is neither saved nor loaded: see
     `AdapterContents`.
 
     Ownership: vLLM's scheduler thread.
@@ -60,7 +60,7 @@ class Adapters:
         self._contents = AdapterContents()
 
     def of(self, request: Request) -> Adapter:
-        """Begin to find out about the adapter of `request`."""
+        """Return the adapter of `request`, and start to read it."""
         lora = request.lora_request
         if lora is None:
             return self._none
@@ -78,20 +78,20 @@ class Adapters:
         self._settle(adapter, done.value or "")
 
     def is_settled(self, adapter: Adapter) -> bool:
-        """Whether its request need not wait any more; gives up where the time is over."""
+        """Whether the request need not wait any more. Gives up when `wait_s` is over."""
         if not adapter.is_settled and self._clock_s() >= adapter.deadline_s:
             self._settle(adapter, "")
         return adapter.is_settled
 
     def grid_of(self, adapter: Adapter) -> Grid | None:
-        """Return how chunks made with `adapter` are named now; None: they are not shared."""
+        """Return the grid that names chunks of `adapter`; None: they are not shared (any more)."""
         if adapter is self._none or adapter.grid is None:
             return adapter.grid
         is_as_before = self._contents.are_still(adapter.hashed_as, adapter.grid.adapter.hex())
         return adapter.grid if is_as_before else None
 
     def _settle(self, adapter: Adapter, content: str) -> None:
-        """`content`: its fingerprint; "": it is not known."""
+        """Finish the adapter. `content`: its fingerprint, "" if it is not known."""
         if adapter.is_settled:
             return
         adapter.is_settled = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells those who follow vLLM's KV events which blocks the store has."""
+"""Publishes through vLLM's KV events which blocks the store has."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -45,10 +45,10 @@ class _Ordered:
 
 
 class BlockEvents:
-    """Says of each full block once that it is stored, and once that it was found lost.
+    """Publishes each full block once when it is stored, and once when it was found lost.
 
-    A block may lie in several chunks: it is announced with the first one, and withdrawn with the
-    last. Tails are left out, for vLLM has no name for them. Ownership: vLLM's scheduler thread.
+    A block may be in several chunks. It is published with the first one, and removed with the last.
+    Tails are left out, because vLLM has no name for them. Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, grid: Grid, num_shards: int, *, group: int | None, is_remote: bool) -> None:

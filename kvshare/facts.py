@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What separates the KV of two engines, and what the scheduler half must know of its own."""
+"""The facts that separate the KV of two engines, and the facts of this engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,30 +19,30 @@ from kvshare.prefix import Grid, HashFunction
 from kvshare.save_budget import SlabBytes
 
 UNSPECIFIED_SOURCE = "external_unspecified"
-"""vLLM's word for hits from a remote store, or from who knows where."""
+"""vLLM's name for hits from a remote or unknown store."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVFacts:
-    """What the scheduler half must know of its engine."""
+    """The facts of its engine that the scheduler half needs."""
 
     namespace: str
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
     tp_size: int
-    """The tensor-parallel size that it stores chunks in; see shards.py."""
+    """The tensor-parallel size in which it stores chunks; see shards.py."""
     shard_names: Mapping[int, tuple[str, ...]]
-    """By each tensor-parallel size that it can read: the names of the shards of a chunk, which is
-    there if all of one size are."""
+    """For each tensor-parallel size that it can read, the names of a chunk's shards. A chunk is
+    stored if all shards of one size are."""
     slab_bytes: SlabBytes
     hash_function: HashFunction
     """vLLM's own, which made the block hashes."""
     saves: bool
     loads: bool
     numbers_media: bool = False
-    """vLLM gives media numbers for names; KV that is made of them is not shared."""
+    """vLLM names media by numbers. KV computed from such media is not shared."""
     store_source: str = UNSPECIFIED_SOURCE
-    """What vLLM calls hits in a store like this one."""
+    """vLLM's name for hits in this kind of store."""
 
 
 def kv_namespace(
@@ -80,11 +80,12 @@ def kv_namespace(
 
 
 def _context_facts(model: Any) -> list[Any]:
-    """Return what follows from the longest context that an engine serves.
+    """Return the facts that depend on the longest context that an engine serves.
 
-    Not that itself: few models compute other KV for it. LongRoPE has two sets of factors, and vLLM
-    takes one of them for good (`Phi3LongRoPEScaledRotaryEmbedding`); Llama 4 scales its attention
-    where the context is long, unless the generation config says otherwise (`Llama4ForCausalLM`).
+    The length itself is not a fact, because few models compute other KV for it. LongRoPE has two
+    sets of factors, of which vLLM always uses one (`Phi3LongRoPEScaledRotaryEmbedding`). Llama 4
+    scales its attention for long contexts, unless the generation config says otherwise
+    (`Llama4ForCausalLM`).
     """
     facts: list[Any] = []
     for rope in _long_ropes(model.hf_text_config):
@@ -108,7 +109,7 @@ def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _draft_facts(vllm_config: Any) -> list[str]:
-    """Return which model guesses tokens ahead, if one does: its KV lies in the same blocks."""
+    """Return the separate draft model of speculative decoding, if any: it shares the blocks."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     # Where nothing or a part of the model itself guesses, vLLM names the model here.
@@ -120,8 +121,8 @@ def _draft_facts(vllm_config: Any) -> list[str]:
 def _page_format(vllm_config: Any) -> str:
     """Return how the attention kernels lay out the inside of a block, as far as the device says.
 
-    CPU kernels repack keys for their instruction set: blocks of one shape, read by another CPU or a
-    GPU, would be other numbers. GPU kernels of one vendor agree where their blocks' shapes do.
+    CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
+    values from a block of the same shape. GPU kernels of one vendor agree if the shapes agree.
     """
     from vllm.platforms import current_platform
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks how much of a request is stored, while vLLM's scheduler goes on.
+"""Looks up how much of a request is stored, while vLLM's scheduler goes on.
 
-What was announced is not asked for: the chunks are named, and the load waits for them. But where
-engines of several tensor-parallel sizes store, it must be seen which of them has stored each chunk:
-then what was announced is asked for until it is there.
+Announced chunks are not looked up: they are named, and the load waits for them. But if engines of
+several tensor-parallel sizes store, the size of each chunk must be found. Then announced chunks are
+looked up until they are there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +28,23 @@ from kvshare.tp_sizes import StoredTpSizes
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
-# However many sizes are asked for: chunks of one round.
+# The fewest chunks per round, however many sizes are asked for.
 _FEWEST_CHUNKS = 4
 
 Answers = LookupRounds[dict[ChunkKey, int]]
-"""Yields keys, is sent where each of them is, and returns the size of each chunk that is stored."""
+"""Yields keys, receives where each of them is, and returns the size of each stored chunk."""
 
 
 @dataclass(slots=True)
 class Search:
-    """The question how much of a request can be loaded. Answered once `is_over`."""
+    """A search for how much of a request can be loaded. It is final when `is_over`."""
 
     prefix: Prefix
     start_block: int
     sizes: tuple[int, ...]
     """The tensor-parallel sizes to look for."""
     awaited_tokens: int
-    """So many were announced: they are looked for until they are there."""
+    """The number of announced tokens, which are looked up until they are there."""
     begun_s: float
     deadline_s: float
     next_ask_s: float
@@ -53,20 +53,20 @@ class Search:
     is_over: bool = False
     found: tuple[Chunk, ...] = ()
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
-    """Where what was found is, as far as it was asked for."""
+    """Where the chunks of `found` are, as far as the search asked for them."""
     is_announced: bool = False
-    """Nobody looked for `found`: whoever computes it said so."""
+    """`found` was announced, and not looked up."""
     other_tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
-    """Of those that are stored in another size than this engine's own."""
+    """The size of each chunk that is stored in another size than this engine's own."""
 
     @property
     def start_tokens(self) -> int:
-        """What lies before it was not asked for; the first chunk found may begin before it."""
+        """The first token of the search; the first chunk found may begin before it."""
         return self.start_block * self.prefix.grid.block_tokens
 
     @property
     def num_missing_blocks(self) -> int:
-        """How many of the blocks that were asked for are not known to be stored."""
+        """The number of blocks of the search that are not known to be stored."""
         found = sum(chunk.num_blocks for chunk in self.found)
         if self.found:
             found -= self.start_block - self.found[0].first_block
@@ -74,7 +74,7 @@ class Search:
 
 
 class Lookups:
-    """Runs searches on the I/O thread; an answer is final after `wait_s`, whatever the store does.
+    """Runs searches on the I/O thread. Each ends after at most `wait_s`, whatever the store does.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -93,7 +93,7 @@ class Lookups:
         self._stats = engine.stats
         self._clock_s = clock_s
         self.stored = RecentKeys[ChunkKey](clock_s)
-        """What need not be saved; who saves adds to it."""
+        """Chunks that need not be saved. The save plan adds to it."""
         self.adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
         self.sizes = StoredTpSizes(
             facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
@@ -102,7 +102,7 @@ class Lookups:
         self._asking: dict[_Asked, list[Search]] = {}
 
     def start(self, request: Request, grid: Grid, num_computed_tokens: int) -> Search:
-        """Return a search for what `request` could load after `num_computed_tokens`."""
+        """Return a search for the chunks that `request` can load after `num_computed_tokens`."""
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
         sizes = self.sizes.with_announced(announced_tp_size(request))
@@ -112,7 +112,7 @@ class Lookups:
             # No look-up will miss and ask then: engines of other sizes may store meanwhile.
             self.sizes.look(self._config.io_timeout_s)
         if announced and len(sizes) > 1:
-            # Who announces has loaded some of it himself, perhaps, of any size: it must be seen.
+            # The engine that announces may have loaded some of the chunks, of any size.
             awaited_tokens, announced = announced[-1].end_tokens, ()
         return Search(
             prefix,
@@ -130,7 +130,7 @@ class Lookups:
     def _announced(
         self, request: Request, prefix: Prefix, num_computed_tokens: int
     ) -> tuple[Chunk, ...]:
-        """Return the chunks that were announced: they need not be looked for."""
+        """Return the announced chunks, which need no look-up."""
         num_tokens = announced_tokens(request)
         # Less than a block is computed sooner than it comes. What a preempted request has
         # generated was not announced.
@@ -144,7 +144,7 @@ class Lookups:
         )
 
     def advance(self, search: Search) -> None:
-        """Ask, or take the answer, or give up."""
+        """Continue the search: ask, take the result, or give up."""
         self._engine.poll()
         now_s = self._clock_s()
         if search.is_over:
@@ -189,7 +189,7 @@ class Lookups:
         search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
 
     def _end(self, search: Search, reason: str) -> None:
-        """Make the answer final; `reason`: why there are blocks that were not found, if any."""
+        """Make the search final. `reason`: why blocks were not found, if any were not."""
         if search.is_over:
             return
         search.is_over = True
@@ -202,9 +202,9 @@ class Lookups:
 
 
 class _Asked:
-    """Whether chunks are stored, as questions for their keys. Equal where all keys are.
+    """The questions of a search, as keys. Two are equal if all their keys are.
 
-    Called on the I/O thread: to make hundreds of keys takes longer than a hook should.
+    Called on the I/O thread, because making hundreds of keys takes too long for a hook.
     """
 
     def __init__(
@@ -240,18 +240,18 @@ class _Asked:
         if unclear:
             sizes |= yield from self._sizes_of(unclear, self._sizes[:-1], tiers)
             for chunk in unclear:
-                # Somewhere it is, as those around it are; who loads it will see.
+                # It is stored in some size, as the chunks around it are. The load will see.
                 sizes.setdefault(chunk.key, self._sizes[-1])
         return replace(found.in_tp_sizes(sizes), tiers=tiers)
 
     def _sizes_of(
         self, chunks: Sequence[Chunk], sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
     ) -> Answers:
-        """Ask for `chunks`; return the first size in which all that was asked of each is there.
+        """Ask for `chunks`; return for each the first size in which its shards are stored.
 
-        Add to `tiers` where that is. If the keys of all shards fit into one round trip, all are
-        asked for. Otherwise one shard of each chunk is, in turn: that another one is lost is then
-        noticed when the chunk is loaded.
+        Add to `tiers` where they are. If the keys of all shards fit into one round trip, ask for
+        all. Otherwise ask for one shard of each chunk, a different one for each. If another shard
+        is lost, the load notices it.
         """
         names = [self._facts.shard_names[size] for size in sizes]
         is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the two halves of a connector, and between the connectors of two engines."""
+"""Messages between the two halves of a connector, and between the connectors of two engines."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is stored of one chunk for one layer set, and the cache blocks that hold some of its
-    blocks, or are to hold them."""
+    """The stored part of one chunk for one layer set, and the cache blocks from or to which it is
+    copied."""
 
     key: ChunkKey
     num_blocks: int
     """That are stored."""
     num_tokens: int
-    """Tokens that they vouch for; the rest of the last block is noise."""
+    """The number of valid tokens; the rest of the last block is not valid."""
     block_ids: tuple[tuple[int, ...], ...]
-    """Of consecutive stored blocks, in each cache group of the layer set: all where it is saved."""
+    """Of consecutive stored blocks, in each cache group of the layer set; all blocks for a save."""
     first_block: int = 0
     """Which stored block the first of `block_ids` is."""
     layer_set: int = 0
     tp_size: int | None = None
     """The tensor-parallel size that it is stored in (see shards.py); None: this engine's own."""
     shard: ShardSlice | None = None
-    """Which heads of it are meant, and where they lie; None: all of this rank. Set by the worker,
-    which makes a piece of another size several, if need be."""
+    """Which heads to use, and where they are; None: all heads of this rank. The worker sets it, and
+    may make several pieces of one that is stored in another size."""
 
     @property
     def num_held(self) -> int:
@@ -52,7 +52,7 @@ class LoadOrder:
     request_id: str
     pieces: tuple[Piece, ...]
     is_announced: bool = False
-    """Somebody is computing them now: they are waited for, in their order."""
+    """Another engine computes them now: the load waits for them, in their order."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Orders(KVConnectorMetadata):
     namespace: str
     loads: tuple[LoadOrder, ...] = ()
     abandoned: tuple[str, ...] = ()
-    """Requests whose load is to end now, with what it has: they are over."""
+    """Requests that have ended, whose loads must end now."""
     saves: tuple[Piece, ...] = ()
     """To be copied out of the cache after this step's forward pass."""
     leaving: tuple[Piece, ...] = ()
@@ -79,7 +79,7 @@ class Report(KVConnectorWorkerMetadata):
     is_idle: bool = False
     """This worker can neither save nor load: its cache has a layout it does not understand."""
     ended: Mapping[ChunkKey, int] = field(default_factory=dict)
-    """Of how many of their objects the save has ended, well or not."""
+    """For how many of their objects the save has ended, successfully or not."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is stored only if all its shards are.
@@ -102,19 +102,19 @@ def announcement(num_tokens: int, size: int) -> dict[str, Any]:
 
 
 def announced_tp_size(request: "Request") -> int:
-    """Return the tensor-parallel size of whoever announces; 0: nobody says, or nonsense.
+    """Return the announced tensor-parallel size; 0 if there is none, or it is invalid.
 
-    It comes from the client: the caller must see that it is a possible one.
+    It may come from a client: the caller must check that it is possible.
     """
     size = _announced(request).get("size")
     return size if isinstance(size, int) and not isinstance(size, bool) else 0
 
 
 def announced_tokens(request: "Request") -> int:
-    """Return how many tokens of `request` somebody says are being stored; 0: nobody, or nonsense.
+    """Return the number of announced tokens of `request`; 0 if there are none, or it is invalid.
 
-    docs/format.md has the two forms. They come from the client: all one can do is to make this one
-    request wait for what does not come, for `wait_s`.
+    docs/format.md has the two forms. They may come from a client. A false one makes only this
+    request wait, for `wait_s`.
     """
     ours = _announced(request)
     if len(ours.keys() - {"size"}) != 1:

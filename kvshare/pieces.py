@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chunk -> the pieces in which its layer sets are stored and loaded; pure."""
+"""Splits a chunk into pieces: one stored object for each layer set; pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ BlocksOfGroups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How the chunks of one engine fall into pieces."""
+    """Splits the chunks of one engine into pieces."""
 
     layer_sets: tuple[LayerSet, ...]
     block_tokens: int
@@ -36,8 +36,8 @@ class Pieces:
     def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:
         """Return what to store of `chunk`; nothing, if it can no longer be stored as a whole.
 
-        `step_tokens`: the request was computed up to there before this step. Of layers that look
-        back over a window vLLM may have given away the blocks before what it needs from there on.
+        `step_tokens`: the request was computed up to there before this step. For layers with a
+        window, vLLM may have freed the blocks that it does not need from there on.
         """
         pieces = []
         for layer_set in self.layer_sets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's tokens -> the chunks that may hold their KV; pure.
+"""Maps a request's tokens to the chunks that may contain their KV; pure.
 
 A chunk is a run of consecutive blocks of a request that begins at a multiple of the chunk size:
 
@@ -45,14 +45,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How requests are cut into blocks, blocks put into chunks, and these named."""
+    """How requests are divided into blocks and chunks, and how chunks are named."""
 
     block_tokens: int
     chunk_blocks: int
     adapter: bytes = b""
     """Fingerprint of the LoRA adapter that the request runs with: the end of each name."""
     tails: Tails = "always"
-    """Of which prompts the tail is stored: the option of this name."""
+    """The option `tails`: for which prompts the tail is stored."""
 
     def has_tail(self, request: Request) -> bool:
         """Whether the tail of the prompt may be stored and loaded, if it has one."""
@@ -77,7 +77,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """All that the name of a prompt's tail is made of; see the module."""
+    """The data from which the name of a prompt's tail is made; see the module."""
 
     block: int
     block_before: bytes | None
@@ -127,9 +127,9 @@ def stored_tokens(request: Request, grid: Grid) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The chunks that may hold the KV of a request's tokens; each is named when it is asked for.
+    """The chunks that may contain the KV of a request's tokens; each is named on demand.
 
-    Made in microseconds, and of values that do not change: other threads may read it.
+    It is made in microseconds from immutable values, so other threads may read it.
     """
 
     grid: Grid
@@ -182,9 +182,9 @@ class Prefix:
         ]
 
     def chunks(self, start_block: int, hash_function: HashFunction) -> Iterator[Chunk]:
-        """Yield the chunks in which whoever computes all of it stores it, from `start_block` on.
+        """Yield the chunks that an engine stores when it computes all of it, from `start_block` on.
 
-        The first one may begin before it.
+        The first chunk may begin before `start_block`.
         """
         for number in range(start_block // self.grid.chunk_blocks, self.num_whole):
             yield self.whole(number)

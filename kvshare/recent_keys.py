@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs no saving, because the store has it, as far as one can know."""
+"""Keys that need not be saved, because they were recently seen in the store."""
 
 from collections.abc import Callable, Collection, Hashable
 from math import inf
@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 from ecshare.transfer.recent import Recent
 
-# What was seen in the store is not saved again for so long. Then it is, in case the store has lost
-# it: writes are create-only, so that costs little where it has not.
+# A key that was seen in the store is not saved again for so long. After that it is, because the
+# store may have lost it. Writes are create-only, so this costs little if it has not.
 _TRUST_S = 600.0
 # About 20 MB.
 _MAX_CHUNKS = 100_000
@@ -17,9 +17,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class RecentKeys(Generic[K]):
-    """Names of what was seen in the store lately; holds a bounded number, the latest ones.
+    """Names of objects that were recently seen in the store; a limited number, the latest ones.
 
-    What was ordered to be saved counts, until it is known to have failed. Ownership: one thread.
+    Objects that were ordered to be saved count too, until a save has failed. Ownership: one thread.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:

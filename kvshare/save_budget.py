@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory of the workers the saves take that were ordered."""
+"""The memory of the workers that ordered saves take."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ T = TypeVar("T")
 SlabBytes = Callable[[int, int], int]
 """The memory that a rank needs to save so many blocks (the second) of a layer set (its number)."""
 
-# A worker says when a save has ended. Whatever it has not said for so long it never will.
+# A worker reports the end of each save. If it has not for so long, it never will.
 _LOST_S = 120.0
 
 
 def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
-    """Return what tells the size of slabs; `block_bytes`: of one block, by layer set."""
+    """Return a function for the size of slabs. `block_bytes`: of one block, by layer set."""
 
     def slab_bytes_of(layer_set: int, num_blocks: int) -> int:
         payload = num_blocks * block_bytes[layer_set]
@@ -39,8 +39,8 @@ class _Save(Generic[T]):
 class SaveBudget(Generic[T]):
     """Admits saves as long as the workers have memory for them.
 
-    So the scheduler half knows at once what is not saved, and a worker need not drop what it was
-    ordered to save. Each rank has `limit_bytes`, and takes its part of each chunk.
+    So the scheduler half knows at once what is not saved, and a worker need not drop a save that
+    was ordered. Each rank has `limit_bytes`, and saves its part of each chunk.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -54,10 +54,10 @@ class SaveBudget(Generic[T]):
         self._is_full = False
 
     def admit(self, key: ChunkKey, num_bytes: int, num_objects: int, owner: T) -> bool:
-        """Account for a save of `num_bytes` a rank, of which `num_objects` are stored in all.
+        """Admit a save of `num_bytes` per rank, which stores `num_objects` over all ranks.
 
-        False: there is no room; nothing is admitted then until some save has ended, so that a small
-        one does not overtake a large one. One alone may be larger than the limit.
+        False: there is no room. Nothing is admitted then until some save has ended, so that small
+        saves do not overtake a large one. A save larger than the limit is admitted alone.
         """
         self._give_up_lost()
         if self._is_full or (self._used_bytes and self._used_bytes + num_bytes > self._limit_bytes):
@@ -75,17 +75,17 @@ class SaveBudget(Generic[T]):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether over half of the memory is taken, as far as is known."""
+        """Whether more than half of the memory is in use."""
         self._give_up_lost()
         return 2 * self._used_bytes > self._limit_bytes
 
     def owner(self, key: ChunkKey) -> T | None:
-        """Return who has ordered a save that has not ended; None: there is none."""
+        """Return the owner of a save that has not ended; None if there is none."""
         save = self._saves.get(key)
         return save.owner if save is not None else None
 
     def ended(self, num_objects: Mapping[ChunkKey, int]) -> None:
-        """Take note that so many more objects of each chunk are stored, or given up."""
+        """Record how many more objects of each chunk are stored, or given up."""
         for key, count in num_objects.items():
             save = self._saves.get(key)
             if save is not None:
@@ -94,7 +94,7 @@ class SaveBudget(Generic[T]):
                     self._forget(key)
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> None:
-        """Take note that these are not to be saved, though they were admitted."""
+        """Remove saves that were admitted and will not be carried out."""
         for key in keys:
             if key in self._saves:
                 self._forget(key)

@@ -27,32 +27,32 @@ class Progress:
     request: "Request"
     adapter: "Adapter"
     block_ids: list[list[int]] = field(default_factory=list)
-    """Of each cache group. vLLM has freed those before the span of the layers of a group."""
+    """Of each cache group. vLLM has freed the blocks before the window of the group's layers."""
     step_tokens: int = 0
-    """Up to where its blocks were computed before the latest step."""
+    """The token up to which its blocks were computed before the latest step."""
     end_tokens: int = 0
-    """Up to where its blocks are computed, or will be by steps that have been ordered."""
+    """The token up to which its blocks are computed, or will be by steps that were ordered."""
     num_saved_blocks: int = 0
-    """Up to where full blocks were considered for a save; each is once, wherever its KV is from: a
-    block of the local cache may be one that the store has lost."""
+    """The number of full blocks that were considered for a save. Each block is considered once,
+    also if it came from the local cache: the store may have lost it."""
     saved_prompt_tokens: int = 0
-    """Of the prompt that was considered to its end. A session's grows with each turn."""
+    """The length of the prompt when its end was considered. A session's prompt grows."""
     has_gap: bool = False
-    """Some of it is not saved. Nothing behind it is saved, as no reader could get there."""
+    """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
 
 
 class SavePlan:
     """Orders the saves of all requests. Ownership: vLLM's scheduler thread.
 
-    A whole chunk, or the part that a prompt's full blocks end in, is saved by the step that fills
-    its last block; a prompt's tail by the step that completes the prompt; the part that an answer
-    ends in when the request leaves its blocks, at its end or preempted. By then vLLM has freed
-    them: the order goes with the next step, and is carried out before anything of that step can
-    fill them anew. A chunk of which vLLM has freed some blocks before, since no layer of its group
-    looks back so far, is not saved.
+    A whole chunk, and the partial chunk at the end of a prompt's full blocks, is saved by the step
+    that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
+    partial chunk at the end of an answer is saved when the request ends or is preempted. vLLM has
+    freed its blocks then: the order is sent with the next step, and carried out before that step
+    can fill the blocks. A chunk is not saved if vLLM has freed some of its blocks before, because
+    no layer of its group looks back so far.
 
-    What the workers have no memory for is saved by a later step. What is left when a request
-    leaves its blocks is given up.
+    Chunks for which the workers have no memory are saved by a later step. Those that are left when
+    a request loses its blocks are given up.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SavePlan:
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
     ) -> None:
-        """Use what `lookups` knows to be stored and add to it. `events`: told what is ordered."""
+        """Use the keys that `lookups` has seen, and add to them. `events`: gets what is ordered."""
         self._facts = facts
         self._pieces = pieces
         self._stored = lookups.stored
@@ -75,9 +75,9 @@ class SavePlan:
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Iterable[Piece]:
         """Yield what to save of a request once this step has computed it up to `end_tokens`.
 
-        `step_tokens`: what of it is computed before this step. With asynchronous scheduling
-        `end_tokens` runs ahead of the known tokens; a block counts when all its tokens are known,
-        that is, hashed.
+        `step_tokens`: tokens that were computed before this step. With asynchronous scheduling
+        `end_tokens` is ahead of the known tokens. A block counts when all its tokens are known, so
+        that it has a hash.
         """
         progress.step_tokens, progress.end_tokens = step_tokens, end_tokens
         grid = self._adapters.grid_of(progress.adapter)
@@ -87,7 +87,7 @@ class SavePlan:
     def left(self, progress: Progress) -> int:
         """Order, with the next step, what to save of the blocks that a request has just lost.
 
-        Return how many blocks and prompt tails are not saved, for want of memory or behind a gap.
+        Return the number of blocks and tails that are not saved, for lack of memory or after a gap.
         """
         # The latest token was sampled or, where tokens are guessed ahead, put right: either way
         # its KV is not computed.
@@ -107,8 +107,8 @@ class SavePlan:
     def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
 
-        `zeroed`: blocks that the workers zero before this step, and V2 runners before they carry
-        out these orders. What lies in them is given up.
+        `zeroed`: blocks that the workers zero before this step. V2 runners zero them before they
+        carry out these orders, so their content is lost.
         """
         leaving, self._leaving = self._leaving, []
         gone = set(zeroed)
@@ -120,15 +120,15 @@ class SavePlan:
         return tuple(piece for piece in leaving if piece.key not in lost)
 
     def forget_leaving(self) -> None:
-        """Order nothing of it: the blocks no longer hold what they did."""
+        """Cancel these orders: the blocks have other content now."""
         keys = {piece.key for piece in self._leaving}
         self._stored.lost(keys)
         self._budget.withdraw(keys)
         self._leaving.clear()
 
     def _save_due(self, progress: Progress, grid: Grid, end_tokens: int) -> Iterable[Piece]:
-        """Order, as far as there is room, what is computed up to `end_tokens`: whole chunks, the
-        part that the prompt's full blocks end in, and the prompt's tail."""
+        """Order, as far as there is room, the saves up to `end_tokens`: whole chunks, the partial
+        chunk at the end of the prompt's full blocks, and the prompt's tail."""
         request = progress.request
         end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
         yield from self._save_whole(progress, grid, end_block)
@@ -156,8 +156,8 @@ class SavePlan:
             yield from pieces
 
     def _save_part(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
-        """Order the save of the blocks before `end_block` that make no whole chunk, if all whole
-        chunks before it were considered."""
+        """Order the save of the partial chunk before `end_block`, if all whole chunks before it
+        were considered."""
         first = end_block // grid.chunk_blocks * grid.chunk_blocks
         if first <= progress.num_saved_blocks < end_block:
             yield from self._save_run(progress, grid, first, end_block) or ()
@@ -165,7 +165,7 @@ class SavePlan:
     def _save_run(
         self, progress: Progress, grid: Grid, first_block: int, end_block: int
     ) -> Sequence[Piece] | None:
-        """As `_save`, of these blocks, which are considered then."""
+        """As `_save`, for these blocks, which then count as considered."""
         chunk = grid.run(progress.request.block_hashes, first_block, end_block)
         pieces = self._save(progress, chunk)
         if pieces is not None:
@@ -173,7 +173,7 @@ class SavePlan:
         return pieces
 
     def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
-        """Return what to store of `chunk`, if it is not stored. None: not now, or never: a gap."""
+        """Return what to store of `chunk`; nothing if it is stored. None: no room now, or a gap."""
         if progress.has_gap:
             return None
         if chunk.key in self._stored:

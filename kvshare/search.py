@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the longest stored prefix of a request in few rounds of questions; pure.
 
-A store takes one round trip for as many questions as it asks at once, and what is stored of a
-prompt is nearly always closed: who stored a chunk has stored those before it. So whole chunks are
-searched from coarse to fine: some, evenly spread, then those in the gap between the last one that
-is there and the first one that is not. Where that gap closes, the partial chunks that may be stored
-of the next chunk are asked for. A chunk that was not asked for and is lost all the same is found by
-the load.
+A round is one round trip to the store, for many keys at once. The stored chunks of a prompt nearly
+always have no gap, because an engine that stored a chunk has stored those before it. So whole
+chunks are searched from coarse to fine: first some that are evenly spread, then those between the
+last one that is stored and the first one that is missing. When no chunk is left between these, the
+partial chunks are asked for that may be stored in place of the next chunk. If a chunk for which
+nobody asked is lost, the load notices it.
 
-32,768 tokens in chunks of 256, blocks of 16: one round where nothing or all is stored, at most
-three otherwise.
+For 32,768 tokens in chunks of 256 and blocks of 16, one round is enough if everything or nothing is
+stored. Otherwise it takes at most three.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -19,37 +19,38 @@ from itertools import takewhile
 from ecshare.transfer.jobs import Tier
 from kvshare.prefix import Chunk, ChunkKey, HashFunction, Prefix
 
-# As many keys as the stores ask for at once.
+# The number of keys that stores ask for in parallel.
 KEYS_A_ROUND = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is stored: the leading chunks of a prefix, in order; and what was asked for in vain."""
+    """The stored leading chunks of a prefix, in order, and the keys that were found missing."""
 
     chunks: tuple[Chunk, ...]
     missing: tuple[ChunkKey, ...]
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
-    """Where those that were asked for are; added by who asks."""
+    """Where the chunks are for which the caller asked; the caller adds it."""
     sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
-    """The tensor-parallel size that each chunk is stored in."""
+    """The tensor-parallel size in which each chunk is stored."""
 
     def __bool__(self) -> bool:
         """Whether anything is stored."""
         return bool(self.chunks)
 
     def in_tp_sizes(self, sizes: Mapping[ChunkKey, int]) -> "Found":
-        """Return the leading chunks that are there by `sizes`, with these."""
+        """Return this result, cut before the first chunk that has no size in `sizes`."""
         chunks = tuple(takewhile(lambda chunk: chunk.key in sizes, self.chunks))
         lost = (chunk.key for chunk in self.chunks if chunk.key not in sizes)
         return replace(self, chunks=chunks, missing=(*self.missing, *lost), sizes=sizes)
 
 
 def fill_gaps(chunks: Sequence[Chunk], sizes: dict[ChunkKey, int]) -> list[Chunk]:
-    """Add to `sizes` what follows for those of `chunks` that nobody asked for.
+    """Add sizes for those of `chunks` for which nobody asked; return those that are not clear.
 
-    Where all that were asked for are of one size the others are too. In a talk, what one engine was
-    asked and another has answered take turns, at any chunk: then the others are returned.
+    If all chunks that were asked for have one size, the others have it too. In a conversation,
+    chunks of prompts and answers may come from engines of different sizes, in any order. Then the
+    other chunks are returned.
     """
     unknown = [chunk for chunk in chunks if chunk.key not in sizes]
     known = {sizes[chunk.key] for chunk in chunks if chunk.key in sizes}
@@ -68,10 +69,10 @@ def longest_stored(
     hash_function: HashFunction,
     chunks_a_round: int = KEYS_A_ROUND,
 ) -> Rounds:
-    """Yield chunks, be sent whether each is stored, and return what is found in the end.
+    """Yield chunks, receive whether each is stored, and return the result.
 
-    `start_block`: what lies before it is not needed. The first chunk that is found may begin
-    before it. `chunks_a_round`: fewer than KEYS_A_ROUND where each takes several questions.
+    `start_block`: blocks before it are not needed; the first chunk of the result may begin before
+    it. `chunks_a_round`: less than KEYS_A_ROUND if each chunk needs several keys.
     """
     search = _Search(prefix, start_block, hash_function, chunks_a_round)
     while chunks := search.next_round():
@@ -80,7 +81,7 @@ def longest_stored(
 
 
 class _Search:
-    """One search. Whole chunks before `_low` are there; `_high` is not there, or none is left."""
+    """One search. Whole chunks before `_low` are stored; `_high` is missing, or past the end."""
 
     def __init__(
         self, prefix: Prefix, start_block: int, hash_function: HashFunction, most: int
@@ -94,7 +95,7 @@ class _Search:
         self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
 
     def next_round(self) -> list[Chunk]:
-        """Return the chunks to ask for; none: all is known."""
+        """Return the chunks to ask for; empty: the search has ended."""
         wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
         # Where nothing is stored, as with most prompts, this makes the first round the last one.
         next_partials = self._open_partials(self._low)
@@ -125,7 +126,7 @@ class _Search:
                 break
 
     def found(self) -> Found:
-        """Return the end of it."""
+        """Return the result."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
         partials = self._prefix.partials(self._low, self._start_block)
         chunks += [chunk for chunk in partials if self._is_there.get(chunk.key)][:1]
@@ -137,13 +138,13 @@ class _Search:
         return Found(tuple(chunks), tuple(missing))
 
     def _ends(self) -> list[Chunk]:
-        """Return the tail, and the part that all but the tail would end in."""
+        """Return the tail, and the partial chunk at the end of the full blocks."""
         partials = self._prefix.partials(self._prefix.num_whole, self._start_block)
         return [*([self._tail] if self._tail else []), *partials[:1]]
 
     def _open_partials(self, number: int) -> list[Chunk]:
-        """Return the partial chunks of chunk `number` that may be there, longer than any that
-        is known to be."""
+        """Return the partial chunks of chunk `number` that are not known, and are longer than any
+        that is known to be stored."""
         unknown = []
         for chunk in self._prefix.partials(number, self._start_block):
             if self._is_there.get(chunk.key):

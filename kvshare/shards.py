@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which heads each rank of an engine holds, and where they lie in what others have stored; pure.
+"""Which heads each rank of an engine has, and where they are in stored shards; pure.
 
 An engine of tensor-parallel size N stores KV in shards: shard i of `t<i>of<n>` holds the i-th n-th
 of the heads. n is N; or the number of heads where there are more ranks than these: then vLLM gives

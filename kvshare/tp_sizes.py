@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor-parallel sizes in which engines have stored KV, as far as is known."""
+"""The tensor-parallel sizes in which engines have stored KV, as far as this engine knows."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,16 +11,15 @@ from ecshare.transfer.jobs import Done, Handle, Lookup
 
 logger = logging.getLogger(__name__)
 
-# An engine of another size may start any time; whoever misses looks for it, but not more often.
+# An engine of another size may start at any time. A miss looks for its mark, but not more often.
 _PAUSE_S = 30.0
 
 
 class StoredTpSizes:
     """The sizes to ask for, this engine's own first.
 
-    Each writer leaves a mark that names its size (see shards.py). Which sizes there can be follows
-    from the model, so that one look-up of few keys tells which there are: at start, and again after
-    a miss.
+    Each writer leaves a mark with its size (see shards.py). The model limits the possible sizes, so
+    one look-up of few keys finds those in use: at start, and again after a miss.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -43,7 +42,7 @@ class StoredTpSizes:
         self._next_look_s = clock_s()
 
     def look(self, timeout_s: float) -> None:
-        """Ask the store for sizes that are not known, unless that was done a moment ago."""
+        """Look up the marks of sizes that are not known yet, at most once in 30 s."""
         if self._marks and self._clock_s() >= self._next_look_s:
             self._next_look_s = self._clock_s() + _PAUSE_S
             job = Lookup(tuple(self._marks), timeout_s, store_only=True)
@@ -58,8 +57,8 @@ class StoredTpSizes:
                 logger.info("KV of engines with tensor-parallel size %d is used", self.known[-1])
 
     def with_announced(self, size: int) -> tuple[int, ...]:
-        """Return the sizes to ask for where somebody says that he stores in `size`.
+        """Return the sizes to ask for if an announcement names `size`.
 
-        It comes from the client, and counts if it is a possible one.
+        An announcement may come from a client. An impossible size is ignored.
         """
         return (*self.known, size) if size in self._marks.values() else self.known
