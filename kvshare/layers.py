@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model are stored together, and which tokens of them a reader needs; pure.
+"""Which layers of a model are stored together, and which of their tokens a reader needs; pure.
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-# The others can be made to collide on purpose, and a name in a shared store must mean one thing.
+# Collisions of other hashes can be made on purpose, and a name in a shared store must be unique.
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
 # By exact type: others derive from these and lay out their blocks, or free them, in other ways.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-# What scales such a cache lies in the checkpoint. Others keep scales among the blocks, or several
+# The scales of these are in the checkpoint. Other caches keep scales in the blocks, or several
 # tokens in one cell.
 _QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
@@ -58,9 +58,9 @@ class AttentionWindow:
     """How far back a layer looks. Both None: to the first token."""
 
     sliding_tokens: int | None = None
-    """Over the last so many tokens, the current one among them."""
+    """The window in tokens, including the current one."""
     chunk_tokens: int | None = None
-    """To the last multiple of this (vLLM's chunked local attention)."""
+    """The layer looks back to the last multiple of this (vLLM's chunked local attention)."""
 
     @classmethod
     def of(cls, spec: KVCacheSpec) -> "AttentionWindow":
@@ -97,7 +97,7 @@ class LayerSet:
 
     number: int
     groups: tuple[int, ...]
-    """vLLM's cache groups that they are in."""
+    """vLLM's cache groups of these layers."""
     layers: tuple[tuple[str, int], ...]
     """Their names in the order of the model and, for each, which of `groups` it is in."""
     window: AttentionWindow

@@ -8,11 +8,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def fresh_buffer(num_bytes: int) -> memoryview:
-    """Writable memory of that size. It is freed with the last view of it.
+    """Return writable memory of that size. It is freed with the last view of it.
 
-    Most of what a read costs is the first touch of its pages. Small buffers come from malloc,
-    which hands freed ones out again; large ones are mapped in huge pages, at a fifth of the CPU.
-    Private, because Python's default, a shared mapping, is a tmpfs file and gets small pages.
+    Most of the cost of a read is the first access to its pages. Small buffers come from malloc,
+    which reuses freed ones. Large ones are mapped with huge pages, which takes a fifth of the CPU
+    time. The mapping is private: Python's default, a shared mapping, is a tmpfs file and gets small
+    pages.
     """
     if num_bytes < _HUGE_PAGE_BYTES:
         return memoryview(bytearray(num_bytes))

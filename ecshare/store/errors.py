@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: N818 — ObjectMissing says it as well as ObjectMissingError
-"""Everything that ecshare raises on purpose. The text of each is one sentence for a person.
+"""The exceptions of ecshare. The text of each is one sentence for a person.
 
     EcshareError
      ├── ConfigError       (ValueError)         an option is wrong; names it, and the fix
      └── StoreError
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
-          ├── ObjectCorrupt     (ValueError)         bytes that are not what was sealed
-          │    └── ObjectUnreadable              it is there, and is kept from us; others are not
-          └── StoreUnavailable  (OSError)            the store did not answer, or not as it should
-               ├── StoreDenied  (PermissionError)    it answered, and refused us
-               └── StoreBusy                         it is there, and cannot serve just now
+          ├── ObjectCorrupt     (ValueError)         its bytes are not a valid object
+          │    └── ObjectUnreadable              this one cannot be read, or is not an object
+          └── StoreUnavailable  (OSError)            the store gave no answer, or a wrong one
+               ├── StoreDenied  (PermissionError)    it refused the operation
+               └── StoreBusy                         it cannot serve now
 
-Each is also the builtin in brackets, so that code which knows nothing of ecshare catches it too.
+Each is also the builtin in brackets, so that code without knowledge of ecshare can catch it.
 """
 
 
@@ -25,7 +25,7 @@ class ConfigError(EcshareError, ValueError):
 
 
 class StoreError(EcshareError):
-    """An operation on a store did not give the object that was asked for."""
+    """An operation on a store failed."""
 
 
 class ObjectMissing(StoreError, FileNotFoundError):
@@ -33,24 +33,24 @@ class ObjectMissing(StoreError, FileNotFoundError):
 
 
 class ObjectCorrupt(StoreError, ValueError):
-    """The bytes under this key are not an object, or not the one that was sealed."""
+    """The bytes under this key are not a valid object, or are another object."""
 
 
 class ObjectUnreadable(ObjectCorrupt):
-    """What lies under this key is kept from us alone, or is no object: not ours to remove.
+    """Access to this one object is refused, or it is not an object. It must not be removed.
 
-    It says nothing about the rest of the store.
+    This says nothing about the rest of the store.
     """
 
 
 class StoreUnavailable(StoreError, OSError):
-    """The store cannot be reached, timed out, is full, or answered nonsense."""
+    """The store cannot be reached, timed out, is full, or gave an invalid answer."""
 
 
 class StoreDenied(StoreUnavailable, PermissionError):
-    """The store is there and refuses us: credentials, permissions, or a read-only folder."""
+    """The store refuses the operation: credentials, permissions, or a read-only folder."""
 
 
 class StoreBusy(StoreUnavailable):
-    """The store answers that it cannot serve now, or not in time, or breaks off: overload, a
-    restart, a full disk. It may pass by itself, and says nothing against the options."""
+    """The store cannot serve now, is too late, or breaks the connection: overload, a restart, a
+    full disk. The fault may pass by itself, and the options may be right."""

@@ -22,7 +22,7 @@ from ecshare.store.keys import PROBE_KEY, Key
 Buffer = bytes | bytearray | memoryview
 
 MOST_HASHED_BYTES = 512 << 20
-"""Of a larger object nobody computes an MD5: see `ObjectStore.stat`."""
+"""The largest object of which an MD5 is computed: see `ObjectStore.stat`."""
 _COPY_BYTES = 512 << 10
 _PROBE_LIMIT_BYTES = 1 << 16
 _MD5 = re.compile("[0-9a-f]{32}")
@@ -38,11 +38,11 @@ class ObjectInfo(Struct, frozen=True):
 
 
 class ObjectStat(Struct, frozen=True):
-    """What a store says of an object, without sending it."""
+    """What a store states about an object, without sending it."""
 
     num_bytes: int
     md5: str = ""
-    """Of all its bytes, in hexadecimal digits; "": the store does not say."""
+    """The MD5 of all its bytes, in hexadecimal digits; "": the store does not state one."""
 
 
 class ByteRange(Struct, frozen=True):
@@ -53,12 +53,12 @@ class ByteRange(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """How many they are."""
+        """The size of the range."""
         return self.stop - self.start
 
 
 class Sink(Protocol):
-    """Where `get` puts an object's bytes: one object, from any threads."""
+    """The target of `get` for the bytes of one object. Any threads may write."""
 
     def begin(self, num_bytes: int) -> None:
         """Receive the object's size, before its first byte.
@@ -69,10 +69,14 @@ class Sink(Protocol):
         """
 
     def write(self, offset: int, piece: Buffer) -> None:
-        """Take the bytes of the object from `offset` on.
+        """Take bytes of the object, which begin at `offset`.
 
-        Pieces do not overlap. They come in any order, and from several threads at once. `piece`
-        belongs to the caller again on return.
+        Pieces do not overlap. They come in any order, and from several threads at once. The caller
+        may reuse `piece` on return.
+
+        Raises:
+            ObjectCorrupt: there are more bytes than announced.
+            OSError: the bytes cannot be kept, or are no longer wanted.
         """
 
 
@@ -85,11 +89,15 @@ class Memory:
 
     @property
     def body(self) -> memoryview:
-        """What was written. Read only."""
+        """The written bytes, read-only."""
         return self._buffer.toreadonly()
 
     def begin(self, num_bytes: int) -> None:
-        """See Sink."""
+        """See Sink.
+
+        Raises:
+            ObjectCorrupt: the object is larger than `limit_bytes`.
+        """
         if not 0 <= num_bytes <= self._limit_bytes:
             raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes, at most {self._limit_bytes}")
         self._buffer = fresh_buffer(num_bytes)
@@ -110,14 +118,15 @@ def cut(byte_range: ByteRange, most_bytes: int) -> list[ByteRange]:
 
 
 class ObjectStore(Protocol):
-    """Immutable objects under string keys; keys.py says which.
+    """Immutable objects under string keys; keys.py defines the keys.
 
-    Every write is atomic: a reader sees all of an object or none. An object never changes, so a
-    second write of a key only makes it young again, and is never wrong. All methods may be called
+    Every write is atomic: a reader sees the whole object or none. An object never changes, so a
+    second write of a key restarts its age and changes nothing else. All methods may be called
     concurrently, from one event loop.
 
     Raises:
-        StoreUnavailable, StoreDenied: the store fails, or refuses us (all methods).
+        StoreUnavailable: the store fails (all methods).
+        StoreDenied: the store refuses the operation (all methods).
         ValueError: a key or prefix is not one of keys.py (all methods).
     """
 
@@ -125,49 +134,49 @@ class ObjectStore(Protocol):
     def creates_once(self) -> bool:
         """Whether `put` returns True to only one of several concurrent writers of a key.
 
-        As far as is known: the first write may show that it does not.
+        As far as the store knows: the first write may show that it does not.
         """
 
     async def get(self, key: Key, sink: Sink) -> None:
-        """Give the size of the object under `key` to `sink`, which may refuse it, then its bytes.
+        """Pass the size of the object under `key` to `sink`, which may refuse it, then its bytes.
 
-        When this raises, a call that ran out of time may still write to the sink.
+        When this raises, a call that timed out may still write to the sink.
 
         Raises:
-            ObjectMissing: there is none.
-            ObjectUnreadable, ObjectCorrupt: something lies there that cannot be read as an object.
-            Exception: what the sink raises.
+            ObjectMissing: there is no object.
+            ObjectUnreadable, ObjectCorrupt: what is under the key cannot be read as an object.
+            Exception: any error of the sink.
         """
 
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
-        """Write `body` under `key`. Return False if the store knows that it was there already.
+        """Write `body` under `key`. Return False if the store knows that it existed before.
 
-        `replace`: write it in any case, so that the object is young again; readers see the former
-        object or this one. For small objects that always have the same bytes, and in the place of
-        a damaged one.
+        `replace`: write it in any case, so that its age restarts. Readers see the old object or the
+        new one. Use it for small objects that always have the same bytes, and to replace a damaged
+        object.
 
-        `body` is read until this returns, and must not change before. When this raises, a call
-        that ran out of time may still be reading it: do not use that memory again.
+        `body` is read until this returns, and must not change before. When this raises, a call that
+        timed out may still read it: do not reuse that memory.
 
         Raises:
-            ObjectUnreadable: something that is no object lies there, and is not replaced.
+            ObjectUnreadable: what is under the key is not an object, and is not replaced.
         """
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Return for each key whether `get` would find it."""
 
     async def stat(self, key: Key) -> ObjectStat:
-        """Return what the store itself knows of the object, without `get` where it can.
+        """Return what the store itself states about the object, without `get` if possible.
 
-        To find out whether bytes were damaged on their way. It may cost as much as reading the
-        object.
+        It serves to find out whether bytes were damaged on their way. It may cost as much as
+        reading the object.
 
         Raises:
-            ObjectMissing: there is none.
+            ObjectMissing: there is no object.
         """
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Remove these; one that is missing is no error."""
+        """Remove these objects. A missing one is not an error."""
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield all objects below `prefix` ("" or whole levels: "ec/2/"), in any order."""
@@ -177,7 +186,7 @@ class ObjectStore(Protocol):
 
 
 async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
-    """Return all bytes under `key`, in memory of their own.
+    """Return all bytes under `key`, in new memory.
 
     Raises:
         ObjectCorrupt: there are more than `limit_bytes`.
@@ -194,18 +203,18 @@ async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
 
 
 def md5_of_etag(etag: object) -> str:
-    """Return the MD5 that an ETag is in S3, for an object that was written at once; else ""."""
+    """Return the MD5 in an ETag of S3, "" if it is none. It is one for single-part uploads."""
     text = etag.strip('"').lower() if isinstance(etag, str) else ""
     return text if _MD5.fullmatch(text) else ""
 
 
 async def probe(store: ObjectStore, *, write: bool) -> None:
-    """Find out at start whether `store` answers, and with `write` whether it takes objects.
+    """Check at start that `store` answers and, with `write`, that it accepts objects.
 
-    It asks for one key; what else lies under our prefixes cannot disturb it.
+    It uses a single key, so other objects under our prefixes do not matter.
 
     Raises:
-        StoreUnavailable, StoreDenied, StoreBusy: it does not, with the store's own words.
+        StoreUnavailable, StoreDenied, StoreBusy: it does not. The message quotes the store.
     """
     is_there = True
     try:
@@ -225,9 +234,9 @@ async def probe(store: ObjectStore, *, write: bool) -> None:
 
 
 async def _see_that_it_lists(store: ObjectStore) -> None:
-    """Tell a store in which there is no object yet from what is no store, or from no bucket.
+    """Check that an empty store is a store: not a missing bucket, nor another kind of server.
 
-    Under a prefix that nobody else knows there is nothing, be it odd or endless.
+    It lists a random prefix, under which there is nothing.
     """
     with suppress(StoreDenied):  # to read objects is all that is needed
         async with aclosing(store.list(f"probe-{secrets.token_hex(8)}/")) as found:  # type: ignore[type-var]

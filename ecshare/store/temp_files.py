@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes from a folder of objects what killed writers have left in it: temporary files."""
+"""Removes temporary files of killed writers from a folder of objects."""
 
 import contextlib
 import logging
@@ -24,15 +24,15 @@ _REST = 9
 # order, so that every one has its turn.
 _LONGEST_S = 1800.0
 MARK = ".swept"
-"""Its age says when somebody has last done this."""
+"""A file whose age is the time since the last sweep."""
 
 
 def sweep(root: str) -> int:
-    """Remove temporary files of more than a day below `root`; return how many.
+    """Remove temporary files below `root` that are older than a day; return how many.
 
-    Once a day, whoever comes first. Ages are told by the clock of the disk, which may be a
-    server's. Never raises OSError. For a thread of its own: it goes slowly, and may take half an
-    hour.
+    Does nothing if another process has done it today. Ages are measured by the clock of the disk,
+    which may be a server's. Never raises OSError. Call it in a thread of its own: it runs slowly on
+    purpose, and may take half an hour.
     """
     num_removed = 0
     with contextlib.suppress(OSError):
@@ -54,7 +54,7 @@ def _is_old(status: os.stat_result, now_s: float) -> bool:
 
 
 def _disk_time_s(root: str) -> float:
-    """Return what time it is where the files are."""
+    """Return the time by the clock of the file system."""
     path = f"{root}/{temporary_name()}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -65,7 +65,7 @@ def _disk_time_s(root: str) -> float:
 
 
 def _is_due(root: str, now_s: float) -> bool:
-    """Whether nobody has done it today; who asks and is told so, does it now."""
+    """Whether no process has swept today. If so, record that this one does."""
     fd = os.open(f"{root}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
@@ -83,7 +83,7 @@ def _is_due(root: str, now_s: float) -> bool:
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the hidden files below `root`, none by way of a link, until the time is over."""
+    """Yield the hidden files below `root` until the time is over. Follows no links."""
     folders = [root]
     end_s = time.monotonic() + _LONGEST_S
     while folders and time.monotonic() < end_s:

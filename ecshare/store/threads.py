@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking calls off the event loop: a few threads that belong to one store."""
+"""Runs blocking calls outside of the event loop, in a few threads of one store."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -16,8 +16,8 @@ R = TypeVar("R")
 class Threads:
     """Runs blocking functions for coroutines, `limit` at once, each at most `timeout_s`.
 
-    A call that takes longer fails in the coroutine with StoreBusy; its thread goes on until
-    the call returns (Python cannot stop it), so a store that hangs uses up its own threads only.
+    A call that takes longer fails in the coroutine with StoreBusy. Its thread continues until the
+    call returns, because Python cannot stop it. So a store that hangs uses up only its own threads.
     """
 
     def __init__(self, name: str, limit: int, timeout_s: float) -> None:
@@ -26,13 +26,23 @@ class Threads:
         self._executor = ThreadPoolExecutor(limit, thread_name_prefix=f"ecshare-{name}")
 
     async def run(self, call: Callable[..., R], *args: object) -> R:
-        """Return `call(*args)`, or raise what it raises."""
+        """Return `call(*args)`.
+
+        Raises:
+            StoreBusy: it takes too long.
+            Exception: any error of `call`.
+        """
         work = asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
         async with bounded(self._timeout_s):
             return await work
 
     async def each(self, call: Callable[[A], R], items: Sequence[A]) -> list[R]:
-        """`[call(item) for item in items]`, spread over the threads; one time limit for all."""
+        """Return `[call(item) for item in items]`, spread over the threads, within one time limit.
+
+        Raises:
+            StoreBusy: it takes too long.
+            Exception: any error of `call`.
+        """
         lanes = min(self._limit, len(items))
         if lanes == 0:
             return []
@@ -48,13 +58,13 @@ class Threads:
         return results  # type: ignore[return-value]  # every slot was filled
 
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Run both, from within a call of `run`; another thread takes `second` if one is free.
+        """Run both, within a call of `run`. Another thread runs `second` if one is free.
 
-        No busy thread is waited for, so that calls that fill all threads do not wait for each
+        This does not wait for a busy thread, so calls that fill all threads do not wait for each
         other.
 
         Raises:
-            Exception: what either raises.
+            Exception: any error of the two.
         """
         work = self._executor.submit(second)
         try:
@@ -68,14 +78,17 @@ class Threads:
             work.result()
 
     def close(self) -> None:
-        """Accept no more work. Does not wait for what hangs."""
+        """Accept no more work. Does not wait for calls that hang."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-    """Return what each returns, in their order; when one fails, the others are cancelled.
+    """Return the results in order. If one call fails, the others are cancelled.
 
-    They have all ended by then: nobody works for a caller that has gone.
+    All calls have ended when this returns or raises.
+
+    Raises:
+        Exception: the error of the first call that failed.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

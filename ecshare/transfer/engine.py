@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves objects between this host and the store, on one thread of its own.
 
-Jobs go in, outcomes come out. Below this file there are exceptions, above it there are values: a
-vLLM hook submits and polls, and never waits or sees an I/O error.
+Jobs go in, outcomes come out. Code below this file raises exceptions, code above it gets values: a
+vLLM hook submits and polls, and never waits for I/O or sees an I/O error.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store; a
 Backfill stores what the host cache has and the store has lost (save.py). A Fetch asks the host
@@ -69,10 +69,10 @@ class _Message(Struct, frozen=True):
 class TransferEngine:
     """One I/O thread with one event loop; jobs in, outcomes out.
 
-    Ownership: the thread that submits also polls, drains and closes; it owns `in_flight` and
-    `stats`, which counts what was moved and whatever else that thread counts. The store, its
-    breakers and all tasks belong to the I/O thread. They meet in two queues, `_inbox` and `_done`;
-    a thread that does nothing else carries jobs from the first one to the loop.
+    Ownership: one thread submits, polls, drains and closes. It owns `in_flight` and `stats`, which
+    has the counts of transfers and that thread's own counts. The store, its breakers and all tasks
+    belong to the I/O thread. The two threads share the queues `_inbox` and `_done`. A third thread
+    passes jobs from the first one to the loop.
     """
 
     def __init__(self, config: StoreConfig, path: str, *, store: ObjectStore | None = None) -> None:
@@ -105,13 +105,14 @@ class TransferEngine:
         self._carrier = start_unbound("ecshare-inbox", self._carry)
 
     def probe(self, *, write: bool) -> bool:
-        """Block until the store has answered, at start-up; `write`: it must take an object too.
+        """Block until the store has answered, at start-up. `write`: it must also accept an object.
 
-        A store that cannot serve just now is asked again, and after `io_timeout_s` left to itself:
-        False, and a warning. An engine must not depend on a cache that costs it hits only.
+        A store that cannot serve now is asked again for `io_timeout_s`. After that, return False
+        and log a warning: an engine must be able to start without its cache.
 
         Raises:
-            ConfigError: it can never be used like this; names the option and the cause.
+            ConfigError: the store cannot be used with these options; names the option and the
+                cause.
         """
         return self._start.probe(write=write)
 
@@ -124,10 +125,10 @@ class TransferEngine:
         write: bool,
         mark: Key | None = None,
     ) -> None:
-        """Do what `probe` does, and tell the user how `facts` differ from those of other engines.
+        """Do what `probe` does, and log how `facts` differ from those of other engines.
 
-        A writer also leaves them as the manifest of its namespace, and an object under the key
-        `mark`, if there is one: that it is there says all. It writes both anew every few hours.
+        A writer also stores them as the manifest of its namespace, and an object under the key
+        `mark`, if given, of which only the existence matters. It writes both again every few hours.
 
         Raises:
             ConfigError: as `probe`.
@@ -136,19 +137,19 @@ class TransferEngine:
 
     @property
     def integrity(self) -> str:
-        """The fingerprint of the key that objects are authenticated with; "" without a key."""
+        """The fingerprint of the key that authenticates objects; "" without a key."""
         return self._integrity.fingerprint if self._integrity else ""
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """Which of "read" and "write" failed repeatedly and is left alone. Any thread."""
+        """Which of "read" and "write" have an open breaker. Any thread."""
         damaged = {"read"} if self._fetcher.is_open else set()
         return self._client.open_breakers | damaged
 
     def take_counts(self, half: str) -> dict[str, float]:
-        """Return what `stats` has counted since the last call, and whether breakers are open.
+        """Return the counts of `stats` since the last call, with the state of the breakers.
 
-        `half`: which of "scheduler" and "worker" this engine belongs to.
+        `half`: the half to which this engine belongs, "scheduler" or "worker".
         """
         opened = self.open_breakers
         for direction in ("read", "write"):
@@ -156,9 +157,9 @@ class TransferEngine:
         return self.stats.take()
 
     def submit(self, *jobs: Handle[Any] | Job[Any]) -> None:
-        """Queue jobs; never blocks, never raises. What follows them is called by `poll`, `drain`.
+        """Queue jobs. Never blocks, never raises. `poll` and `drain` call the continuations.
 
-        One call costs one wake-up of the I/O thread, however many jobs it brings.
+        One call costs one wake-up of the I/O thread for any number of jobs.
         """
         handles = tuple(job if isinstance(job, Handle) else Handle(job) for job in jobs)
         self.in_flight += len(handles)
@@ -171,17 +172,17 @@ class TransferEngine:
             self._finish(handle, Outcome.REJECTED)
 
     def cancel(self, *handles: Handle[Any]) -> None:
-        """Let go of what was submitted; never blocks, never raises.
+        """Cancel jobs that were submitted. Never blocks, never raises.
 
-        Each job still has its one Done: CANCELLED, unless it had ended already.
+        Each job still gets one Done: CANCELLED, unless it had ended before.
         """
         if not self._is_closed:
             self._inbox.put(_Message(cancelled=handles))
 
     def poll(self) -> list[Done[Any]]:
-        """Go on with what follows each job that has ended, and return these; never blocks.
+        """Call the continuations of jobs that have ended, and return their Dones. Never blocks.
 
-        The value of a Done belongs to what follows the job; to the caller if nothing does.
+        The value of a Done belongs to the continuation, or to the caller if there is none.
         """
         ended: list[Done[Any]] = []
         while not self._done.empty():
@@ -189,7 +190,7 @@ class TransferEngine:
         return ended
 
     def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
-        """As `poll`, but block until every job has ended, or `until`, or `timeout_s` are over."""
+        """As `poll`, but block until all jobs or `until` have ended, for at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         ended: list[Done[Any]] = []
         while self.in_flight:
@@ -213,9 +214,9 @@ class TransferEngine:
         return done
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Give what is in flight `timeout_s` to end, then stop the thread; once.
+        """Give jobs in flight `timeout_s` to end, then stop. A second call does nothing.
 
-        What has not ended by then is dropped; an object is whole in the store or not there.
+        Jobs that have not ended are dropped. An object is whole in the store, or not there.
         """
         if self._is_closed:
             return
@@ -229,7 +230,7 @@ class TransferEngine:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _let_end(self, timeout_s: float) -> None:
-        """Wait for what is in flight. Nothing follows it any more."""
+        """Wait for the jobs in flight, without calling their continuations."""
         deadline_s = time.monotonic() + timeout_s
         with suppress(queue.Empty):
             while self.in_flight:

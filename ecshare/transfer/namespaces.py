@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the user why an engine finds nothing: which facts keep it from what others have stored."""
+"""Logs why an engine finds nothing: the facts in which its namespace differs from others."""
 
 import logging
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ _PATIENCE_GROWTH = 16
 class NamespaceWatch:
     """Compares the facts of this engine's namespace with those of the others in its store.
 
-    Once at start, and again while an engine that only reads finds nothing: whoever should have
-    stored it may have started later. Ownership: the I/O thread.
+    This happens once at start, and again while an engine that only reads finds nothing: the engine
+    that stores may have started later. Ownership: the I/O thread.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class NamespaceWatch:
         self._last_said = ""
 
     def is_due(self, *, is_hit: bool) -> bool:
-        """Note a hit or a miss of this engine; whether to `compare` now."""
+        """Record a hit or a miss of this engine. Return whether to `compare` now."""
         if is_hit:
             self._next_look = 0  # it shares with somebody: misses are ordinary from now on
         self._num_misses += not is_hit
@@ -49,7 +49,7 @@ class NamespaceWatch:
         return True
 
     async def compare(self) -> None:
-        """Log how the most similar other namespace differs; no word twice, never raises."""
+        """Log how the most similar other namespace differs, unless it was logged. Never raises."""
         try:
             known, others = await self._client.ask(self._ask, Priority.SAVE)
             self._tell(others, is_known=known)

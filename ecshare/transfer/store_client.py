@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way from the transfer engine to the store: in turn, in time, not while it is gone."""
+"""The transfer engine's access to the store: with priorities, time limits and breakers."""
 
 import asyncio
 import math
@@ -26,12 +26,12 @@ _VERDICTS: Verdicts = (*_WITHOUT_TIME, (TimeoutError, Verdict.FAILED))
 
 
 class StoreClient:
-    """One store, its circuit breakers, what is damaged in it, and whose turn it is.
+    """One store with its circuit breakers, its list of damaged objects, and its admission.
 
     Reads and saves have a breaker each: a full disk or a refused PUT says nothing about loads. So
-    failing saves never stop loads and look-ups, nor the other way round.
+    failing saves never stop loads and look-ups, and failing loads never stop saves.
 
-    Ownership: the I/O thread; `open_breakers` may be read by any.
+    Ownership: the I/O thread. Any thread may read `open_breakers`.
     """
 
     def __init__(self, store: ObjectStore, timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class StoreClient:
 
     @property
     def open_breakers(self) -> frozenset[str]:
-        """Which of "read" and "write" failed repeatedly and is left alone for a while."""
+        """Which of "read" and "write" have an open breaker."""
         each = {"read": self._reads, "write": self._writes}
         return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
 
@@ -59,15 +59,15 @@ class StoreClient:
         deadline_s: float = math.inf,
         patience_s: float = 0.0,
     ) -> T:
-        """Return what one operation returns; `cost_bytes` is what it may move at most.
+        """Do one operation and return its result. `cost_bytes`: the most it may move.
 
-        It must be over by `deadline_s` (monotonic seconds), the wait for its turn included, and
-        itself take no longer than the time-out of this store. `patience_s`: how long its job waits
-        in all. A time-out counts as a failure of the store if the operation had half of that; one
-        that begins later, since the job waited for its turn or asks once more, shows nothing.
+        It must end by `deadline_s` (monotonic seconds), including the wait for admission. The
+        operation itself must end within the time-out of this store. `patience_s`: how long its job
+        waits in total. A time-out counts as a failure of the store if the operation had at least
+        half of that time. If it had less, because its job waited before, a time-out shows nothing.
 
         Raises:
-            StoreError, TimeoutError: as the store does; its breaker has heard of it.
+            StoreError, TimeoutError: as the store; the breaker is informed.
         """
         breaker = self._writes if priority is Priority.SAVE else self._reads
         admission = self._polls if priority is Priority.POLL else self._admission
@@ -85,9 +85,9 @@ class StoreClient:
                     return await call(self._store)
 
     async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
-        """Save an object, also in the place of a damaged one; whether it was written.
+        """Save an object; a damaged one is replaced. Return whether it was written.
 
-        `only_if_lost`: the store is asked first; False: it has the object.
+        `only_if_lost`: ask the store first, and return False if it has the object.
 
         Raises:
             StoreError, TimeoutError: as `ask`.
