@@ -86,8 +86,8 @@ class NamespaceWatch:
         else:
             said = (
                 # A manifest is renewed while engines store, and may expire when none does.
-                f"no engine has stored {what} in this engine's namespace {self._namespace}, or "
-                "none has for a while; others store elsewhere, and nothing of theirs is found"
+                f"no engine has stored {what} in this engine's namespace {self._namespace}, at "
+                "least not lately; this engine does not find what others store in other namespaces"
             )
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         told = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])
