@@ -23,6 +23,7 @@ from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
+from ecshare.plugin.executors import executor_refusal
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -72,10 +73,10 @@ class EncoderScheduler:
         ec_config = vllm_config.ec_transfer_config
         assert ec_config is not None  # or vLLM would not have made the connector
         self._role = Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
-        # vLLM asks for their items too, and then loads none.
-        self._is_idle = bool(vllm_config.model_config.is_encoder_decoder)
-        if self._is_idle:
-            logger.warning("ecshare saves and loads nothing for encoder-decoder models")
+        why_not = _refusal(vllm_config)
+        self._is_idle = why_not is not None
+        if why_not is not None:
+            logger.warning("ecshare saves and loads nothing: %s.", why_not)
         elif not self._role.is_producer and _may_confuse_inputs(vllm_config.model_config):
             logger.warning(
                 "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
@@ -89,7 +90,7 @@ class EncoderScheduler:
             config,
             OPTIONS_PATH,
             partial(encoder_namespace, vllm_config, config.epoch),
-            write=self._role.is_producer,
+            write=self._role.is_producer and not self._is_idle,
         )
         if not self._is_idle:
             saves, loads = self._role.is_producer, self._role.is_consumer
@@ -340,6 +341,14 @@ class EncoderScheduler:
             attributes = {"num_embeds": item.num_embeds, "metadata": _noted(item.metadata)}
             saves.append(SaveOrder(item.identifier, item.object_key, attributes))
         return tuple(saves)
+
+
+def _refusal(vllm_config: "VllmConfig") -> str | None:
+    """Return why the embeddings of such an engine cannot be shared; None if they can."""
+    if vllm_config.model_config.is_encoder_decoder:
+        # vLLM asks for their items too, and then loads none.
+        return "encoder-decoder models are not supported"
+    return executor_refusal(vllm_config)
 
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:

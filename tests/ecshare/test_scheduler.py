@@ -465,7 +465,26 @@ def test_encoder_decoder_models_are_left_alone(
 ) -> None:
     """vLLM asks for their items too; its runners would load none of them."""
     monkeypatch.setitem(vars(vllm_config.model_config), "is_encoder_decoder", True)
-    scheduler = start("ec_both")
+    assert_idle(start("ec_both"))
+
+
+def test_ranks_that_schedule_for_themselves_share_nothing(
+    vllm_config: VllmConfig,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each would answer by its own clock: they would run different steps, and hang."""
+    parallel = vars(vllm_config.parallel_config)
+    monkeypatch.setitem(parallel, "distributed_executor_backend", "external_launcher")
+    monkeypatch.setitem(parallel, "world_size", 2)
+    assert_idle(start("ec_both"))
+    (warning,) = [each for each in caplog.messages if "saves and loads nothing" in each]
+    assert "external_launcher" in warning
+    assert not any("this engine saves" in each for each in caplog.messages)
+
+
+def assert_idle(scheduler: EncoderScheduler) -> None:
     asked = request(feature())
     assert scheduler.ready(asked, 0)
     assert not scheduler.has("picture")

@@ -51,7 +51,12 @@ def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
 def engine(**more: Any) -> Any:
     """What `refusal` reads of a VllmConfig; `more`: any of its fields."""
     fields: dict[str, dict[str, Any]] = {
-        "parallel_config": {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1},
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "distributed_executor_backend": "mp",
+            "world_size": 2,
+        },
         "scheduler_config": {"enable_chunked_prefill": True},
         "cache_config": {
             "prefix_caching_hash_algo": "sha256",
@@ -92,6 +97,8 @@ def cache(*specs: Any) -> KVCacheConfig:
 def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
     assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
+    alone = engine(distributed_executor_backend="external_launcher", world_size=1)
+    assert refusal(alone, cache(*specs)) is None
 
 
 class Derived(FullAttentionSpec):
@@ -102,6 +109,7 @@ class Derived(FullAttentionSpec):
     ("config", "specs", "says"),
     [
         (engine(), (), "no KV cache"),
+        (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
         (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
         (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
         (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
