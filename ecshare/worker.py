@@ -65,7 +65,9 @@ class EncoderWorker:
         if is_gpu(self._device) and not self._is_writer:
             buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
         self._staging = Staging(self._device, buffer_bytes)
-        self._engine = start_engine(config, OPTIONS_PATH, write=self._is_writer)
+        self._engine = start_engine(
+            config, OPTIONS_PATH, write=self._is_writer, device=self._device
+        )
         self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
         self._loaded: set[str] = set()
         self._stats = self._engine.stats

@@ -133,7 +133,12 @@ class KVWorker:
                 if repacks_blocks()
                 else None,
             )
-        engine = start_engine(config, OPTIONS_PATH, write=role.is_kv_producer)
+        engine = start_engine(
+            config,
+            OPTIONS_PATH,
+            write=role.is_kv_producer,
+            device=vllm_config.device_config.device,
+        )
         return cls(
             config,
             shape,

@@ -4,9 +4,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ecshare.plugin.model_facts import Namespace
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Key
+from ecshare.transfer.devices import device_selector
 from ecshare.transfer.engine import TransferEngine
 
 
@@ -39,21 +42,28 @@ def start_with_namespace(
     return engine, namespace
 
 
-def start_engine(config: StoreConfig, path: str, *, write: bool) -> TransferEngine:
+def start_engine(
+    config: StoreConfig, path: str, *, write: bool, device: str | torch.device | None
+) -> TransferEngine:
     """As `start_with_namespace`, for a worker, which gets the keys of objects with its orders.
+
+    `device`: the worker's, as vLLM names it, and the calling thread's current one.
 
     Raises:
         ConfigError: as `start_with_namespace`.
     """
-    with _opened(config, path) as engine:
+    selector = device_selector(torch.device(device)) if device is not None else None
+    with _opened(config, path, selector) as engine:
         engine.probe(write=write)
     return engine
 
 
 @contextmanager
-def _opened(config: StoreConfig, path: str) -> Iterator[TransferEngine]:
+def _opened(
+    config: StoreConfig, path: str, on_thread_start: Callable[[], object] | None = None
+) -> Iterator[TransferEngine]:
     """Open an engine; close it if the body fails."""
-    engine = TransferEngine(config, path)
+    engine = TransferEngine(config, path, on_thread_start=on_thread_start)
     try:
         yield engine
     except BaseException:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -75,10 +75,19 @@ class TransferEngine:
     passes jobs from the first one to the loop.
     """
 
-    def __init__(self, config: StoreConfig, path: str, *, store: ObjectStore | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        path: str,
+        *,
+        store: ObjectStore | None = None,
+        on_thread_start: Callable[[], object] | None = None,
+    ) -> None:
         """Open the store of `config`, unless `store` is given, and start the thread.
 
         `path`: where the user wrote the options, for messages. The engine closes the store.
+        `on_thread_start`: called first in each thread that copies slabs, runs a job's `use` or
+        releases a slab; see `device_selector`.
 
         Raises:
             ConfigError: an option is wrong; the message names it and the fix.
@@ -91,8 +100,9 @@ class TransferEngine:
         self._integrity = open_integrity(config.integrity_key, path)
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Handle[Any], Done[Any]]] = queue.SimpleQueue()
-        self._copies = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-copy")
-        self._loads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="ecshare-load")
+        self._on_thread_start = on_thread_start
+        self._copies = self._threads("ecshare-copy")
+        self._loads = self._threads("ecshare-load")
         self._client = StoreClient(self._store, config.io_timeout_s)
         self._saver = Saver(self.host, self._client, self._copies, self._integrity)
         self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity)
@@ -240,6 +250,22 @@ class TransferEngine:
                 if isinstance(done.value, StoredObject):
                     done.value.release()
 
+    def _threads(self, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(
+            _COPY_THREADS, thread_name_prefix=name, initializer=self._begin_thread
+        )
+
+    # --- I/O, copy and load threads ---
+
+    def _begin_thread(self) -> None:
+        """Do what the owner wants done first. A thread that cannot serves all the same."""
+        if self._on_thread_start is None:
+            return
+        try:
+            self._on_thread_start()
+        except Exception:  # noqa: BLE001 — without the I/O thread nothing would ever end
+            logger.exception("a thread could not be set up")
+
     # --- carrier thread ---
 
     def _carry(self) -> None:
@@ -256,6 +282,7 @@ class TransferEngine:
 
     def _run(self) -> None:
         """Serve jobs until `close` stops the loop; then cancel what is left and close the store."""
+        self._begin_thread()
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         tasks = [handle.task for handle in self._serving if handle.task] + self._start.tasks

@@ -36,7 +36,9 @@ def start(
     if request.param == "gpu":
         stand_in(monkeypatch)
 
-    def start(role: str, host: str = "host", tp_rank: int = 0, **options: Any) -> EncoderWorker:
+    def start(
+        role: str, host: str = "host", tp_rank: int = 0, device: str = "cpu", **options: Any
+    ) -> EncoderWorker:
         # What the worker half reads of a VllmConfig.
         vllm_config: Any = SimpleNamespace(
             ec_transfer_config=SimpleNamespace(
@@ -44,7 +46,7 @@ def start(
                 is_ec_consumer=role in ("consumer", "both"),
                 engine_id="engine",
             ),
-            device_config=SimpleNamespace(device="cpu"),
+            device_config=SimpleNamespace(device=device),
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )
         config = EncoderConfig(
@@ -249,3 +251,20 @@ def test_reports_of_ranks_are_joined() -> None:
     first = Report({0: {"items/saved": 1}}, frozenset("a"))
     total = first.aggregate(Report({1: {"items/failed": 1}}, frozenset("b")))
     assert total == Report({0: {"items/saved": 1}, 1: {"items/failed": 1}}, frozenset("ab"))
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 3), ("cuda:1", 1)])
+def test_threads_of_a_worker_select_its_device(
+    start: Start, monkeypatch: pytest.MonkeyPatch, device: str, number: int
+) -> None:
+    """vLLM names the kind of device, and has selected the rank's own in its thread."""
+    selected: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda chosen: selected.append((threading.current_thread().name, chosen)),
+    )
+    start("both", device=device)
+    assert ("ecshare-io", number) in selected

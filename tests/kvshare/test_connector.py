@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shell: options, roles, and what vLLM is told of it."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
@@ -107,6 +109,22 @@ def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
     assert worker.report() is None, "said once"
     for each in (half, worker):
         each.close()
+
+
+def test_threads_of_a_worker_select_its_device(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selected: list[tuple[str, int]] = []
+    monkeypatch.setattr("kvshare.worker.worker_rank", lambda _: Rank(0, 1, 0, 1))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda chosen: selected.append((threading.current_thread().name, chosen)),
+    )
+    config = vllm_config(text_model, options(tmp_path))
+    config.device_config.device = torch.device("cuda:1")
+    KVWorker.start(config, cache_config(8), KVConfig(**options(tmp_path))).close()
+    assert ("ecshare-io", 1) in selected
 
 
 def test_engines_that_cut_or_keep_kv_otherwise_are_told_how(

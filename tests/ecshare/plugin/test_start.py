@@ -46,7 +46,7 @@ def test_a_writer_leaves_its_manifest_and_its_mark(config: StoreConfig) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        lambda config: start_engine(config, "options", write=True),
+        lambda config: start_engine(config, "options", write=True, device="cpu"),
         lambda config: start_with_namespace(config, "options", namespace_of, write=True),
     ],
 )

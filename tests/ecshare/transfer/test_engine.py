@@ -408,3 +408,52 @@ def test_a_fetch_is_not_over_while_its_object_is_used(
     may_end.set()
     (done,) = engine.drain(10)
     assert (done.outcome, ends) == (Outcome.CANCELLED, ["used"])
+
+
+def test_every_thread_that_may_meet_the_device_is_set_up_first(
+    tmp_path: Path, staging: Staging
+) -> None:
+    """A thread begins with device 0 as its own: what it asks of CUDA makes a context there."""
+    begun: list[str] = []
+    seen: list[str] = []
+
+    def name_thread() -> None:
+        begun.append(threading.current_thread().name)
+
+    class Copied:
+        """Stands for the event of a copy from a device, which is waited for in whatever thread."""
+
+        def synchronize(self) -> None:
+            seen.append(threading.current_thread().name)
+            assert seen[-1] in begun
+
+    engine = TransferEngine(config(tmp_path), "options", on_thread_start=name_thread)
+    try:
+        slab = filled(staging)
+        slab.copied = Copied()  # type: ignore[assignment]
+        assert finish(engine, Put(key("a"), slab)).outcome is Outcome.OK
+        load = Fetch(key("a"), 10, use=lambda _: seen.append(threading.current_thread().name))
+        assert finish(engine, load).outcome is Outcome.OK
+    finally:
+        engine.close()
+    assert {name.rpartition("_")[0] or name for name in seen} == {
+        "ecshare-io",
+        "ecshare-copy",
+        "ecshare-load",
+    }
+    assert set(seen) <= set(begun)
+
+
+def test_a_thread_that_cannot_be_set_up_serves_all_the_same(
+    tmp_path: Path, staging: Staging, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    engine = TransferEngine(config(tmp_path), "options", on_thread_start=fail)
+    try:
+        assert engine.probe(write=True)
+        assert finish(engine, Put(key("a"), filled(staging))).outcome is Outcome.OK
+    finally:
+        engine.close()
+    assert "no such device" in caplog.text
