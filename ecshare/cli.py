@@ -65,11 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor = commands.add_parser(
         "doctor",
-        help="find out whether a store is well, and why engines do not share",
-        description="Find out whether a store is well, and why engines do not share: try the "
-        "store, look at this host's cache, verify stored objects, and name the facts that keep "
-        "namespaces apart. It makes no folder. Exit status: 0 all is well, 1 a problem was found, "
-        "2 wrong usage.",
+        help="check a store, and find out why engines do not share",
+        description="Check a store, and find out why engines do not share: test the store, examine "
+        "this host's cache, verify stored objects, and name the facts in which namespaces differ. "
+        "It makes no folder. Exit status: 0 no problem, 1 a problem was found, 2 wrong usage.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )

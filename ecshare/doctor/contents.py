@@ -75,7 +75,7 @@ async def contents(
         if manifest.facts.get("integrity", "") == (integrity.fingerprint if integrity else ""):
             yield await _verify_sample(store, kind, space, integrity, count.keys)
         else:
-            text = f"{space}: not sampled, it was written with another integrity_key"
+            text = f"{space}: not verified, because it was written with another integrity_key"
             yield Finding(what, Level.NOTE, text)
     for finding in _without_manifest(kind, orphans, num_counted):
         yield finding
@@ -177,7 +177,7 @@ def _without_manifest(
 
 
 def _namespace_finding(kind: Kind, manifest: Manifest, count: NamespaceCount, more: str) -> Finding:
-    problem = f"{count.num_foreign} files there are none of ours; engines ignore them"
+    problem = f"{count.num_foreign} files there are not ecshare's; engines ignore them"
     age = _age(manifest.modified_s)
     facts = manifest.facts
     shown = [f"{name} {_word(facts.get(name))}" for name in ("model", "dtype", "epoch", "weights")]

@@ -47,16 +47,20 @@ def endpoint_problem(config: StoreConfig) -> str | None:
             status, reason = answer.status, printable(answer.reason or "")
             kind = printable(answer.headers.get("Content-Type") or "no content type")
     except http.client.HTTPException:
-        return f"{shown} answers, but not by HTTP: that is no S3 server; set endpoint_url to one"
+        return (
+            f"{shown} answers, but not with HTTP: it is not an S3 server; set endpoint_url to one"
+        )
     except (OSError, ValueError) as exc:
         cause = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         if isinstance(cause, ssl.SSLError):
             return None
-        return f"nobody answers at {shown} ({_reason(cause)}); is it up, and is the endpoint right?"
+        return (
+            f"no server answers at {shown} ({_reason(cause)}); is it up, and is the endpoint right?"
+        )
     what = f"{shown} is an HTTP server, but it answers {status} {reason} with {kind}"
     if status >= http.client.INTERNAL_SERVER_ERROR:
         return f"{what}, not as S3; is the S3 server up, and is the endpoint right?"
-    return f"{what}: that is no S3 server; set endpoint_url to one, with the port of its S3 API"
+    return f"{what}: it is not an S3 server; set endpoint_url to one, with the port of its S3 API"
 
 
 def _ask(opener: urllib.request.OpenerDirector, url: str) -> Any:

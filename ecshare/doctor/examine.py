@@ -60,7 +60,7 @@ async def examine(
             if each.store is not None:
                 stack.push_async_callback(each.store.close)
         for connector in foreign:
-            yield Finding("options", Level.NOTE, printable(f"{connector}; left alone"))
+            yield Finding("options", Level.NOTE, printable(f"{connector}; not examined"))
         for each in opened:
             async for finding in _examine(each, write=write, sample=sample):
                 yield finding
@@ -146,7 +146,7 @@ def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
         return
     state = f"holds {size(used)} of at most {limit}"
     if there != root:
-        state = f"will hold at most {limit}: the first engine makes it"
+        state = f"does not exist yet: the first engine makes it, for at most {limit}"
     text = f"{root} {state}; the disk has {size(free)} free"
     yield Finding("host cache", Level.OK, text)
 

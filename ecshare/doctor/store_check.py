@@ -60,7 +60,9 @@ async def check_store(
         return
     if median_s is None:
         problem = await asyncio.to_thread(endpoint_problem, config)
-        text = problem or "says of a key that nobody ever used that it is there; do not use it"
+        text = (
+            problem or "says that an object exists which nobody has stored; do not use this store"
+        )
         yield Finding("store", Level.PROBLEM, text)
         return
     text = f"answers; a look-up takes {median_s * 1e3:.1f} ms (median of {_LOOKUPS})"
@@ -74,7 +76,7 @@ def missing_folder(folder: str) -> Finding:
     """Return the finding that the store is a folder that does not exist."""
     text = (
         f"there is no folder {printable(masked_url(folder))}, or this user may not see it; is the "
-        "name right, and the volume mounted? An engine would make it, and find nothing there"
+        "name right, and is the volume mounted? An engine would make an empty folder"
     )
     return Finding("store", Level.PROBLEM, text)
 
@@ -86,8 +88,8 @@ def advice(exc: StoreError) -> str:
         return "it is the first part of the url"
     if isinstance(exc, StoreDenied):
         return (
-            "check key and secret, in storage_options or in the environment, and what they may do "
-            "there; of a folder, its owner and mode"
+            "check key and secret, in storage_options or in the environment, and their "
+            "permissions; for a folder, its owner and mode"
         )
     return "check the url and storage_options"
 
@@ -151,18 +153,25 @@ async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
         round_trip = await measure(store)
     except StoreDenied as exc:
         text = (
-            f"may be read, but not written: {error_text(exc)}; engines that only load need no more"
+            f"can be read, but not written: {error_text(exc)}; engines that only load need no "
+            "more. --read-only skips this check"
         )
-        yield Finding("store", Level.PROBLEM, f"{text}, and --read-only does not try it")
+        yield Finding("store", Level.PROBLEM, text)
         return
     except ObjectMissing:
-        yield Finding("store", Level.PROBLEM, "does not find what was just stored; do not use it")
+        yield Finding(
+            "store",
+            Level.PROBLEM,
+            "does not find an object that was just stored; do not use this store",
+        )
         return
     if not round_trip.is_same:
-        yield Finding("store", Level.PROBLEM, "returns other bytes than were put; do not use it")
+        yield Finding(
+            "store", Level.PROBLEM, "returns other bytes than were stored; do not use this store"
+        )
         return
     if round_trip.left:
-        text = "takes objects and gives them back, but does not remove them; engines could not"
+        text = "stores and returns objects, but does not remove them; engines cannot"
         yield Finding(
             "store", Level.PROBLEM, f"{text} replace damaged ones. Left: {round_trip.left}"
         )
@@ -171,10 +180,10 @@ async def _check_writes(store: ObjectStore) -> AsyncIterator[Finding]:
         _LARGE_BYTES / max(each, 1e-9) / 1e6 for each in (round_trip.put_s, round_trip.get_s)
     )
     text = (
-        "takes objects, gives them back, removes them; "
+        "stores, returns and removes objects; "
         f"put {put:,.0f}, get {get:,.0f} MB/s (best of {round_trip.num_rounds})"
     )
     yield Finding("store", Level.OK, text)
     if not round_trip.creates_once:
-        text = "ignores create-only puts: two engines that store the same object both send it"
+        text = "ignores create-only puts: if two engines store the same object, both send it"
         yield Finding("store", Level.NOTE, text)

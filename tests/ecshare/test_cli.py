@@ -30,7 +30,7 @@ def test_a_new_folder_is_well(doctor: Doctor, tmp_path: Path) -> None:
     status, text = doctor()
     assert status == 0, text
     assert "PROBLEM" not in text
-    assert "takes objects, gives them back, removes them" in text
+    assert "stores, returns and removes objects" in text
     assert "no engine that stores any" in text
     assert not list((tmp_path / "store").iterdir()), "not even an empty folder is left"
 
@@ -63,7 +63,7 @@ def test_the_facts_that_keep_namespaces_apart_are_named_once(
     status, text = doctor()
     assert status == 0, text
     assert f"{NAMESPACE}: 2 objects" in text
-    assert "1 files there are none of ours" in text
+    assert "1 files there are not ecshare's" in text
     assert text.count("share nothing") == 1
     one, two = sorted((NAMESPACE, namespace_digest(other)))
     facts = {NAMESPACE: FACTS, namespace_digest(other): other}
@@ -90,7 +90,7 @@ def test_objects_of_another_integrity_key_are_told_apart(doctor: Doctor, tmp_pat
     start(tmp_path, FACTS, "", KEY)
     status, text = doctor(integrity_key=INTEGRITY_KEY)
     assert status == 0, text
-    assert f"{NAMESPACE}: not sampled, it was written with another integrity_key" in text
+    assert f"{NAMESPACE}: not verified, because it was written with another integrity_key" in text
     assert INTEGRITY_KEY not in text
 
 
@@ -113,7 +113,7 @@ def test_a_store_that_is_down_is_a_problem(doctor: Doctor) -> None:
     port.release()
     assert status == 1
     url = re.escape(storage["endpoint_url"])
-    assert re.search(f"^PROBLEM +store: nobody answers at {url} .*refused", text, re.MULTILINE)
+    assert re.search(f"^PROBLEM +store: no server answers at {url} .*refused", text, re.MULTILINE)
     assert "host cache" not in text, "what comes next rests on the store"
 
 

@@ -278,7 +278,7 @@ def test_each_distinct_store_is_examined_once(doctor: Doctor, tmp_path: Path) ->
     assert status == 0, text
     place = f"{KV_EXTRA}.connectors"
     assert f"note    options: {place}[0].kv_connector: 'NixlConnector' is not ours" in text
-    assert text.count("takes objects") == 2
+    assert text.count("stores, returns") == 2
     same = f"{place}[2].{KV_EXTRA}.secondary_tiers[0] are well-formed; url {here['url']}, "
     assert f"{same}the store of {place}[1].{KV_EXTRA}" in text
 
@@ -291,7 +291,7 @@ def test_a_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_pat
     status, text = doctor(argument=json.dumps(whole))
     assert status == 1
     assert "there is no folder" in text
-    assert "takes objects" in text
+    assert "stores, returns" in text
 
 
 def test_somebody_elses_connector_is_wrong_usage(doctor: Doctor) -> None:

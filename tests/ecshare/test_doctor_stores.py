@@ -100,7 +100,7 @@ def test_read_only_writes_nothing_at_all(
     for options in ({}, {"host_cache_dir": None}):
         status, text = doctor("--read-only", **options)
         assert status == 0, text
-        assert "takes objects" not in text
+        assert "stores, returns" not in text
         assert f"{NAMESPACE}: 0 of 1 objects that were read are damaged" in text
     assert (tree(tmp_path), tree(shm)) == before
     assert f"{shm}/ecshare-" in text
@@ -114,9 +114,9 @@ def test_no_host_cache_is_made_and_the_store_is_left_as_it_was(
     before = sorted(tree(tmp_path))
     status, text = doctor()
     assert status == 0, text
-    assert "takes objects" in text
+    assert "stores, returns" in text
     assert sorted(tree(tmp_path)) == before
-    assert f"host cache: {tmp_path}/host will hold at most" in text
+    assert f"host cache: {tmp_path}/host does not exist yet" in text
 
 
 def test_what_a_host_cache_holds_is_said(doctor: Doctor, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_http_server_that_is_no_s3_server_is_named(
     code, content_type, _ = PLAIN[name]
     (problem,) = problems(text)
     assert problem.startswith(f"store: {url} is an HTTP server, but it answers {code} ")
-    assert f"with {content_type}: that is no S3 server; set endpoint_url" in problem
+    assert f"with {content_type}: it is not an S3 server; set endpoint_url" in problem
     assert "ok      store" not in text, "it is found out before anything else is said"
 
 
@@ -278,7 +278,7 @@ def test_a_server_that_speaks_no_http_is_named(doctor: Doctor) -> None:
         thread.join()
     assert status == 1
     (problem,) = problems(text)
-    assert problem.startswith(f"store: {url} answers, but not by HTTP: that is no S3 server")
+    assert problem.startswith(f"store: {url} answers, but not with HTTP: it is not an S3 server")
 
 
 def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
@@ -364,7 +364,7 @@ def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
 @pytest.mark.parametrize(
     ("methods", "words"),
     [
-        (("PUT",), "may be read, but not written: the store answered 403 AccessDenied"),
+        (("PUT",), "can be read, but not written: the store answered 403 AccessDenied"),
         (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
     ],
 )
@@ -388,7 +388,7 @@ def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
     port.release()
     assert status == 1
     (problem,) = problems(text)
-    assert f"nobody answers at {storage['endpoint_url']} (Connection refused)" in problem
+    assert f"no server answers at {storage['endpoint_url']} (Connection refused)" in problem
 
 
 # --- manifests that are gone ---

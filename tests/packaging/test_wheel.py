@@ -106,7 +106,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: str) -> None:
 
 def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None:
     said = _checked(bare.doctor(str(tmp_path)))
-    assert "takes objects, gives them back" in said
+    assert "stores, returns and removes objects" in said
     for module in ("numpy", "obstore", "safetensors", "torch", "vllm"):
         assert bare.run("-c", f"import {module}").returncode == 1
 
@@ -222,24 +222,24 @@ def test_the_extra_for_s3_leaves_boto3_as_it_is(
     assert not [line for line in after if line.startswith(("s3fs", "aiobotocore", "numpy"))]
     empty.pip("check")
     said = _checked(empty.doctor(f"{seaweed.url}/s3", **seaweed.storage_options))
-    assert "takes objects, gives them back" in said
+    assert "stores, returns and removes objects" in said
 
 
 def test_s3fs_alone_reaches_s3(wheel: str, empty: Empty, seaweed: SeaweedFS) -> None:
     empty.install(f"{wheel}[s3fs]", *PINNED)
     assert empty.run("-c", "import obstore").returncode == 1
     said = _checked(empty.doctor(f"{seaweed.url}/s3fs", **seaweed.storage_options))
-    assert "takes objects, gives them back" in said
+    assert "stores, returns and removes objects" in said
 
 
 @pytest.mark.azure
 def test_the_extra_for_azure(wheel: str, empty: Empty, azurite: Azurite) -> None:
     empty.install(f"{wheel}[azure]", *PINNED)
     ran = empty.doctor(f"az://{CONTAINER}/wheel", **azurite.storage_options())
-    assert "takes objects, gives them back" in _checked(ran)
+    assert "stores, returns and removes objects" in _checked(ran)
 
 
 def test_the_extra_for_google(wheel: str, empty: Empty, gcs: GCS) -> None:
     empty.install(f"{wheel}[gcs]", *PINNED)
     ran = empty.doctor(f"gs://{BUCKET}/wheel", endpoint_url=gcs.url, token="anon")
-    assert "takes objects, gives them back" in _checked(ran)
+    assert "stores, returns and removes objects" in _checked(ran)
