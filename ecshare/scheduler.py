@@ -25,7 +25,7 @@ from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
 from ecshare.plugin.executors import executor_refusal
 from ecshare.plugin.ledger import Totals, grown, open_ledger
-from ecshare.plugin.logs import log_sharing
+from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.plugin.start import start_with_namespace
@@ -95,6 +95,7 @@ class EncoderScheduler:
         if not self._is_idle:
             saves, loads = self._role.is_producer, self._role.is_consumer
             log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
+            log_host_cache(self._engine.host)
         self._stats = self._engine.stats
         self._items = Items(
             self._engine,

@@ -16,7 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
-from ecshare.plugin.logs import log_sharing
+from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
@@ -158,6 +158,8 @@ class KVScheduler:
             store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
         )
         log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
+        if facts.saves or facts.loads:
+            log_host_cache(engine.host)
         events = None
         if facts.saves and publishes_events(vllm_config):
             events = BlockEvents(

@@ -4,6 +4,7 @@
 import logging
 
 from ecshare.store.config import StoreConfig
+from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.secrets import masked_url
 
 logger = logging.getLogger(__name__)
@@ -40,3 +41,14 @@ def log_sharing(
     if does:
         where = masked_url(config.url)
         logger.info("this engine %s %s: %s, namespace %s", does, what, where, namespace)
+
+
+def log_host_cache(host: HostCache) -> None:
+    """Log how much of this host's memory, or of a disk, the host cache may take."""
+    logger.info(
+        "host cache %s: at most %d MiB, and less where its file system would have less than %d MiB "
+        "free",
+        host.root,
+        host.limit_bytes >> 20,
+        host.floor_bytes >> 20,
+    )

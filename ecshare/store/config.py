@@ -75,7 +75,9 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     uses that one."""
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
-    """The limit of that folder. The least recently used objects are removed first."""
+    """The limit of that folder, and at most half of its file system, because others need `/dev/shm`
+    too. 1 GiB of the file system stays free; a quarter, if it is smaller than 4 GiB. The least
+    recently used objects are removed first."""
 
     integrity_key: str = ""
     """A secret of all engines. Each object then carries a MAC made with it, and objects without the

@@ -29,7 +29,14 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import StreamingChecksum
 from ecshare.store.hostcache.eviction import Evictor
-from ecshare.store.hostcache.folder import default_roots, fitting, make_private, temporary_root
+from ecshare.store.hostcache.folder import (
+    default_roots,
+    fitting,
+    floor_bytes,
+    free_bytes,
+    make_private,
+    temporary_root,
+)
 from ecshare.store.hostcache.single_flight import Claim
 from ecshare.store.hostcache.usage import Usage, unlock_and_close
 from ecshare.store.keys import Key
@@ -250,12 +257,18 @@ class HostCache:
         self._said: set[str] = set()
         make_private(root)
         self._usage = Usage(root, fitting(root, limit_bytes))
+        self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)
 
     @property
     def limit_bytes(self) -> int:
         """How many bytes the folder may hold."""
         return self._usage.limit_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """How many bytes of the folder's file system stay free, for others."""
+        return self._floor_bytes
 
     def open(self, key: Key) -> Entry | None:
         """Return the entry, pinned, or None."""
@@ -352,11 +365,11 @@ class HostCache:
             return None
 
         failure: OSError | None = None
-        free_bytes = 0
+        evict_bytes = 0
         for _ in range(_TRIES):
             try:
-                made = None if free_bytes else self._usage.create(num_bytes)
-                made = made or self._evictor.admit(num_bytes, free_bytes)
+                made = None if evict_bytes else self._usage.create(num_bytes)
+                made = made or self._evictor.admit(num_bytes, evict_bytes)
                 draft = _DraftFile(*made, num_bytes) if made else None
                 if draft is not None:
                     self._reserve(draft)
@@ -368,7 +381,8 @@ class HostCache:
                 failure = exc
                 if exc.errno not in _FULL:
                     break
-                free_bytes = num_bytes  # a disk smaller than the limit
+                # A disk smaller than the limit, or one that others fill.
+                evict_bytes = max(num_bytes, self._shortage(num_bytes))
             else:
                 if draft is None:
                     self._say_once(
@@ -401,12 +415,25 @@ class HostCache:
         return None
 
     def _reserve(self, draft: _DraftFile) -> None:
-        """Reserve disk blocks: on a full disk, reading a mapped hole kills the process."""
+        """Reserve disk blocks: on a full disk, reading a mapped hole kills the process.
+
+        The floor counts as used: it is for others, which do not reserve theirs.
+        """
         try:
+            self._check_room(draft.num_bytes)
             os.posix_fallocate(draft.fd, 0, draft.num_bytes)
         except OSError:
             self.drop(draft)
             raise
+
+    def _check_room(self, num_bytes: int) -> None:
+        if self._shortage(num_bytes):
+            raise OSError(errno.ENOSPC, f"others need what is left on the disk of {self.root}")
+
+    def _shortage(self, num_bytes: int) -> int:
+        """Return how many bytes are missing, for so many more, to leave the floor free."""
+        free = free_bytes(self.root)
+        return 0 if free is None else max(0, num_bytes + self._floor_bytes - free)
 
     def drop(self, draft: _DraftFile) -> None:
         """Remove `draft`, unless it has become an entry."""

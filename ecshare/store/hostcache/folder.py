@@ -18,7 +18,13 @@ logger = logging.getLogger(__name__)
 SHM = Path("/dev/shm")  # noqa: S108
 # A container's own is 64 MB: one large picture and a few small ones. Below this, disk is better.
 _ENOUGH_BYTES = 1 << 30
-_SHARE = 0.9  # of a disk that a cache may take
+# Of a file system that a cache may take. Others live there, too: vLLM's queues and NCCL's buffers
+# in /dev/shm are made without reserving their memory, and whoever writes to it when there is none
+# left dies of SIGBUS.
+_SHARE = 0.5
+# What stays free for them, whatever they take already; of a small file system a part.
+_FLOOR_BYTES = 1 << 30
+_FLOOR_SHARE = 0.25
 _OTHER_NAMES = 8
 
 
@@ -94,12 +100,12 @@ def _is_free(root: Path) -> bool:
 
 
 def fitting(root: Path, limit_bytes: int) -> int:
-    """Return `limit_bytes`, or what fits on the disk of `root` if that is less."""
+    """Return `limit_bytes`, or half of the file system of `root` where that is less."""
     fits = _size(root)
     if not 0 < fits < limit_bytes:
         return limit_bytes
     logger.warning(
-        "host_cache_bytes is %d, but %s has room for %d: using that "
+        "host_cache_bytes is %d, but half of the file system of %s is %d: using that "
         "(in a container, give it a larger --shm-size)",
         limit_bytes,
         root,
@@ -108,15 +114,33 @@ def fitting(root: Path, limit_bytes: int) -> int:
     return fits
 
 
+def floor_bytes(root: Path) -> int:
+    """Return how much of the file system of `root` a cache leaves free. 0: it is unknown."""
+    return int(min(_FLOOR_BYTES, _FLOOR_SHARE * _disk_bytes(root)))
+
+
+def free_bytes(root: Path) -> int | None:
+    """Return how much of the file system of `root` is free. None: it is unknown."""
+    try:
+        disk = os.statvfs(root)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize
+
+
 def _size(folder: Path) -> int:
     """Return how many bytes a cache may use of the disk of `folder`; 0 if none, or unknown."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return 0
+    return int(_disk_bytes(folder) * _SHARE)
+
+
+def _disk_bytes(folder: Path) -> int:
     try:
         disk = os.statvfs(folder)
     except OSError:
         return 0
-    return int(disk.f_blocks * disk.f_frsize * _SHARE)
+    return disk.f_blocks * disk.f_frsize
 
 
 def make_private(root: Path) -> None:

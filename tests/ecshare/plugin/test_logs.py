@@ -4,11 +4,13 @@
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ecshare.plugin.logs import log_sharing
+from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.store.config import StoreConfig
+from ecshare.store.hostcache.cache import HostCache
 from tests.docs.pages import ROOT
 
 REAL = """
@@ -75,6 +77,17 @@ def test_an_engine_says_what_it_shares_and_where(
     log_sharing("embeddings", config, "1f0c", saves=saves, loads=loads)
     (line,) = caplog.messages
     assert line == f"this engine {does} embeddings: s3://***@bucket/prefix, namespace 1f0c"
+
+
+def test_an_engine_says_what_its_host_cache_may_take(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    host = HostCache(tmp_path / "host", 3 << 20)
+    log_host_cache(host)
+    (line,) = caplog.messages
+    assert line.startswith(f"host cache {host.root}: at most 3 MiB, ")
+    assert line.endswith(f" less than {host.floor_bytes >> 20} MiB free")
 
 
 def test_an_engine_that_shares_nothing_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disks:
             size = sizes[path.relative_to(tmp_path).parts[0]]
             if not size:
                 raise FileNotFoundError
-            return SimpleNamespace(f_blocks=size, f_frsize=1)
+            return SimpleNamespace(f_blocks=size, f_bavail=size, f_frsize=1)
 
         monkeypatch.setattr(os, "statvfs", statvfs)
 
@@ -251,10 +251,11 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         HostCache(tmp_path / "file" / "host", KIB)
 
 
-def test_the_limit_is_not_more_than_the_disk(
+def test_the_limit_is_not_more_than_half_of_the_disk(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1000))
-    assert HostCache(root, 4 << 30).limit_bytes == 90_000
+    cache = HostCache(root, 4 << 30)
+    assert (cache.limit_bytes, cache.floor_bytes) == (50_000, 25_000)
     assert "--shm-size" in caplog.text
     assert len(caplog.messages) == 1
