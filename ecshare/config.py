@@ -15,3 +15,8 @@ class EncoderConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_field
     """When an encoder answers. `announced`: at once, while its embeddings are still being stored. A
     consumer that gets the answer's `ec_transfer_params` waits for them. `durable`: when they are
     stored. The step waits until then."""
+
+    @property
+    def promise_s(self) -> float:
+        """Seconds for which a worker asks the store for an embedding that vLLM counts on."""
+        return max(self.wait_s, 3 * self.io_timeout_s)

@@ -4,7 +4,8 @@
 One item per identifier, from the first request that needs it to the last one that lets it go:
 
     ASKED    the store was asked; requests that need it wait, until `wait_s` is over
-    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded
+    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded. In the store
+             too, where workers on other hosts are to load it
     STORED   producer only: in the store already; it will not be encoded
     ABSENT   encode it (and store it, on a producer); a request without pixels fails, unless it came
              later than the question and has time left: it is sought once more for that one
@@ -132,13 +133,18 @@ class Items:
         *,
         role: Role,
         wait_s: float,
+        in_store: bool = False,
     ) -> None:
-        """Ask `engine` for `embeddings`, each for `wait_s` at most."""
+        """Ask `engine` for `embeddings`, each for `wait_s` at most.
+
+        `in_store`: workers elsewhere load them, too. An item is READY once the store has it.
+        """
         self._engine = engine
         self._embeddings = embeddings
         self._stats = engine.stats
         self._role = role
         self._wait_s = wait_s
+        self._in_store = in_store
         self._items: dict[str, Item] = {}
         self._look_up: list[Item] = []
         self._submit: list[Handle[Any]] = []
@@ -238,7 +244,14 @@ class Items:
     def _fetch(self, item: Item, left_s: float) -> None:
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
-        job = Fetch(item.object_key, left_s, limit_bytes, item.is_announced, accepts=accepts)
+        job = Fetch(
+            item.object_key,
+            left_s,
+            limit_bytes,
+            item.is_announced,
+            accepts=accepts,
+            in_store=self._in_store,
+        )
         self._start(item, Handle(job, partial(self._fetched, item, is_told=item.is_announced)))
 
     def _start(self, item: Item, handle: Handle[Any]) -> None:
@@ -289,7 +302,8 @@ class Items:
     def _take(self, item: Item, stored: StoredObject, done: Done[StoredObject]) -> None:
         self._found(item, Phase.READY)
         item.stored = stored
-        if self._role.is_producer and any(moved.tier is Tier.HOST for moved in done.moved):
+        is_from_host = any(moved.tier is Tier.HOST for moved in done.moved)
+        if self._role.is_producer and is_from_host and not self._in_store:
             # It will be announced to other hosts, and the store may have lost it.
             self._submit.append(Handle(Backfill(item.object_key), self._made_up))
 

@@ -23,7 +23,7 @@ from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
-from ecshare.plugin.executors import executor_refusal
+from ecshare.plugin.executors import executor_refusal, has_remote_workers
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -96,12 +96,21 @@ class EncoderScheduler:
             saves, loads = self._role.is_producer, self._role.is_consumer
             log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
             log_host_cache(self._engine.host)
+        is_remote = has_remote_workers(vllm_config)
+        if is_remote and self._role.is_consumer and not self._is_idle:
+            logger.warning(
+                "workers may be on other hosts than the scheduler: each loads embeddings from the "
+                "store while a step waits, and only what the store has is promised. If the store "
+                "fails during such a step, for %g s, vLLM ends this engine",
+                config.promise_s,
+            )
         self._stats = self._engine.stats
         self._items = Items(
             self._engine,
             _embeddings(vllm_config, namespace),
             role=self._role,
             wait_s=config.wait_s,
+            in_store=is_remote,
         )
         # See EncoderWorker: where vLLM drops the workers' reports.
         is_told = self._role == Role(is_producer=True, is_consumer=False)

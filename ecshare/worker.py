@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Orders for items whose encode was cancelled are never redeemed; keep the latest.
 _ORDERS_KEPT = 4096
-# An embedding that was promised is asked for again until so many time-outs are over.
-_TIMEOUTS_WAITED = 3
 _ENTRY_EVERY_S = 0.5
 # Of a rank that only loads: some embeddings of the largest videos.
 _LOAD_BYTES = 256 << 20
@@ -60,7 +58,7 @@ class EncoderWorker:
         # An engine that also decodes must not be held up for memory: it gives the save up.
         self._waits_for_room = self._is_durable or not role.is_ec_consumer
         self._timeout_s = config.io_timeout_s
-        self._wait_s = config.wait_s
+        self._promise_s = config.promise_s
         buffer_bytes = config.buffer_bytes
         if is_gpu(self._device) and not self._is_writer:
             buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
@@ -182,10 +180,11 @@ class EncoderWorker:
     def _fetch(self, order: LoadOrder) -> StoredObject | None:
         """Read an embedding from the store, waiting for it.
 
-        The scheduler half pinned it on its own host; only a worker on another host gets here. It
-        was promised, and vLLM cannot go on without it, so a fault is not the end of it.
+        The scheduler half pinned it on its own host, and saw it in the store; only a worker on
+        another host gets here. It was promised, and vLLM cannot go on without it, so a fault is not
+        the end of it.
         """
-        timeout_s = max(self._wait_s, _TIMEOUTS_WAITED * self._timeout_s)
+        timeout_s = self._promise_s
         found: list[StoredObject] = []
         is_late = False
 

@@ -3,6 +3,11 @@
 
 from typing import Any
 
+from ecshare.plugin.compat import option
+
+# By these, workers are the engine's process or its children: they see the same memory.
+_LOCAL = (None, "uni", "mp", "external_launcher")
+
 
 def executor_refusal(vllm_config: Any) -> str | None:
     """Return why an engine with this executor can share nothing; None if it can.
@@ -16,3 +21,13 @@ def executor_refusal(vllm_config: Any) -> str | None:
             "its own, and they would disagree on what is loaded already"
         )
     return None
+
+
+def has_remote_workers(vllm_config: Any) -> bool:
+    """Whether workers may be on other hosts than the scheduler, or in other containers.
+
+    With Ray, and with executors that we do not know, nobody can tell: True.
+    """
+    parallel = vllm_config.parallel_config
+    is_local = parallel.distributed_executor_backend in _LOCAL
+    return not is_local or (option(parallel, "nnodes") or 1) > 1

@@ -156,6 +156,7 @@ class Fetcher:
             if isinstance(found, Entry):
                 here = self._usable(job, found)
                 if here is not None:
+                    await self._check_store(job, here, deadline_s)
                     return await self._from_host(job, here, started_s)
                 found = self._host.claim(job.key)
             if found is not None or time.monotonic() >= patience_s:
@@ -172,6 +173,27 @@ class Fetcher:
         if job.use is None:
             return here, (moved,)
         return await self._loaded(job, lambda: (here, moved))
+
+    async def _check_store(self, job: Fetch, here: StoredObject, deadline_s: float) -> None:
+        """Return if what this host has is all that `job` wants; else unpin it.
+
+        Raises:
+            StoreError, TimeoutError: the store does not have it, or does not say so.
+        """
+        if not job.in_store:
+            return
+        priority = Priority.POLL if job.is_announced else Priority.LOOK_UP
+        is_sound = False
+        try:
+            (is_there,) = await self._client.ask(
+                lambda store: store.exists([job.key]), priority, 0, deadline_s, job.timeout_s
+            )
+            is_sound = is_there and not self._client.damaged.is_left_alone(job.key)
+        finally:
+            if not is_sound:
+                here.release()
+        if not is_sound:
+            raise ObjectMissing(job.key)
 
     def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
         """Return the object in `entry`; None: the job cannot use it."""
@@ -190,6 +212,9 @@ class Fetcher:
         Look as often as `member` may. `is_claimed`: return also when the process that downloads it
         has released its claim.
         """
+        if job.in_store and not is_claimed:
+            await asyncio.sleep(timeout_s)  # the store alone can tell
+            return
         deadline_s = time.monotonic() + timeout_s
         poll_s = _FIRST_POLL_S
         while (left_s := deadline_s - time.monotonic()) > 0:

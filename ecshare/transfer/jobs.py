@@ -97,6 +97,8 @@ class Fetch(Job[StoredObject], frozen=True):
     least every `longest_pause_s`.
     `is_guess`: no look-up has seen it in the store. Loads of objects that exist must not wait for
     it.
+    `in_store`: other hosts will need it as well. An object that only the host cache has counts as
+    missing until the store has it.
     `use`: called with the object on a load thread, which then releases it. The job ends only after
     `use` has returned, even if it is cancelled. `use` writes to nothing after the Done.
     """
@@ -109,6 +111,7 @@ class Fetch(Job[StoredObject], frozen=True):
     use: Callable[[StoredObject], None] | None = None
     longest_pause_s: float = _LONGEST_PAUSE_S
     is_guess: bool = False
+    in_store: bool = False
 
 
 class Backfill(Job[bool], frozen=True):

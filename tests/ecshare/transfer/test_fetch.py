@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied
+from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
@@ -52,6 +52,7 @@ class Scripted:
     def __init__(self) -> None:
         self.objects: dict[Key, bytes] = {}
         self.gets: list[float] = []
+        self.questions: list[Sequence[Key]] = []
         self.answer_s = 0.0
         self.stalled: set[str] = set()
         self.damage: list[Callable[[bytes], bytes]] = []
@@ -80,6 +81,7 @@ class Scripted:
         return is_new
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        self.questions.append(keys)
         return [key in self.objects for key in keys]
 
     async def stat(self, key: Key) -> ObjectStat:
@@ -251,6 +253,45 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     assert [moved.tier for moved in done.moved] == [Tier.HOST]
     release(done)
     assert len(store.gets) > asked
+
+
+def test_what_other_hosts_need_is_missing_until_the_store_has_it(
+    store: Scripted, start: Start
+) -> None:
+    engine = start()
+    entry = engine.host.publish(KEY, sealed())
+    assert entry is not None
+    entry.close()
+    assert finish(engine, Fetch(KEY, 5)).outcome is Outcome.OK
+    assert finish(engine, Fetch(KEY, 5, in_store=True)).outcome is Outcome.MISSING
+    # It is on its way, of the same host: it is waited for, and the store asked ever less often.
+    engine.submit(Fetch(KEY, 30, is_announced=True, in_store=True))
+    engine.drain(0.5)
+    assert engine.in_flight
+    assert len(store.questions) < 20
+    store.objects[KEY] = sealed()
+    (done,) = engine.drain(20)
+    assert done.outcome is Outcome.OK
+    release(done)
+    assert not store.gets
+    assert finish(engine, Fetch(KEY, 5, in_store=True)).outcome is Outcome.OK
+
+
+def test_what_the_store_cannot_confirm_is_not_there(store: Scripted, start: Start) -> None:
+    engine = start()
+    entry = engine.host.publish(KEY, sealed())
+    assert entry is not None
+    entry.close()
+
+    async def broken(keys: Sequence[Key]) -> list[bool]:
+        raise StoreUnavailable("503")
+
+    store.exists = broken  # type: ignore[method-assign]
+    assert finish(engine, Fetch(KEY, 1, in_store=True)).outcome is Outcome.UNAVAILABLE
+    engine.host.discard(KEY)
+    store.objects[KEY] = sealed()
+    # What it sends, it has.
+    assert finish(engine, Fetch(KEY, 5, in_store=True)).outcome is Outcome.OK
 
 
 OTHER = object_key(Kind.EC, "0" * 32, "other")
