@@ -13,11 +13,13 @@ class Rank:
     tp_size: int
     pp_rank: int
     pp_size: int
+    pcp_rank: int = 0
+    """Of prefill context parallelism."""
 
     @property
     def is_writer(self) -> bool:
         """Whether this rank stores objects that all ranks have, such as embeddings."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == 0 and self.pp_rank == 0 and self.pcp_rank == 0
 
     @property
     def part(self) -> str:
@@ -28,7 +30,11 @@ class Rank:
 
 def worker_rank(vllm_config: Any) -> Rank:
     """Return the rank of this worker process. vLLM must have initialised its process groups."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed.parallel_state import (
+        get_pcp_group,
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+    )
 
     parallel = vllm_config.parallel_config
     return Rank(
@@ -36,4 +42,5 @@ def worker_rank(vllm_config: Any) -> Rank:
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
+        pcp_rank=get_pcp_group().rank_in_group,
     )
