@@ -23,7 +23,7 @@ from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
-from ecshare.plugin.executors import executor_refusal, has_remote_workers
+from ecshare.plugin.deployment import deployment_refusal, has_remote_workers
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -358,7 +358,7 @@ def _refusal(vllm_config: "VllmConfig") -> str | None:
     if vllm_config.model_config.is_encoder_decoder:
         # vLLM asks for their items too, and then loads none.
         return "encoder-decoder models are not supported"
-    return executor_refusal(vllm_config)
+    return deployment_refusal(vllm_config)
 
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ecshare.plugin.compat import option
-from ecshare.plugin.executors import executor_refusal
+from ecshare.plugin.deployment import deployment_refusal
 from ecshare.plugin.ranks import Rank
 from kvshare.prefix import Chunk
 from kvshare.shards import (
@@ -148,7 +148,7 @@ class LayerSet:
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
     """Return why the blocks of such an engine cannot be shared; None if they can."""
     return (
-        executor_refusal(vllm_config)
+        deployment_refusal(vllm_config)
         or _option_refusal(vllm_config)
         or _layer_refusal(vllm_config, kv_cache_config)
     )

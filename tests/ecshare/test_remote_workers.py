@@ -16,7 +16,7 @@ from vllm.config import ECTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from ecshare.config import EncoderConfig
-from ecshare.plugin.executors import has_remote_workers
+from ecshare.plugin.deployment import has_remote_workers
 from ecshare.plugin.ranks import Rank
 from ecshare.scheduler import EncoderScheduler
 from ecshare.worker import EncoderWorker

@@ -484,6 +484,17 @@ def test_ranks_that_schedule_for_themselves_share_nothing(
     assert not any("this engine saves" in each for each in caplog.messages)
 
 
+def test_devices_whose_copies_are_not_waited_for_share_nothing(
+    vllm_config: VllmConfig,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(vars(vllm_config.device_config), "device_type", "xpu")
+    assert_idle(start("ec_both"))
+    assert "ecshare saves and loads nothing: devices of the kind xpu" in caplog.text
+
+
 def assert_idle(scheduler: EncoderScheduler) -> None:
     asked = request(feature())
     assert scheduler.ready(asked, 0)

@@ -57,6 +57,7 @@ def engine(**more: Any) -> Any:
             "distributed_executor_backend": "mp",
             "world_size": 2,
         },
+        "device_config": {"device_type": "cpu"},
         "scheduler_config": {"enable_chunked_prefill": True},
         "cache_config": {
             "prefix_caching_hash_algo": "sha256",
@@ -97,6 +98,7 @@ def cache(*specs: Any) -> KVCacheConfig:
 def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
     assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
+    assert refusal(engine(device_type="cuda"), cache(*specs)) is None
     alone = engine(distributed_executor_backend="external_launcher", world_size=1)
     assert refusal(alone, cache(*specs)) is None
 
@@ -109,6 +111,7 @@ class Derived(FullAttentionSpec):
     ("config", "specs", "says"),
     [
         (engine(), (), "no KV cache"),
+        (engine(device_type="xpu"), (FULL,), "devices of the kind xpu"),
         (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
         (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
         (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),

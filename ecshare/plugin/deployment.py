@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's executor means for sharing: who schedules, and where the workers are."""
+"""What the way vLLM is deployed means for sharing: who schedules, where, and on which devices."""
 
 from typing import Any
 
@@ -9,8 +9,12 @@ from ecshare.plugin.compat import option
 _LOCAL = (None, "uni", "mp", "external_launcher")
 
 
-def executor_refusal(vllm_config: Any) -> str | None:
-    """Return why an engine with this executor can share nothing; None if it can.
+# Copies to and from others would not be waited for.
+_DEVICES = ("cpu", "cuda")
+
+
+def deployment_refusal(vllm_config: Any) -> str | None:
+    """Return why an engine that is deployed so can share nothing; None if it can.
 
     The sentence has no full stop.
     """
@@ -20,6 +24,9 @@ def executor_refusal(vllm_config: Any) -> str | None:
             f"with external_launcher each of the {parallel.world_size} ranks has a scheduler of "
             "its own, and they would disagree on what is loaded already"
         )
+    device = vllm_config.device_config.device_type
+    if device not in _DEVICES:
+        return f"devices of the kind {device} are not supported"
     return None
 
 
