@@ -167,7 +167,7 @@ class EncoderScheduler:
             self._phantoms[identifier] = None
             self._stats.add("items/stored")
             self._stats.add("encodes_avoided")
-        else:
+        elif _is_encoded(request.mm_features[index]):
             self._stats.add("items/encoded")
 
     def orders(self, scheduled: dict[str, int]) -> Orders:
@@ -240,6 +240,8 @@ class EncoderScheduler:
 
     def _is_settled(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether it is known what to do with one item of a request; asks the store if need be."""
+        if not _is_encoded(feature):
+            return True
         if not self._is_shared(feature):
             return self._placeholders.can_encode(feature) or self._lose(request)
         item = self._items.get(feature.identifier)
@@ -263,7 +265,7 @@ class EncoderScheduler:
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item may be in the store, by its name."""
-        if self._numbers_media and is_named_by_request(feature):
+        if not _is_encoded(feature) or (self._numbers_media and is_named_by_request(feature)):
             return False
         return len(feature.identifier) <= MAX_IDENTIFIER_CHARS
 
@@ -364,6 +366,14 @@ def _refusal(vllm_config: "VllmConfig") -> str | None:
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what is noted in the object of an item's metadata: for people, and in little room."""
     return metadata if len(json.dumps(metadata, default=str)) <= _MAX_NOTED_CHARS else {}
+
+
+def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:
+    """Whether an encoder makes the item's embedding.
+
+    Not one that the client sends as it is: vLLM takes it for a modality of its own.
+    """
+    return feature.modality != "prompt_embeds"
 
 
 def _end(feature: "MultiModalFeatureSpec") -> int:

@@ -460,6 +460,24 @@ def test_how_things_are_is_not_added_up(start: Start) -> None:
     assert (counts["now/breaker_open"], counts["items/saved"]) == (1.0, 3)
 
 
+def test_embeddings_that_a_client_sends_are_no_media(start: Start, tmp_path: Path) -> None:
+    """No encoder makes them. A stored one could also be of a dtype that media never have."""
+    scheduler = start("ec_both")
+    sent = feature("sent")
+    sent.modality = "prompt_embeds"
+    asked = request(sent, feature(offset=40))
+    assert until_ready(scheduler, asked)
+    assert not scheduler.has("sent")
+    scheduler.allocated(asked, 0)
+    scheduler.allocated(asked, 1)
+    orders = scheduler.orders({"request": 60})
+    assert [order.identifier for order in orders.saves] == ["picture"]
+    announced = scheduler.finished(asked)
+    assert announced is not None
+    assert announced.keys() == {"picture"}
+    assert counted(scheduler)["items/encoded"] == 1
+
+
 def test_encoder_decoder_models_are_left_alone(
     vllm_config: VllmConfig, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
