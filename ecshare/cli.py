@@ -12,7 +12,7 @@ from typing import NoReturn
 from ecshare import __version__
 from ecshare.doctor.examine import examine
 from ecshare.doctor.findings import Level
-from ecshare.doctor.options import ForeignConnector, Target, read_argument
+from ecshare.doctor.options import Beside, Target, read_argument
 from ecshare.store.errors import ConfigError
 
 
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if options.command == "router":
         _router([])
     try:
-        targets, foreign = read_argument(options.store)
-        sys.exit(asyncio.run(_doctor(targets, foreign, options)))
+        targets, beside = read_argument(options.store)
+        sys.exit(asyncio.run(_doctor(targets, beside, options)))
     except ConfigError as exc:
         parser.error(str(exc))
     except KeyboardInterrupt:
@@ -98,10 +98,10 @@ def _count(text: str) -> int:
 
 
 async def _doctor(
-    targets: Sequence[Target], foreign: Sequence[ForeignConnector], options: argparse.Namespace
+    targets: Sequence[Target], beside: Sequence[Beside], options: argparse.Namespace
 ) -> int:
     status = 0
-    findings = examine(targets, foreign, write=not options.read_only, sample=options.sample)
+    findings = examine(targets, beside, write=not options.read_only, sample=options.sample)
     async for topic, level, text, details in findings:
         print(f"{level.value:8}{topic}: {text}", flush=True)
         for line in details:

@@ -71,7 +71,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy = "recompute"
                 logger.info(
                     "kv_load_failure_policy is set to 'recompute': vLLM computes KV that a load "
-                    "has lost, and no request fails."
+                    "has lost, and no request fails. Below MultiConnector this has no effect: set "
+                    "it in the options of MultiConnector."
                 )
         else:
             from kvshare.worker import KVWorker

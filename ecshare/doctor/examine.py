@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, error_text, printable
-from ecshare.doctor.options import ForeignConnector, Target
+from ecshare.doctor.options import Beside, Conflict, Target
 from ecshare.doctor.store_check import advice, check_store, missing_folder
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
@@ -40,15 +40,15 @@ class _Opened(NamedTuple):
 
 async def examine(
     targets: Sequence[Target],
-    foreign: Sequence[ForeignConnector] = (),
+    beside: Sequence[Beside] = (),
     *,
     write: bool = True,
     sample: int = 20,
 ) -> AsyncIterator[Finding]:
     """Yield the findings about the stores of `targets`, each as soon as it is known.
 
-    `foreign` are the connectors of others beside them; they are only named. `write`: also try to
-    store objects. `sample`: how many objects of each namespace to read and verify.
+    `beside`: what else is in their options; it is only named. `write`: also try to store objects.
+    `sample`: how many objects of each namespace to read and verify.
 
     Raises:
         ConfigError: an option is wrong; names it and the fix. Raised before the first finding.
@@ -59,11 +59,17 @@ async def examine(
             opened.append(each)
             if each.store is not None:
                 stack.push_async_callback(each.store.close)
-        for connector in foreign:
-            yield Finding("options", Level.NOTE, printable(f"{connector}; not examined"))
+        for each_beside in beside:
+            yield _of_options(each_beside)
         for each in opened:
             async for finding in _examine(each, write=write, sample=sample):
                 yield finding
+
+
+def _of_options(beside: Beside) -> Finding:
+    if isinstance(beside, Conflict):
+        return Finding("options", Level.PROBLEM, printable(str(beside)))
+    return Finding("options", Level.NOTE, printable(f"{beside}; not examined"))
 
 
 def _open(targets: Sequence[Target]) -> Iterator[_Opened]:

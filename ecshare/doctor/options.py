@@ -3,7 +3,7 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ecshare.store.errors import ConfigError
 from kvshare.config import KVConfig, TierConfig, parse_tier
 
 OFFLOADING, MULTI = "OffloadingConnector", "MultiConnector"
+_POLICY = "kv_load_failure_policy"
 
 _CONFIGS: dict[str, type[StoreConfig]] = {
     "ECShareConnector": EncoderConfig,
@@ -67,8 +68,22 @@ class ForeignConnector(NamedTuple):
         return f"{self.path}: {self.name!r} is not ours, {self.whose}"
 
 
-def read_argument(text: str) -> tuple[list[Target], list[ForeignConnector]]:
-    """Return the targets that `text` names, at least one, and the foreign connectors beside them.
+class Conflict(NamedTuple):
+    """An option of vLLM that does not suit a connector of this project."""
+
+    path: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.advice}"
+
+
+Beside = ForeignConnector | Conflict
+"""What is in the options beside the targets."""
+
+
+def read_argument(text: str) -> tuple[list[Target], list[Beside]]:
+    """Return the targets that `text` names, at least one, and what else is to be said of it.
 
     `text`: a url; options of a connector or a tier; the JSON of --ec-transfer-config or of
     --kv-transfer-config; or "@" and a file with one of them.
@@ -94,16 +109,16 @@ def read_argument(text: str) -> tuple[list[Target], list[ForeignConnector]]:
         raise ConfigError(f"argument store: not JSON ({exc})") from exc
     found = list(_transfer_config(given, ""))
     targets = [each for each in found if isinstance(each, Target)]
-    foreign = [each for each in found if isinstance(each, ForeignConnector)]
-    if foreign and not targets:
+    beside = [each for each in found if not isinstance(each, Target)]
+    if beside and not targets:
         raise ConfigError(
-            f"{'; '.join(map(str, foreign))}. The doctor examines the stores of "
+            f"{'; '.join(map(str, beside))}. The doctor examines the stores of "
             f"{', '.join(_CONFIGS)}"
         )
-    return targets or [_standalone(given)], foreign
+    return targets or [_standalone(given)], beside
 
 
-def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | ForeignConnector]:
+def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | Beside]:
     """Yield what `given`, at the JSON path `above`, configures.
 
     It yields nothing if `given` is no transfer config.
@@ -123,7 +138,10 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
         name, extra = given.get(name_field, default), given.get(extra_field, {})
         path, module = f"{above}{extra_field}", given.get(f"{name_field}_module_path")
         if kind == "kv" and name == MULTI:
-            yield from _children(extra, path)
+            children = list(_children(extra, path))
+            # vLLM reads the outermost policy alone.
+            yield from (each for each in children if not isinstance(each, Conflict))
+            yield from _policy_conflict(given, above, children)
         elif kind == "kv" and name == OFFLOADING:
             yield from _tiers(extra, path, f"{above}{name_field}")
         elif name == default and module in (None, "", _MODULES[default]):
@@ -132,7 +150,23 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
             yield _foreign(name, module, f"{above}{name_field}", CONNECTORS_OF_VLLM)
 
 
-def _children(extra: Any, path: str) -> Iterator[Target | ForeignConnector]:
+def _policy_conflict(
+    given: Mapping[str, Any], above: str, children: Iterable[Target | Beside]
+) -> Iterator[Conflict]:
+    """Yield what a MultiConnector does to requests whose blocks were lost, if one of ours is below.
+
+    KVShareConnector sets the policy itself, but there it has a copy of the configuration.
+    """
+    ours = any(isinstance(each, Target) and type(each.config) is KVConfig for each in children)
+    if ours and given.get(_POLICY) != "recompute":
+        yield Conflict(
+            f"{above}{_POLICY}",
+            f'write "recompute" beside {MULTI}: with vLLM\'s default, "fail", a request fails when '
+            "a block of its that was found is lost before it is loaded",
+        )
+
+
+def _children(extra: Any, path: str) -> Iterator[Target | Beside]:
     for place, child in _objects(extra, path, "connectors", f"{MULTI} joins others: list them"):
         found = list(_transfer_config(child, f"{place}."))
         if not found:
@@ -140,7 +174,7 @@ def _children(extra: Any, path: str) -> Iterator[Target | ForeignConnector]:
         yield from found
 
 
-def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | ForeignConnector]:
+def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | Beside]:
     if isinstance(extra, Mapping) and "secondary_tiers" not in extra:
         whose = "it comes with vLLM, and has no KVShareTier among its secondary_tiers"
         yield ForeignConnector(name_path, OFFLOADING, whose)

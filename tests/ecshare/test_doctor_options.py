@@ -90,8 +90,9 @@ FORMS = [
     (TierConfig, lambda said: offloading(tier(**said)), f"{KV_EXTRA}.secondary_tiers[0]"),
     (
         KVConfig,
-        lambda said: connector(
-            "MultiConnector", connectors=[connector("KVShareConnector", **said)]
+        lambda said: (
+            connector("MultiConnector", connectors=[connector("KVShareConnector", **said)])
+            | {"kv_load_failure_policy": "recompute"}
         ),
         f"{KV_EXTRA}.connectors[0].{KV_EXTRA}",
     ),
@@ -130,7 +131,7 @@ MIXED = connector(
         offloading({"type": "fs", "root_dir": "/b"}, tier(url="/b", epoch="e")),
         connector("Theirs") | {"kv_connector_module_path": "their.module"},
     ],
-)
+) | {"kv_load_failure_policy": "recompute"}
 
 
 def test_connectors_of_others_are_named_beside_ours() -> None:
@@ -145,6 +146,38 @@ def test_connectors_of_others_are_named_beside_ours() -> None:
         f"{place}[2].{KV_EXTRA}.secondary_tiers[0].type: 'fs' is not ours, it comes with vLLM",
         f"{place}[3].kv_connector: 'Theirs' is not ours, it comes from their.module",
     ]
+
+
+def test_a_multi_connector_must_compute_again_what_was_lost() -> None:
+    """The scheduler reads the outermost policy; ours below can set that of a copy only."""
+    below = connector("MultiConnector", connectors=[connector("KVShareConnector", url="/a")])
+    (conflict,) = read_argument(json.dumps({"kv_transfer_config": below}))[1]
+    assert str(conflict).startswith('kv_transfer_config.kv_load_failure_policy: write "recompute"')
+    said = below | {"kv_load_failure_policy": "recompute"}
+    assert read_argument(json.dumps(said))[1] == []
+    nested = connector("MultiConnector", connectors=[below])
+    assert [str(each)[:23] for each in read_argument(json.dumps(nested))[1]] == [
+        "kv_load_failure_policy:"
+    ]
+    only_tier = connector("MultiConnector", connectors=[offloading(tier(url="/b", epoch="e"))])
+    assert read_argument(json.dumps(only_tier))[1] == []
+
+
+def test_such_a_policy_is_a_problem_for_the_doctor(doctor: Doctor, tmp_path: Path) -> None:
+    below = connector(
+        "MultiConnector",
+        connectors=[
+            connector(
+                "KVShareConnector", url=f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/host"
+            )
+        ],
+    )
+    status, printed = doctor(argument=json.dumps(below))
+    assert status == 1
+    assert "PROBLEM" in printed
+    assert "kv_load_failure_policy" in printed
+    right = below | {"kv_load_failure_policy": "recompute"}
+    assert doctor(argument=json.dumps(right))[0] == 0
 
 
 def test_both_configurations_of_an_engine_may_be_given_at_once() -> None:
@@ -271,7 +304,7 @@ def test_each_distinct_store_is_examined_once(doctor: Doctor, tmp_path: Path) ->
             connector("KVShareConnector", **here, chunk_tokens=512),
             offloading(tier(**here, epoch="e"), tier(**there, epoch="e")),
         ],
-    )
+    ) | {"kv_load_failure_policy": "recompute"}
     file = tmp_path / "options.json"
     file.write_text(json.dumps(whole))
     status, text = doctor(argument=f"@{file}")
