@@ -77,7 +77,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """The limit of that folder, and at most half of its file system, because others need `/dev/shm`
     too. 1 GiB of the file system stays free; a quarter, if it is smaller than 4 GiB. The least
-    recently used objects are removed first."""
+    recently used objects are removed first. If engines or connectors that share the folder have
+    different limits, the smallest one counts."""
 
     integrity_key: str = ""
     """A secret of all engines. Each object then carries a MAC made with it, and objects without the

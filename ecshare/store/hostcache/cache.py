@@ -21,6 +21,7 @@ import os
 import stat
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,6 +38,7 @@ from ecshare.store.hostcache.folder import (
     make_private,
     temporary_root,
 )
+from ecshare.store.hostcache.limits import declare_limit, declared_limits
 from ecshare.store.hostcache.single_flight import Claim
 from ecshare.store.hostcache.usage import Usage, unlock_and_close
 from ecshare.store.keys import Key
@@ -259,11 +261,22 @@ class HostCache:
         self._usage = Usage(root, fitting(root, limit_bytes))
         self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)
+        declared = declare_limit(root, self.limit_bytes)
+        if declared is not None:
+            # Closed, not unlocked: a fork holds the same opening.
+            weakref.finalize(self, os.close, declared)
 
     @property
     def limit_bytes(self) -> int:
         """How many bytes the folder may hold."""
         return self._usage.limit_bytes
+
+    def other_limits(self) -> list[int]:
+        """Return what other processes of this host take for `limit_bytes`, if it is another number.
+
+        Least first. The smallest counts for all: each evicts down to its own.
+        """
+        return sorted(declared_limits(self.root) - {self.limit_bytes})
 
     @property
     def floor_bytes(self) -> int:

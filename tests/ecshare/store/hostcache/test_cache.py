@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,9 +288,7 @@ def test_a_disk_that_is_smaller_than_the_limit_is_made_room_on(
 
 def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
     put(cache, 0)
-    for path in cache.root.iterdir():
-        path.unlink()
-    cache.root.rmdir()
+    shutil.rmtree(cache.root)
     assert cache.open(KEYS[0]) is None
     cache.discard(KEYS[0])
     put(cache, 1)

@@ -35,7 +35,9 @@ def incoming(cache: HostCache, key: Key = KEY, body: bytes = BODY) -> Draft:
 
 def names(cache: HostCache) -> list[str]:
     return sorted(
-        path.name for path in cache.root.iterdir() if path.name not in (".used", ".evicting")
+        path.name
+        for path in cache.root.iterdir()
+        if path.name not in (".used", ".evicting", ".limits")
     )
 
 

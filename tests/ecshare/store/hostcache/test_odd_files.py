@@ -46,7 +46,8 @@ def tally(cache: HostCache) -> int:
 
 
 def names(cache: HostCache) -> set[str]:
-    return {path.name for path in cache.root.iterdir()} - {".used", ".evicting", ".claims"}
+    kept = {".used", ".evicting", ".claims", ".limits"}
+    return {path.name for path in cache.root.iterdir()} - kept
 
 
 # A process that stops in the middle of what its arguments say, and says so.
