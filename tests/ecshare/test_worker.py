@@ -253,6 +253,7 @@ def test_reports_of_ranks_are_joined() -> None:
     assert total == Report({0: {"items/saved": 1}, 1: {"items/failed": 1}}, frozenset("ab"))
 
 
+@pytest.mark.parametrize("start", ["gpu"], indirect=True)
 @pytest.mark.parametrize(("device", "number"), [("cuda", 3), ("cuda:1", 1)])
 def test_threads_of_a_worker_select_its_device(
     start: Start, monkeypatch: pytest.MonkeyPatch, device: str, number: int
