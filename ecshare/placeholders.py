@@ -56,12 +56,13 @@ class Placeholders:
         return metadata
 
     def announcement(self, features: "Sequence[MultiModalFeatureSpec]") -> dict[str, Any]:
-        """Return a request's `ec_transfer_params` for vLLM: the metadata of each item, by
-        identifier.
+        """Return a request's `ec_transfer_params` for vLLM: the modality and the metadata of each
+        item, by identifier.
         """
         entries: dict[str, Any] = collect_ec_item_metadata(list(features), self._resolver)
         for feature in features:
             entry = entries[feature.identifier]
+            entry["modality"] = feature.modality  # vLLM does so itself since 0.33
             entry["metadata"] = self._checked(feature, entry["metadata"])
         return entries
 

@@ -84,6 +84,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """False: a save that is dropped is a later miss, never a failure."""
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True: the worker half lets go of the cache before vLLM gives its memory away."""
+        return True
+
     def shutdown(self) -> None:
         """Let what is in flight end, briefly, and stop the I/O thread."""
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
@@ -100,6 +105,14 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Take hold of vLLM's cache tensors, one a layer."""
         self.worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Neither read nor write the cache until `restore_kv_caches`: vLLM goes to sleep."""
+        self.worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Use the cache again: vLLM has woken up, and its tensors lie where they lay."""
+        self.worker.restore()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads; `get_transfer_results` says when they have ended."""

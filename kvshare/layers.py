@@ -147,6 +147,8 @@ class LayerSet:
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
     """Return why the blocks of such an engine cannot be shared; None if they can."""
+    if option(kv_cache_config, "hisparse_host_num_blocks") is not None:
+        return "HiSparse keeps blocks in a pool of the host's memory, with numbers of its own"
     return (
         deployment_refusal(vllm_config)
         or _option_refusal(vllm_config)

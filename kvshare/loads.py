@@ -171,6 +171,9 @@ class Loads:
         self._fetching_bytes = {False: 0, True: 0}
         self._inflow = inflow
         self._lock = threading.Lock()
+        self._is_paused = False
+        self._num_writing = 0  # load threads
+        self._nobody_writes = threading.Condition(self._lock)
         self.finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
@@ -183,6 +186,8 @@ class Loads:
             load.ahead = _FIRST_AHEAD
             load.deadline_s = monotonic() + self._config.wait_s
         self._loads[order.request_id] = load
+        if self._is_paused:
+            self._give_up(load)
         self._ask(load)
         self._submit()
         self._end_if_complete(load)  # an order for nothing is done
@@ -196,6 +201,33 @@ class Loads:
             load.is_over = True
         load.missing.clear()
         self._end_if_complete(load)
+        self._cancel_unwanted()
+
+    def pause(self) -> None:
+        """Give up all loads, and those to come until `resume`: each fails as a whole.
+
+        Nothing is written to any block on return. Waits for the copies under way, and never for
+        the store.
+        """
+        self._is_paused = True
+        for load in tuple(self._loads.values()):
+            self._give_up(load)
+            self._end_if_complete(load)
+        self._cancel_unwanted()
+        with self._nobody_writes:
+            self._nobody_writes.wait_for(lambda: not self._num_writing)
+
+    def resume(self) -> None:
+        """Load again what is ordered from now on."""
+        self._is_paused = False
+
+    def _give_up(self, load: _Load) -> None:
+        """Fail `load` as a whole, what has arrived of it too."""
+        if load.pieces:
+            self._failed(load, 0, Outcome.CANCELLED.value)
+
+    def _cancel_unwanted(self) -> None:
+        """Stop to wait for what was announced to loads that have ended."""
         for wanted in self._wanted.values():
             if wanted.job.is_announced and not wanted.is_wanted:
                 self._engine.cancel(wanted.handle)
@@ -290,16 +322,22 @@ class Loads:
         if not self._fits(stored, wanted.piece):
             return
         with self._lock:
+            self._num_writing += 1
             waiters = tuple(wanted.waiters)
             wanted.num_served = len(waiters)
             wanting = [each for each in waiters if each[0].wants(each[1])]
             for load, number in wanting:
                 load.copying.add(number)
-        tensor, order = as_tensor(stored.payload, stored.spec), stored.spec.attributes["order"]
-        for load, number in wanting:
-            piece = load.pieces[number]
-            with self._inflow.after(load.begun) as lane:
-                self._blocks[piece.layer_set].write(piece, tensor, order, lane)
+        try:
+            tensor, order = as_tensor(stored.payload, stored.spec), stored.spec.attributes["order"]
+            for load, number in wanting:
+                piece = load.pieces[number]
+                with self._inflow.after(load.begun) as lane:
+                    self._blocks[piece.layer_set].write(piece, tensor, order, lane)
+        finally:
+            with self._nobody_writes:
+                self._num_writing -= 1
+                self._nobody_writes.notify_all()
 
     def _filled(self, load: _Load, number: int) -> None:
         """Take note that a piece is in its blocks."""

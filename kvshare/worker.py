@@ -9,6 +9,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ecshare.plugin.compat import erase_slots, repacks_blocks
@@ -102,6 +103,7 @@ class KVWorker:
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
         self._saves = saves
+        self._has_cache = True
         self._num_ended: Counter[ChunkKey] = Counter()
         self._in_store = RecentKeys[str](monotonic)
 
@@ -190,6 +192,27 @@ class KVWorker:
         num_blocks = self._config.chunk_blocks(shape.block_tokens)
         largest = num_blocks * max(each.block_bytes * each.num_layers for each in blocks)
         return max(self._config.buffer_bytes, PROLOGUE_BYTES + largest)
+
+    def unregister(self) -> None:
+        """Let go of vLLM's cache until `restore`: its memory is about to be given away.
+
+        Saves have copied their blocks out on return. Loads are given up: each is reported as failed
+        with the next step. What is ordered meanwhile is not saved, and fails to load. Waits for
+        copies between host and device, and never for the store. The second call does nothing.
+        """
+        if self._loads is None or not self._has_cache:
+            return
+        self._has_cache = False
+        self._loads.pause()
+        device = self._blocks[0].device
+        if is_gpu(device):
+            torch.cuda.synchronize(device)  # copies out that were queued read the cache
+
+    def restore(self) -> None:
+        """Take hold of the cache again, after `unregister`: its tensors have memory again."""
+        self._has_cache = True
+        if self._loads is not None:
+            self._loads.resume()
 
     def load(self, orders: Orders) -> None:
         """Start the loads of `orders`, and end those that nobody waits for any more."""
@@ -295,7 +318,7 @@ class KVWorker:
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
             return None
-        if staging is None:
+        if staging is None or not self._has_cache:
             self._dropped(piece)
             return None
         key = self._object_key(namespace, piece)

@@ -61,6 +61,7 @@ def test_a_video_whose_times_a_consumer_would_not_know_is_announced_without_meta
     for told in (film, video()):  # vLLM leaves out what a later process has cached
         announced = placeholders.announcement([told])
         assert announced["film"]["metadata"] == expected
+        assert announced["film"]["modality"] == "video"
 
 
 def test_what_is_remembered_is_the_latest_and_its_own(placeholders: Placeholders) -> None:

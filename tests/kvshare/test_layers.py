@@ -138,6 +138,12 @@ def test_other_engines_are_refused_in_a_sentence(
     assert says in (refusal(config, cache(*specs)) or "")
 
 
+def test_blocks_in_a_pool_on_the_host_are_refused() -> None:
+    seen = cache(FULL)
+    seen.hisparse_host_num_blocks = 64
+    assert "HiSparse" in (refusal(engine(), seen) or "")
+
+
 def test_groups_that_look_back_equally_far_are_one_set() -> None:
     """However vLLM has grouped them: engines must agree on the order of the layers."""
     full, short = layer_sets(cache(window(64), FULL, window(64)), 1, HEADS)

@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RUNNERS, RunnerName
-from tests.kvshare.conftest import StartEngine
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
@@ -277,3 +278,41 @@ def test_what_was_zeroed_before_it_could_be_saved_is_not_stored(
     for number, prompt in enumerate(prompts):
         said = [*prompt, *expected_answer(prompt, 9)]
         serve(reader, said, name=f"r{number}")  # compares its tokens
+
+
+# --- sleep ---
+
+
+def sleep_and_wake(engine: ToyEngine) -> None:
+    """Give the cache's memory away and take other memory, as vLLM's workers do since 0.33."""
+    (rank,) = engine.runners
+    connector = rank.kv_connector
+    assert isinstance(connector, KVShareConnector)
+    connector.unregister_kv_caches()
+    for layer in engine.model.kv_caches.values():
+        layer.fill_(-7.0)
+    connector.restore_kv_caches()
+
+
+def test_an_engine_that_has_slept_finds_in_the_store_what_it_had(start: StartEngine) -> None:
+    engine = start()
+    transfer = engine.config.kv_transfer_config
+    assert KVShareConnector.supports_sleep_mode(transfer), "vLLM would not start with sleep mode"
+    serve(engine, LONG)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    sleep_and_wake(engine)
+    assert serve(engine, LONG, name="again").computed_prompt_tokens == 1
+
+
+def test_who_waited_for_the_store_while_the_engine_slept_is_computed(gated: StartEngine) -> None:
+    serve(gated(), LONG)
+    engine = gated()
+    GatedFileSystem.close_gate("get")
+    engine.add(make_request("r", LONG, 3))
+    spin(engine, lambda: engine.counts.get("tokens/hit", 0) > 0)
+    sleep_and_wake(engine)
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.answers["r"].tokens == expected_answer(LONG, 3)
+    assert engine.answers["r"].computed_prompt_tokens == len(LONG)
+    assert is_at_rest(engine)

@@ -267,6 +267,45 @@ def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
     assert [piece.block_ids[0] for piece in order.pieces] == [(50,), (51,)]
 
 
+def test_vllm_may_take_nothing_of_what_it_was_offered(bench: StartBench) -> None:
+    """Since 0.33 it caps what is loaded at what it has other outputs of."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).loads == ()
+    here.half.finished(request)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (), "nothing was loading"
+
+
+def test_vllm_may_admit_a_request_steps_after_it_has_asked(bench: StartBench) -> None:
+    """Since 0.33 a load may wait until steps in flight have read its blocks for the last time."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    num_tokens = here.ask(request, BLOCK)
+    other = make_request("other", PROMPT[1:])
+    assert here.run(other, 0, len(PROMPT) - 1, [1, 2, 3, 4]).loads == ()
+    here.clock.now_s += 3600
+    here.half.reset()
+    here.half.reported(KVConnectorOutput())
+    assert here.half.orders(SchedulerOutput.make_empty()).loads == ()
+    here.half.allocated(request, [[50, 51, 52, 53]], num_tokens)
+    assert here.half.hit_sources(request, num_tokens) == {"host": num_tokens}
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_ids[0] for piece in order.pieces] == [(51,), (52,), (53,)]
+
+
+def test_a_request_may_end_before_vllm_admits_it(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    assert here.ask(request)
+    here.half.finished(request)
+    orders = here.half.orders(SchedulerOutput.make_empty())
+    assert (orders.loads, orders.abandoned) == ((), ()), "no worker is to report it"
+
+
 def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
     here = bench()
     here.put(chunks_of(PROMPT))
@@ -707,7 +746,7 @@ def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> 
     request = make_request("r", PROMPT)
     here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
     request.append_output_token_ids([1])
-    assert here.half.finished(request) is None
+    here.half.finished(request)
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
@@ -818,4 +857,4 @@ def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: St
     request = make_request("r", PROMPT)
     assert here.half.num_loadable_tokens(request, 0) == 0
     assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
-    assert here.half.finished(request) is None
+    here.half.finished(request)

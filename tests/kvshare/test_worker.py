@@ -621,3 +621,74 @@ def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
     GatedFileSystem.open_gates()
     assert target.settle() == Finished()
     assert target.cache.count_nonzero() == 0
+
+
+# --- vLLM sleeps ---
+
+
+def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
+    host: Callable[[], Host], copying: Copying
+) -> None:
+    """Its memory may be another process's by then."""
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
+    GatedFileSystem.close_gate(f"get {name_of(B)}")
+    target.load("r", block(A, TOKENS, 0), block(B, TOKENS, 1))
+    copying.wait_begun()
+    sleeping = threading.Thread(target=target.worker.unregister)
+    sleeping.start()
+    sleeping.join(0.05)  # sound code waits however long this takes
+    assert sleeping.is_alive(), "a block is being written"
+    copying.go_on.set()
+    sleeping.join(GIVE_UP_S)
+    assert not sleeping.is_alive(), "the store is waited for"
+    target.cache.zero_()
+    GatedFileSystem.open_gates()
+    assert target.settle() == Finished({"r"}, invalid_blocks={0, 1}), "vLLM waits for a report"
+    assert target.cache.count_nonzero() == 0
+
+
+def test_a_sleeping_worker_reads_and_writes_nothing(host: Callable[[], Host]) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3))
+    target.worker.unregister()
+    target.worker.unregister()
+    target.load("r", block(A, TOKENS, 0))
+    target.load("announced", block(B, TOKENS, 1), is_announced=True)
+    target.load("nothing")
+    ended = {"r", "announced", "nothing"}
+    assert target.worker.settle() == Finished(ended, invalid_blocks={0, 1}, lost={A, B})
+    target.save(block(C, TOKENS, 2))
+    assert target.settle() == Finished()
+    assert target.cache.count_nonzero() == 0
+    assert target.counts() == {"blocks/failed": 2, "blocks/dropped": 1}
+    report = target.worker.report()
+    assert report is not None
+    assert report.lost == {A, B, C}, "somebody takes them for stored"
+
+
+def test_a_worker_that_wakes_up_saves_and_loads_again(host: Callable[[], Host]) -> None:
+    source, target = host(), host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3))
+    for _ in range(2):  # sleep and wake-up may both come twice
+        target.worker.unregister()
+        target.worker.restore()
+        target.worker.restore()
+    target.load("r", block(A, TOKENS, 0))
+    assert target.settle() == Finished({"r"})
+    assert torch.equal(target.cache[:, 0], source.cache[:, 3])
+    target.save(block(B, TOKENS, 0))
+    assert target.counts() == {"blocks/loaded": 1, "blocks/saved": 1}
+
+
+def test_a_cache_that_was_never_shared_sleeps_too(host: Callable[[], Host]) -> None:
+    idle = host()
+    idle.worker.register({})
+    other = KVWorker(idle.worker._config, None, RANK, idle.engine)
+    other.unregister()
+    other.restore()
+    other.load(Orders(NAMESPACE, loads=(LoadOrder("r", (block(A, TOKENS, 0),)),)))
+    assert other.settle().failed == {"r"}

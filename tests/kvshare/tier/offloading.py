@@ -153,6 +153,16 @@ class OffloadingHost:
                 self._chunks[int(stored[key(number)])] = chunk
         self.manager.complete_store(stored, context)
 
+    def reset(self) -> None:
+        """Empty the CPU tier, as vLLM does where no copy of a GPU is under way.
+
+        From 0.33 on it loads nothing until it has heard that none is.
+        """
+        self.manager.reset_cache()
+        flushed = getattr(self.manager, "on_reset_flushed", None)
+        if flushed is not None:
+            flushed()
+
     def rest(self) -> None:
         """Step until no transfer is open and everything is stored or given up."""
         self.step_until(lambda: not self.manager.has_pending_work())

@@ -139,7 +139,7 @@ def test_a_reset_gives_up_loads_that_wait_for_the_store(gated: Start) -> None:
     other.step_until(lambda: other.ask(NUMBERS) == [PENDING] * 3)
     other.step()
     assert other.tier._loading
-    other.manager.reset_cache()
+    other.reset()
     assert not other.manager.has_pending_work()
     assert is_idle(other)
     assert other.find(NUMBERS) == [MISS] * 3, "a request that was told of a chunk computes it"
