@@ -35,7 +35,7 @@ _MODULES = {
     "KVShareTier": "kvshare.tier",
 }
 
-# From vLLM's registries, 0.30 to 0.32.
+# From vLLM's registries, 0.30 to 0.33.
 CONNECTORS_OF_VLLM = {
     "ECCPUConnector", "ECExampleConnector", "ECMooncakeConnector",
     "DecodeBenchConnector", "ExampleConnector", "ExampleHiddenStatesConnector",

@@ -47,7 +47,7 @@ try:
     from kvshare.tier.metrics import definitions, offloading_stats
 except ImportError as exc:
     raise ImportError(
-        "kvshare.tier is for the tiers of vLLM's OffloadingConnector as vLLM 0.30 to 0.32 have "
+        "kvshare.tier is for the tiers of vLLM's OffloadingConnector as vLLM 0.30 to 0.33 have "
         f"them (vllm.v1.kv_offload.tiering). The installed vLLM has another interface: {exc}. "
         "KVShareConnector shares KV without it"
     ) from exc
