@@ -59,7 +59,7 @@ PIECE_BYTES = 8 << 20
 # At once: 32 loads, which is what small objects need at 20 ms of round trip, and as many polls;
 # saves have threads of their own, so that those that hang leave all others to the loads.
 _REQUESTS = 64
-_SAVES = 8
+_SAVES = 64  # the most that `Admission` admits
 _PIECES = 8  # of one object at once
 _RETRIES = 2
 _BACKOFF: "BackoffConfig" = {
@@ -207,6 +207,11 @@ class CloudStore:
         _, mode = self._puts[0]
         return mode == "create"
 
+    @property
+    def serves_many(self) -> bool:
+        """See ObjectStore."""
+        return True
+
     async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore."""
         first = await self._threads.run(self._first, key, sink)
@@ -334,7 +339,7 @@ class CloudStore:
             how = "overwrite" if replace else mode
             try:
                 with mapped_errors(key):
-                    # One request: in parts it would be three, and some servers forget create-only.
+                    # One request: obstore has no create-only multipart upload.
                     obstore.put(store, key, memoryview(body), use_multipart=False, mode=how)
             except FileExistsError:
                 return False

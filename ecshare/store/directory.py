@@ -96,6 +96,11 @@ class DirectoryStore:
         """See ObjectStore. A rename replaces what is there."""
         return self._links
 
+    @property
+    def serves_many(self) -> bool:
+        """See ObjectStore."""
+        return False
+
     async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore. One thread does it all: a change costs more than a small read."""
         await self._threads.run(self._get, key, sink)

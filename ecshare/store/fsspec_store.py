@@ -186,6 +186,11 @@ class FsspecStore:
         """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
         return self._atomic_writes and bool(self._create_only)
 
+    @property
+    def serves_many(self) -> bool:
+        """See ObjectStore."""
+        return False
+
     async def get(self, key: Key, sink: Sink) -> None:
         """See ObjectStore."""
         path = self._path(key)

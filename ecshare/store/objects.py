@@ -137,6 +137,14 @@ class ObjectStore(Protocol):
         As far as the store knows: the first write may show that it does not.
         """
 
+    @property
+    def serves_many(self) -> bool:
+        """Whether more concurrent calls may increase the throughput.
+
+        True for object storage, where each call has its own connection. False for a disk, and where
+        few threads serve the calls.
+        """
+
     async def get(self, key: Key, sink: Sink) -> None:
         """Pass the size of the object under `key` to `sink`, which may refuse it, then its bytes.
 

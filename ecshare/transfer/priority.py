@@ -3,17 +3,36 @@
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import IntEnum
 from itertools import count
+from typing import NamedTuple
+
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.transfer.window import Window
+
+
+class _Limits(NamedTuple):
+    """How much may be in flight at first, and at most."""
+
+    number: int
+    num_bytes: int
+    most_number: int
+    most_factor: float
+    """By how much the window multiplies `number` and `num_bytes` at most."""
+
 
 # Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link; small objects need 32
 # (docs/decisions.md has figures). Saves get less, because they may wait. The limits have room for
-# three and two objects of 32 MiB (large chunks of KV) with their headers. A poll may find its
-# object, and is a load then.
-_MAX_BYTES = {0: 97 << 20, 1: 0, 2: 65 << 20, 3: 97 << 20}
-_MAX_NUMBER = {0: 32, 1: 4, 2: 8, 3: 32}
+# three and two objects of 32 MiB (large chunks of KV) with their headers. Saves may grow up to the
+# 64 connections of cloud.py, and up to about the default of `buffer_bytes`. Loads need less: a slow
+# load uses several connections, and each takes room in the host cache.
+_LOADS = _Limits(32, 97 << 20, 32, 4.0)
+_LOOK_UPS = _Limits(4, 0, 4, 1.0)
+_SAVES = _Limits(8, 65 << 20, 64, 16.0)
+# An operation is slow if it takes more than this part of its time-out.
+_SLOW = 0.25
 
 
 class Priority(IntEnum):
@@ -29,15 +48,33 @@ class Priority(IntEnum):
     POLL = 3
 
 
+# A poll may find its object, and is a load then.
+_LIMITS = {
+    Priority.LOAD: _LOADS,
+    Priority.LOOK_UP: _LOOK_UPS,
+    Priority.SAVE: _SAVES,
+    Priority.POLL: _LOADS,
+}
+
+
 class Admission:
     """Admits operations on the store.
 
     No operation is admitted while a more urgent one waits. An operation larger than the limit is
-    admitted when no other one of its priority is in flight. Ownership: the I/O thread.
+    admitted when no other one of its priority is in flight. The limits follow the measured
+    throughput (see Window). Ownership: the I/O thread.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing in flight."""
+    def __init__(self, timeout_s: float, *, grows: bool) -> None:
+        """Start with nothing in flight.
+
+        `timeout_s`: of one operation. `grows`: whether the limits may become larger than at first.
+        """
+        slow_s = _SLOW * timeout_s
+        self._windows = {
+            each: Window(limits.most_factor if grows else 1.0, slow_s)
+            for each, limits in _LIMITS.items()
+        }
         self._number = dict.fromkeys(Priority, 0)
         self._bytes = dict.fromkeys(Priority, 0)
         self._order = count()
@@ -58,9 +95,29 @@ class Admission:
                 self._admit()  # it may have stood in the way of others
             raise
         try:
-            yield
+            with self._measured(priority, cost_bytes):
+                yield
         finally:
             self._leave(priority, cost_bytes)
+
+    @contextmanager
+    def _measured(self, priority: Priority, cost_bytes: int) -> Iterator[None]:
+        """Tell the window of `priority` how the body ended; not if it moves no bytes."""
+        if not cost_bytes:
+            yield
+            return
+        window, loop = self._windows[priority], asyncio.get_running_loop()
+        moves, begun_s = window.moves, loop.time()
+        try:
+            yield
+        except (ObjectMissing, ObjectCorrupt):
+            raise  # the store works, but `cost_bytes` were not moved
+        except (StoreError, TimeoutError):
+            window.failed(moves)
+            raise
+        if self._waiting and self._waiting[0][0] == priority:
+            seconds = loop.time() - begun_s
+            window.succeeded(moves, cost_bytes, seconds, self._number[priority])
 
     def _admit(self) -> None:
         while self._waiting:
@@ -74,10 +131,12 @@ class Admission:
             heapq.heappop(self._waiting)
 
     def _has_room(self, priority: Priority, cost_bytes: int) -> bool:
-        if not self._number[priority]:
-            return True
-        is_small_enough = self._bytes[priority] + cost_bytes <= _MAX_BYTES[priority]
-        return self._number[priority] < _MAX_NUMBER[priority] and is_small_enough
+        number, limits = self._number[priority], _LIMITS[priority]
+        factor = self._windows[priority].factor
+        most_number = min(factor * limits.number, limits.most_number)
+        most_bytes = factor * limits.num_bytes
+        has_bytes = self._bytes[priority] + cost_bytes <= most_bytes
+        return not number or (number < most_number and has_bytes)
 
     def _leave(self, priority: Priority, cost_bytes: int) -> None:
         self._number[priority] -= 1

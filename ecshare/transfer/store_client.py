@@ -41,9 +41,9 @@ class StoreClient:
         self._reads = CircuitBreaker("loads and look-ups")
         self._writes = CircuitBreaker("saves")
         self.damaged = DamagedKeys()
-        self._admission = Admission()
+        self._admission = Admission(timeout_s, grows=store.serves_many)
         # Neither do loads wait for what may never come, nor it for loads.
-        self._polls = Admission()
+        self._polls = Admission(timeout_s, grows=store.serves_many)
 
     @property
     def open_breakers(self) -> frozenset[str]:

@@ -95,12 +95,19 @@ async def test_a_filesystem_that_blocks(held: Held) -> None:
 
 @pytest.mark.s3
 @pytest.mark.parametrize(
-    "opened", [lambda config: open_store(config, "options"), lambda config: open_fsspec(config, "")]
+    ("opened", "number"),
+    [
+        (lambda config: open_store(config, "options"), 64),
+        (lambda config: open_fsspec(config, ""), 8),
+    ],
 )
 async def test_a_server_that_does_not_answer_a_put(
-    held: Held, opened: Callable[[StoreConfig], ObjectStore], monkeypatch: pytest.MonkeyPatch
+    held: Held,
+    opened: Callable[[StoreConfig], ObjectStore],
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through obstore, and through s3fs."""
+    """Through obstore, which uses as many connections as saves are admitted, and through s3fs."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
     def answer(asked: Asked) -> None:
@@ -113,5 +120,5 @@ async def test_a_server_that_does_not_answer_a_put(
         store = opened(
             StoreConfig(url="s3://bucket/x", storage_options=keys, io_timeout_s=GIVE_UP_S)
         )
-        async with hung_saves(store, held):
+        async with hung_saves(store, held, number):
             await check_reads(store)

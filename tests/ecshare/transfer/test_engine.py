@@ -267,6 +267,10 @@ class Failing:
     def creates_once(self) -> bool:
         return True
 
+    @property
+    def serves_many(self) -> bool:
+        return False
+
     async def get(self, key: str, sink: Sink) -> None:
         await self._act()
         raise ObjectMissing(key)

@@ -63,6 +63,10 @@ class Scripted:
     def creates_once(self) -> bool:
         return True
 
+    @property
+    def serves_many(self) -> bool:
+        return False
+
     async def get(self, key: Key, sink: Sink) -> None:
         self.gets.append(time.monotonic())
         await asyncio.sleep(60 if key in self.stalled else self.answer_s)

@@ -13,7 +13,7 @@ class Turns:
     """Operations that hold their turn until they are told to end."""
 
     def __init__(self) -> None:
-        self.admission = Admission()
+        self.admission = Admission(10.0, grows=True)
         self.begun: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -97,7 +97,7 @@ async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
 
 
 async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back() -> None:
-    admission = Admission()
+    admission = Admission(10.0, grows=True)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(admission.admitted(Priority.LOAD, 97 * MIB))
 
