@@ -25,6 +25,7 @@ from ecshare.router.clients import KnownClients
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
+from ecshare.router.encoded import EncodedMedia, Reports
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.health import TimeLimits
@@ -80,6 +81,7 @@ class Router:
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
         self._memory = MemoryBudget(config.max_in_flight_bytes)
+        self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
         self._clients = KnownClients(self._ask_about_client, clock_s)
         self._health_check: asyncio.Task[list[tuple[Stage, Engine, bool]]] | None = None
@@ -143,6 +145,7 @@ class Router:
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
             report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
+            report |= {"encodes": self._encoded.status()}
         return json_response(200 if complete else 503, report)
 
     async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
@@ -178,44 +181,70 @@ class Router:
         media = await self.relay.load_media(chat.items, context.blobs, reservation)
         plain = plan.inline_request(chat, media)
         try:
-            request = await self._with_embeddings(chat, media, plain, context)
-            if self._pools[Stage.PREFILL]:
-                answer = await self._prefill(http, request, context)
-                if isinstance(answer, web.StreamResponse):
-                    return answer
-                request = answer
-            if request is not plain:
-                return await self._decode(http, request)
+            answer = await self._through_stages(http, chat, media, plain)
+            if answer is not None:
+                return answer
         except EngineError as failure:
             if context.answer is not None:
                 raise
             logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
             self._num_fallbacks += 1
             context.path.clear()
+            context.avoided.clear()
         return await self._decode_alone(http, plain, context)
 
-    async def _with_embeddings(
-        self, chat: Chat, media: list[Media], plain: Request, context: RequestContext
-    ) -> Request:
-        """Return the request to P, without the media that E has encoded."""
+    async def _through_stages(
+        self, http: web.Request, chat: Chat, media: list[Media], plain: Request
+    ) -> web.StreamResponse | None:
+        """Return the answer that E and P have worked for; None if there is neither.
+
+        Raises:
+            EngineError: a stage failed.
+            RefusalError: a stage refused the request.
+        """
+        context = http[CONTEXT]
         if not chat.items or not self._pools[Stage.ENCODE]:
-            return plain
-        with context.timed(Stage.ENCODE):
-            reports = await self._encode(plan.encode_requests(chat, media), context)
-        return plan.metadata_request(chat, media, reports)
+            return await self._from_prefill_on(http, plain, context, is_plain=True)
+        keys = plan.encoding_keys(chat, media)
+        reports = await self._encode(chat, media, keys, context)
+        request = plan.metadata_request(chat, media, reports.metadata)
+        try:
+            return await self._from_prefill_on(http, request, context, is_plain=False)
+        except EngineError:
+            # The embeddings may be gone. If they are not, asking E again costs little.
+            self._encoded.forget(keys.values())
+            raise
+
+    async def _from_prefill_on(
+        self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
+    ) -> web.StreamResponse | None:
+        """Return D's answer; None if there is no P and the request `is_plain`."""
+        if self._pools[Stage.PREFILL]:
+            answer = await self._prefill(http, request, context)
+            if isinstance(answer, web.StreamResponse):
+                return answer
+            request = answer
+        elif is_plain:
+            return None
+        return await self._decode(http, request)
 
     async def _encode(
-        self, requests: Mapping[str, Request], context: RequestContext
-    ) -> dict[str, plan.Metadata | None]:
-        """Have all items encoded at once, and return the reported metadata by uuid."""
-        answers = await gather_all(
-            [
-                self.relay.ask(Stage.ENCODE, CHAT, context.payload(request), context.headers)
-                for request in requests.values()
-            ]
-        )
-        reports = map(plan.reported_metadata, answers)
-        return dict(zip(requests, reports, strict=True))
+        self, chat: Chat, media: list[Media], keys: Mapping[str, bytes], context: RequestContext
+    ) -> Reports:
+        """Return what E reports of the items, or has reported before."""
+
+        async def ask(request: Request) -> plan.Metadata | None:
+            payload = context.payload(request)
+            answer = await self.relay.ask(Stage.ENCODE, CHAT, payload, context.headers)
+            return plan.reported_metadata(answer)
+
+        if len(self._encoded.known(keys)) == len(keys):
+            context.avoided.append(Stage.ENCODE)
+            return await self._encoded.reports(keys, {})
+        requests = plan.encode_requests(chat, media)
+        asks = {uuid: partial(ask, request) for uuid, request in requests.items()}
+        with context.timed(Stage.ENCODE):
+            return await self._encoded.reports(keys, asks)
 
     async def _prefill(
         self, http: web.Request, request: Request, context: RequestContext

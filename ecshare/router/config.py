@@ -35,6 +35,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 128 * MIB
     max_media_bytes: int = 128 * MIB
     max_in_flight_bytes: int = 2048 * MIB
+    max_index_bytes: int = 128 * MIB
     max_items: int = 64
     max_connections: int = 4096
     hand_over: Literal["streamed", "after"] = "streamed"
@@ -69,6 +70,7 @@ def parse_arguments(
         max_body_bytes=int(options.max_body_mb * MIB),
         max_media_bytes=int(options.max_media_mb * MIB),
         max_in_flight_bytes=int(options.max_in_flight_mb * MIB),
+        max_index_bytes=int(options.max_index_mb * MIB),
         max_items=options.max_items,
         max_connections=options.max_connections,
         hand_over=options.hand_over,
@@ -153,6 +155,14 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         default=2048,
         help="most memory for all requests in flight, with the media that are downloaded for them; "
         "a request beyond it is answered 429",
+    )
+    say(
+        "--max-index-mb",
+        metavar="MIB",
+        type=_positive,
+        default=128,
+        help="most memory for what encode engines have reported, by which they are asked once for "
+        "a picture; one takes about 600 bytes",
     )
     say("--max-items", metavar="N", type=_count, default=64, help="most media items in one request")
     say(

@@ -34,6 +34,8 @@ class RequestContext:
     """Sent to the engines with the request."""
     seconds: dict[str, float] = field(default_factory=dict)
     path: list[Stage] = field(default_factory=list)
+    avoided: list[Stage] = field(default_factory=list)
+    """The stages that would have had nothing to do."""
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
     blobs: Blobs = field(default_factory=Blobs)
@@ -70,6 +72,8 @@ class RequestContext:
         shown = {"Server": "ecshare", "x-request-id": self.request_id}
         if self.path:
             shown["x-ecshare-path"] = ",".join(self.path)
+        if self.avoided:
+            shown["x-ecshare-avoided"] = ",".join(self.avoided)
         if self.seconds:
             shown["Server-Timing"] = plan.server_timing(self.seconds)
         return shown
@@ -100,7 +104,8 @@ def request_middleware(config: RouterConfig) -> Middleware:
             path, spent_ms = ",".join(context.path) or "-", (time.monotonic() - began_s) * 1000
             # The raw path: the decoded one may contain line breaks, and so forge log lines.
             what = f"{request.method} {_path(request)} {response.status}"
-            logger.info("%s %s %s %.0f ms", context.request_id, what, path, spent_ms)
+            avoided = f" avoided {','.join(context.avoided)}" if context.avoided else ""
+            logger.info("%s %s %s %.0f ms%s", context.request_id, what, path, spent_ms, avoided)
         return response
 
     return middleware

@@ -7,11 +7,22 @@ by the metadata that E reported. All other fields stay as the client sent them, 
 compute the same prompt tokens: templates may use tools, tool_choice, response_format and more.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ecshare.router.chat import MEDIA_FIELDS, TRANSFER_FIELDS, Chat, Media, MediaItem, Request
+import msgspec
+
+from ecshare.router.chat import (
+    MEDIA_FIELDS,
+    TRANSFER_FIELDS,
+    Chat,
+    Media,
+    MediaItem,
+    Request,
+    too_deep,
+)
 
 Metadata = dict[str, list[int | float]]
 
@@ -50,6 +61,21 @@ def encode_requests(chat: Chat, media: Sequence[Media]) -> dict[str, Request]:
         | {"messages": [{"role": "user", "content": [_full_part(chat, item, held)]}]}
         for item, held in zip(chat.items, media, strict=True)
     }
+
+
+def encoding_keys(chat: Chat, media: Sequence[Media]) -> dict[str, bytes]:
+    """Return a digest for each distinct item, by uuid, of all that E's report depends on.
+
+    Raises:
+        ApiError: the processing options are nested too deeply.
+    """
+    options = {name: chat.request.get(name) for name in _FOR_ENCODE}
+    try:
+        common = hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
+    except RecursionError as exc:
+        raise too_deep() from exc
+    uuids = {held.uuid for held in media}
+    return {uuid: hashlib.sha256(common + uuid.encode()).digest() for uuid in uuids}
 
 
 def metadata_request(
