@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import hdrs, web
@@ -28,6 +28,7 @@ from ecshare.router.connections import Runner
 from ecshare.router.encoded import EncodedMedia, Reports
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
 from ecshare.router.memory import MemoryBudget, Reservation
@@ -50,8 +51,19 @@ MODELS = "/v1/models"
 _MODELS_TIMEOUT_S = 5.0
 _MODELS_HEDGE_S = 0.2  # then another engine is asked as well
 _SHUTDOWN_S = 5.0
+_LOST_STATUSES = (500, 503)
+"""What an engine answers to a request of which it has neither pixels nor embeddings, and to others
+that fail."""
 _MAX_DECODERS = 3
 """How many D's may get one request in full. If all of them fail, the request may be the cause."""
+
+
+class _Stream(NamedTuple):
+    """A streamed answer of D that has begun."""
+
+    opening: bytes
+    rest: AsyncIterator[bytes]
+    content_type: str
 
 
 class _Model(msgspec.Struct):
@@ -80,6 +92,7 @@ class Router:
         }
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
+        self._num_repeats = 0
         self._memory = MemoryBudget(config.max_in_flight_bytes)
         self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
@@ -145,7 +158,7 @@ class Router:
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
             report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
-            report |= {"encodes": self._encoded.status()}
+            report |= {"encodes": self._encoded.status() | {"repeated": self._num_repeats}}
         return json_response(200 if complete else 503, report)
 
     async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
@@ -181,7 +194,7 @@ class Router:
         media = await self.relay.load_media(chat.items, context.blobs, reservation)
         plain = plan.inline_request(chat, media)
         try:
-            answer = await self._through_stages(http, chat, media, plain)
+            answer = await self._through_stages(http, chat, media, plain, may_repeat=True)
             if answer is not None:
                 return answer
         except EngineError as failure:
@@ -194,9 +207,17 @@ class Router:
         return await self._decode_alone(http, plain, context)
 
     async def _through_stages(
-        self, http: web.Request, chat: Chat, media: list[Media], plain: Request
+        self,
+        http: web.Request,
+        chat: Chat,
+        media: list[Media],
+        plain: Request,
+        *,
+        may_repeat: bool,
     ) -> web.StreamResponse | None:
         """Return the answer that E and P have worked for; None if there is neither.
+
+        If P or D fails without an item that E was not asked for this time, all items go to E, once.
 
         Raises:
             EngineError: a stage failed.
@@ -210,10 +231,18 @@ class Router:
         request = plan.metadata_request(chat, media, reports.metadata)
         try:
             return await self._from_prefill_on(http, request, context, is_plain=False)
-        except EngineError:
+        except EngineError as failure:
+            if failure.status not in _LOST_STATUSES or context.answer is not None:
+                raise
             # The embeddings may be gone. If they are not, asking E again costs little.
             self._encoded.forget(keys.values())
-            raise
+            if not reports.known or not may_repeat:
+                raise
+            logger.warning("request %s encodes its media again: %s", context.request_id, failure)
+        self._num_repeats += 1
+        context.path.clear()
+        context.avoided.clear()
+        return await self._through_stages(http, chat, media, plain, may_repeat=False)
 
     async def _from_prefill_on(
         self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
@@ -350,9 +379,16 @@ class Router:
         payload = context.payload(request)
         async with self.relay.call(to, CHAT, payload, context.headers, limits) as reply:
             if reply.failed and not is_last_resort():
-                raise EngineError(Stage.DECODE, f"HTTP {reply.status}", reached=True)
+                reason = f"HTTP {reply.status}"
+                raise EngineError(Stage.DECODE, reason, reached=True, status=reply.status)
             if reply.is_stream:
-                return await self._stream(http, reply, context, concurrent_stage)
+                chunks = reply.chunks()
+                opening = await read_opening(chunks)
+                if (opening.error_status or 0) >= 500 and not is_last_resort():
+                    reason, status = "the stream begins with an error", opening.error_status
+                    raise EngineError(Stage.DECODE, reason, reached=True, status=status)
+                stream = _Stream(opening.content, chunks, reply.content_type)
+                return await self._stream(http, stream, context, concurrent_stage)
             body = await reply.read()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
@@ -367,27 +403,22 @@ class Router:
     async def _stream(
         self,
         http: web.Request,
-        reply: Reply,
+        stream: _Stream,
         context: RequestContext,
         concurrent_stage: Stage | None,
     ) -> web.StreamResponse:
-        """Copy D's events to the client, byte for byte.
-
-        Nothing is sent before D's first byte: until then another D can take over.
-        """
-        chunks = reply.chunks()
-        first = await anext(chunks, b"")
+        """Copy D's events to the client, byte for byte."""
         self._count_answer(context, concurrent_stage)
         headers = {
-            "Content-Type": reply.content_type,
+            "Content-Type": stream.content_type,
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
         context.answer = web.StreamResponse(headers=headers | context.response_headers())
         await context.answer.prepare(http)
         try:
-            await context.answer.write(first)
-            async for chunk in chunks:
+            await context.answer.write(stream.opening)
+            async for chunk in stream.rest:
                 await context.answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)

@@ -57,9 +57,15 @@ class RefusalError(Exception):
 
 
 class EngineError(Exception):
-    """A stage gave no usable answer. `reached` is false if no connection could be made."""
+    """A stage gave no usable answer. `reached` is false if no connection could be made.
 
-    def __init__(self, stage: Stage, reason: str, *, reached: bool) -> None:
+    `status` is the HTTP status that the engine answered, None if it answered something else.
+    """
+
+    def __init__(
+        self, stage: Stage, reason: str, *, reached: bool, status: int | None = None
+    ) -> None:
         super().__init__(f"{stage}: {reason}")
         self.stage = stage
         self.reached = reached
+        self.status = status

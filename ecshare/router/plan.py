@@ -74,8 +74,7 @@ def encoding_keys(chat: Chat, media: Sequence[Media]) -> dict[str, bytes]:
         common = hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
     except RecursionError as exc:
         raise too_deep() from exc
-    uuids = {held.uuid for held in media}
-    return {uuid: hashlib.sha256(common + uuid.encode()).digest() for uuid in uuids}
+    return {held.uuid: hashlib.sha256(common + held.uuid.encode()).digest() for held in media}
 
 
 def metadata_request(

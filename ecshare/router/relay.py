@@ -234,7 +234,8 @@ class Relay:
         async with self.call(to, path, request, headers, limits) as reply:
             body = await reply.read()
         if reply.failed:
-            raise EngineError(reply.stage, f"HTTP {reply.status}", reached=True)
+            reason = f"HTTP {reply.status}"
+            raise EngineError(reply.stage, reason, reached=True, status=reply.status)
         if reply.status >= 400:
             raise RefusalError(reply.status, body, reply.content_type)
         try:
