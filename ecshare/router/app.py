@@ -25,7 +25,7 @@ from ecshare.router.clients import KnownClients
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
-from ecshare.router.encoded import EncodedMedia, Reports
+from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.events import read_opening
@@ -56,6 +56,27 @@ _LOST_STATUSES = (500, 503)
 that fail."""
 _MAX_DECODERS = 3
 """How many D's may get one request in full. If all of them fail, the request may be the cause."""
+
+
+class _Job(NamedTuple):
+    """A chat completion on its way through the stages."""
+
+    http: web.Request
+    chat: Chat
+    reservation: Reservation
+
+    @property
+    def context(self) -> RequestContext:
+        return self.http[CONTEXT]
+
+
+class _Encoded(NamedTuple):
+    """A request whose media E has encoded, now or before."""
+
+    request: Request
+    keys: tuple[bytes, ...]
+    was_known: bool
+    """Whether E was not asked for one of them."""
 
 
 class _Stream(NamedTuple):
@@ -159,6 +180,7 @@ class Router:
         if is_full:
             report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
             report |= {"encodes": self._encoded.status() | {"repeated": self._num_repeats}}
+            report |= {"downloads": self.relay.media.status()}
         return json_response(200 if complete else 503, report)
 
     async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
@@ -191,10 +213,10 @@ class Router:
         await self._check_model(chat, context)
         if not all(is_inline(item.source) for item in chat.items):
             await self._clients.check(context.headers)
-        media = await self.relay.load_media(chat.items, context.blobs, reservation)
-        plain = plan.inline_request(chat, media)
+        job = _Job(http, chat, reservation)
+        media = await self._load(job)
         try:
-            answer = await self._through_stages(http, chat, media, plain, may_repeat=True)
+            answer = await self._through_stages(job, media, may_repeat=True)
             if answer is not None:
                 return answer
         except EngineError as failure:
@@ -204,45 +226,55 @@ class Router:
             self._num_fallbacks += 1
             context.path.clear()
             context.avoided.clear()
+        plain = plan.inline_request(chat, await self._complete(job, media))
         return await self._decode_alone(http, plain, context)
 
+    async def _load(self, job: _Job) -> list[Media]:
+        """Return the request's media, without the bytes that it can do without."""
+        options = plan.encoding_options(job.chat)
+
+        def is_known(uuid: str) -> bool:
+            return bool(self._encoded.known({uuid: plan.encoding_key(options, uuid)}))
+
+        blobs = job.context.blobs
+        return await self.relay.media.load(job.chat.items, blobs, job.reservation, is_known)
+
+    async def _complete(self, job: _Job, media: list[Media]) -> list[Media]:
+        """Return the request's media with all their bytes."""
+        blobs = job.context.blobs
+        return await self.relay.media.complete(job.chat.items, media, blobs, job.reservation)
+
     async def _through_stages(
-        self,
-        http: web.Request,
-        chat: Chat,
-        media: list[Media],
-        plain: Request,
-        *,
-        may_repeat: bool,
+        self, job: _Job, media: list[Media], *, may_repeat: bool
     ) -> web.StreamResponse | None:
         """Return the answer that E and P have worked for; None if there is neither.
 
         If P or D fails without an item that E was not asked for this time, all items go to E, once.
 
         Raises:
+            ApiError: an item cannot be fetched that is needed after all.
             EngineError: a stage failed.
             RefusalError: a stage refused the request.
         """
-        context = http[CONTEXT]
+        context, chat = job.context, job.chat
         if not chat.items or not self._pools[Stage.ENCODE]:
-            return await self._from_prefill_on(http, plain, context, is_plain=True)
-        keys = plan.encoding_keys(chat, media)
-        reports = await self._encode(chat, media, keys, context)
-        request = plan.metadata_request(chat, media, reports.metadata)
+            plain = plan.inline_request(chat, media)
+            return await self._from_prefill_on(job.http, plain, context, is_plain=True)
+        encoded = await self._encode(job, media)
         try:
-            return await self._from_prefill_on(http, request, context, is_plain=False)
+            return await self._from_prefill_on(job.http, encoded.request, context, is_plain=False)
         except EngineError as failure:
             if failure.status not in _LOST_STATUSES or context.answer is not None:
                 raise
             # The embeddings may be gone. If they are not, asking E again costs little.
-            self._encoded.forget(keys.values())
-            if not reports.known or not may_repeat:
+            self._encoded.forget(encoded.keys)
+            if not encoded.was_known or not may_repeat:
                 raise
             logger.warning("request %s encodes its media again: %s", context.request_id, failure)
         self._num_repeats += 1
         context.path.clear()
         context.avoided.clear()
-        return await self._through_stages(http, chat, media, plain, may_repeat=False)
+        return await self._through_stages(job, media, may_repeat=False)
 
     async def _from_prefill_on(
         self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
@@ -257,23 +289,29 @@ class Router:
             return None
         return await self._decode(http, request)
 
-    async def _encode(
-        self, chat: Chat, media: list[Media], keys: Mapping[str, bytes], context: RequestContext
-    ) -> Reports:
-        """Return what E reports of the items, or has reported before."""
+    async def _encode(self, job: _Job, media: list[Media]) -> _Encoded:
+        """Return the request to P, with what E reports of the items or has reported before."""
+        context, chat = job.context, job.chat
 
         async def ask(request: Request) -> plan.Metadata | None:
             payload = context.payload(request)
             answer = await self.relay.ask(Stage.ENCODE, CHAT, payload, context.headers)
             return plan.reported_metadata(answer)
 
-        if len(self._encoded.known(keys)) == len(keys):
+        keys = _encoding_keys(chat, media)
+        known = self._encoded.known(keys)
+        if len(known) == len(keys) and not plan.needs_bytes(chat, media, known):
             context.avoided.append(Stage.ENCODE)
-            return await self._encoded.reports(keys, {})
-        requests = plan.encode_requests(chat, media)
-        asks = {uuid: partial(ask, request) for uuid, request in requests.items()}
-        with context.timed(Stage.ENCODE):
-            return await self._encoded.reports(keys, asks)
+            reports = await self._encoded.reports(keys, {})
+        else:
+            media = await self._complete(job, media)
+            keys = _encoding_keys(chat, media)
+            requests = plan.encode_requests(chat, media)
+            asks = {uuid: partial(ask, request) for uuid, request in requests.items()}
+            with context.timed(Stage.ENCODE):
+                reports = await self._encoded.reports(keys, asks)
+        request = plan.metadata_request(chat, media, reports.metadata)
+        return _Encoded(request, tuple(keys.values()), bool(reports.known))
 
     async def _prefill(
         self, http: web.Request, request: Request, context: RequestContext
@@ -469,6 +507,11 @@ class Router:
         if reply.status != 200:
             reason = f"{MODELS} is HTTP {reply.status}, which says nothing of the client"
             raise EngineError(Stage.DECODE, reason, reached=True)
+
+
+def _encoding_keys(chat: Chat, media: list[Media]) -> dict[str, bytes]:
+    options = plan.encoding_options(chat)
+    return {held.uuid: plan.encoding_key(options, held.uuid) for held in media}
 
 
 async def _send_continue(http: web.Request) -> None:

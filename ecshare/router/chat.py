@@ -53,7 +53,10 @@ class MediaItem(Struct, frozen=True):
 
 
 class Media(Struct, frozen=True):
-    """An item's content: a data: `url` with its bytes, and the `uuid` derived from them."""
+    """An item's content: a data: `url` with its bytes, and the `uuid` derived from them.
+
+    An empty url: the bytes were not needed so far.
+    """
 
     uuid: str
     url: str

@@ -63,18 +63,22 @@ def encode_requests(chat: Chat, media: Sequence[Media]) -> dict[str, Request]:
     }
 
 
-def encoding_keys(chat: Chat, media: Sequence[Media]) -> dict[str, bytes]:
-    """Return a digest for each distinct item, by uuid, of all that E's report depends on.
+def encoding_options(chat: Chat) -> bytes:
+    """Return a digest of all that E's reports depend on besides the item.
 
     Raises:
         ApiError: the processing options are nested too deeply.
     """
     options = {name: chat.request.get(name) for name in _FOR_ENCODE}
     try:
-        common = hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
+        return hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
     except RecursionError as exc:
         raise too_deep() from exc
-    return {held.uuid: hashlib.sha256(common + held.uuid.encode()).digest() for held in media}
+
+
+def encoding_key(options: bytes, uuid: str) -> bytes:
+    """Return the digest of all that E's report of an item depends on."""
+    return hashlib.sha256(options + uuid.encode()).digest()
 
 
 def metadata_request(
@@ -85,17 +89,29 @@ def metadata_request(
     For each modality vLLM takes either media or metadata, and metadata with one set of fields. So a
     modality keeps its media if an item has no metadata, or other fields than the rest.
     """
-    fields: dict[str, set[tuple[str, ...]]] = {}
-    for item, held in zip(chat.items, media, strict=True):
-        names = tuple(sorted(reports.get(held.uuid) or ()))
-        fields.setdefault(item.modality, set()).add(names)
+    whole = _modalities_sent_whole(chat, media, reports)
     parts = {}
     for item, held in zip(chat.items, media, strict=True):
-        if (report := reports.get(held.uuid)) and len(fields[item.modality]) == 1:
+        if (report := reports.get(held.uuid)) and item.modality not in whole:
             parts[item] = _metadata_part(chat, item, held.uuid, report)
         else:
             parts[item] = _full_part(chat, item, held)
     return _with_parts(chat, parts)
+
+
+def needs_bytes(chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]) -> bool:
+    """Tell whether `metadata_request` would send an item whole."""
+    return bool(_modalities_sent_whole(chat, media, reports))
+
+
+def _modalities_sent_whole(
+    chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+) -> set[str]:
+    fields: dict[str, set[tuple[str, ...]]] = {}
+    for item, held in zip(chat.items, media, strict=True):
+        names = tuple(sorted(reports.get(held.uuid) or ()))
+        fields.setdefault(item.modality, set()).add(names)
+    return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
 
 
 def prefill_request(request: Request) -> Request:
@@ -110,6 +126,7 @@ def decode_request(request: Request, hand_over: Request | None) -> Request:
 
 
 def _full_part(chat: Chat, item: MediaItem, held: Media) -> Request:
+    assert held.url, "an item without its bytes"
     part = _other_fields(chat, item)
     if item.kind == "input_audio":
         value = chat.request["messages"][item.message]["content"][item.part]["input_audio"]

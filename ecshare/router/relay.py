@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All outgoing traffic of the router: calls to engines and downloads of media.
+"""The HTTP clients of the router, and its calls to engines.
 
-Foreign exceptions end here: engines raise EngineError or RefusalError, media raise ApiError.
+Foreign exceptions end here: engines raise EngineError or RefusalError.
 Cancelling a call closes its connection, and so tells the engine that nobody waits for the answer
 any more.
 """
 
-import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -14,28 +13,22 @@ from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
 import msgspec
-import pybase64
-from yarl import URL
 
 from ecshare.router.addresses import may_connect
-from ecshare.router.blobs import Blobs, Payload
-from ecshare.router.chat import Media, MediaItem, Request, identity, inline_url, is_inline
-from ecshare.router.concurrent import gather_all
+from ecshare.router.blobs import Payload
+from ecshare.router.chat import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Engine, EnginePool, Stage
-from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
-from ecshare.router.memory import Reservation
+from ecshare.router.media import MediaLoader
 from ecshare.store.integrity import TOKEN_HEADER
 
 _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
 _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
-_MAX_REDIRECTS = 3
-_REDIRECTS = (301, 302, 303, 307, 308)
 _DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
-_MAX_LOGGED_CHARS = 300
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
 # may be written to a connection that is being closed.
 _KEEP_IDLE_S = 4.0
@@ -115,6 +108,7 @@ class Relay:
         self._media_session = self._make_session(
             aiohttp.TCPConnector(limit=config.max_connections, socket_factory=self._media_socket)
         )
+        self.media = MediaLoader(config, self._media_session)
 
     def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -259,144 +253,6 @@ class Relay:
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
-
-    async def load_media(
-        self, items: tuple[MediaItem, ...], blobs: Blobs, reservation: Reservation
-    ) -> list[Media]:
-        """Return the content of each item, in order.
-
-        Equal urls are downloaded once. All downloads share one limit, take memory from
-        `reservation` and are kept in `blobs`.
-
-        Raises:
-            ApiError: an item cannot be had; names it.
-        """
-        distinct = {(item.modality, item.source): item for item in items}
-        budget = _Budget(self._config.max_media_bytes, reservation)
-        loads = [self._load(item, blobs, budget) for item in distinct.values()]
-        loaded = dict(zip(distinct, await gather_all(loads), strict=True))
-        return [loaded[item.modality, item.source] for item in items]
-
-    async def _load(self, item: MediaItem, blobs: Blobs, budget: "_Budget") -> Media:
-        url = item.source
-        if not is_inline(url):
-            if blobs.holds(url):
-                raise ApiError(400, "The media's url is too long.", param=item.param)
-            # Engines get the hashed bytes, not the url: its server could answer with other bytes
-            # later.
-            url = inline_url(blobs.add(await self._download(item, budget)))
-        try:
-            if blobs.holds(url):
-                return Media(await asyncio.to_thread(identity, item.modality, url, blobs), url)
-            return Media(identity(item.modality, url), url)
-        except ValueError as exc:
-            raise ApiError(400, str(exc), param=item.param, code="invalid_media") from exc
-
-    async def _download(self, item: MediaItem, budget: "_Budget") -> bytearray:
-        """Return the bytes at the item's url, as base64 text."""
-        try:
-            async with asyncio.timeout(self._config.media_timeout_s):
-                return await self._follow(item, budget)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
-            is_clear = isinstance(exc, aiohttp.ClientConnectorError)
-            reason = f"{type(exc).__name__}: {exc}" if is_clear else repr(exc)
-            raise _unavailable(item, reason) from exc
-
-    async def _follow(self, item: MediaItem, budget: "_Budget") -> bytearray:
-        url = URL(item.source)
-        self._check_media_url(item, url)
-        for _ in range(_MAX_REDIRECTS + 1):
-            async with self._media_session.get(url, allow_redirects=False) as response:
-                if response.status in _REDIRECTS:
-                    url = url.join(URL(response.headers.get("Location", "")))
-                    if reason := self._refuses(url):
-                        raise _unavailable(item, f"redirected to {url.host!r}: {reason}")
-                    continue
-                if response.status != 200:
-                    raise _unavailable(item, f"{url.host} answers HTTP {response.status}")
-                budget.expect(item, response.content_length or 0)
-                return await _base64(item, response.content.iter_any(), budget)
-        raise _unavailable(item, "too many redirects")
-
-    def _check_media_url(self, item: MediaItem, url: URL) -> None:
-        """Check a client's url before anything is fetched.
-
-        Raises:
-            ApiError: it is refused; says why.
-        """
-        if reason := self._refuses(url):
-            message = f"The media's url is refused: {reason}."
-            error = ApiError(400, message, param=item.param, code="invalid_media")
-            raise error.with_log_reason(
-                f"{item.param}: {url.host!r:.{_MAX_LOGGED_CHARS}}: {reason}"
-            )
-
-    def _refuses(self, url: URL) -> str | None:
-        """Return why a url must not be fetched; None if its text shows no reason."""
-        if url.scheme not in ("http", "https") or not url.host:
-            return "it must be http:, https: or data:"
-        allowed = self._config.allow_media_domains
-        if allowed and url.host.lower() not in allowed:
-            return "its host is not one that this server may fetch from"
-        return None
-
-
-class _Budget:
-    """The bytes that one request may still download, and the memory that they take."""
-
-    def __init__(self, limit_bytes: int, reservation: Reservation) -> None:
-        self._left_bytes = limit_bytes
-        self._share = reservation
-
-    def expect(self, item: MediaItem, num_bytes: int) -> None:
-        """Check that so much more may be downloaded.
-
-        Raises:
-            ApiError: it would be too much.
-        """
-        if num_bytes > self._left_bytes:
-            message = "The media is too large."
-            raise ApiError(413, message, param=item.param, code="media_too_large")
-        self._share.expect(_as_base64(num_bytes))
-
-    def take(self, item: MediaItem, num_bytes: int) -> None:
-        """Take so much more from the budget.
-
-        Raises:
-            ApiError: it is too much.
-        """
-        self.expect(item, num_bytes)
-        self._share.take(_as_base64(num_bytes))
-        self._left_bytes -= num_bytes
-
-
-def _as_base64(num_bytes: int) -> int:
-    return num_bytes * 4 // 3
-
-
-async def _base64(item: MediaItem, chunks: AsyncIterator[bytes], budget: _Budget) -> bytearray:
-    """Return the incoming bytes as base64, without a copy of the whole."""
-    text = bytearray()
-    rest = b""
-    try:
-        async for chunk in chunks:
-            budget.take(item, len(chunk))
-            rest += chunk
-            whole = len(rest) - len(rest) % 3
-            text += pybase64.b64encode(rest[:whole])
-            rest = rest[whole:]
-        text += pybase64.b64encode(rest)
-    except BaseException:
-        text.clear()  # aiohttp keeps some errors, with this frame, in reference cycles
-        raise
-    return text
-
-
-# One answer for every failure: the client must not be able to explore our network.
-def _unavailable(item: MediaItem, reason: str) -> ApiError:
-    message = "The media cannot be fetched."
-    error = ApiError(400, message, param=item.param, code="media_unavailable")
-    return error.with_log_reason(f"{item.param}: {reason[:_MAX_LOGGED_CHARS]}")
 
 
 @contextmanager
