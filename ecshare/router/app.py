@@ -43,6 +43,7 @@ from ecshare.router.middleware import (
 )
 from ecshare.router.models import ServedModels
 from ecshare.router.relay import Relay, Reply
+from ecshare.router.shared_reports import SharedReports
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,11 @@ class Router:
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
         self.relay = Relay(self._config, self._pools)
+        if self._config.store is not None:
+            self._encoded.shared = SharedReports(self._config.store, self._clock_s)
         yield
+        if self._encoded.shared is not None:
+            await self._encoded.shared.close()
         await self._served.close()
         await self._clients.close()
         await self.relay.close()
@@ -262,19 +267,29 @@ class Router:
             return await self._from_prefill_on(job.http, plain, context, is_plain=True)
         encoded = await self._encode(job, media)
         try:
-            return await self._from_prefill_on(job.http, encoded.request, context, is_plain=False)
-        except EngineError as failure:
-            if failure.status not in _LOST_STATUSES or context.answer is not None:
+            answer = await self._from_prefill_on(job.http, encoded.request, context, is_plain=False)
+            _check_accepted(answer)
+        except (EngineError, RefusalError) as failure:
+            if context.answer is not None or not self._may_be_wrong(encoded, failure):
                 raise
             # The embeddings may be gone. If they are not, asking E again costs little.
             self._encoded.forget(encoded.keys)
             if not encoded.was_known or not may_repeat:
                 raise
             logger.warning("request %s encodes its media again: %s", context.request_id, failure)
+        else:
+            self._encoded.confirm(encoded.keys)
+            return answer
         self._num_repeats += 1
         context.path.clear()
         context.avoided.clear()
         return await self._through_stages(job, media, may_repeat=False)
+
+    def _may_be_wrong(self, encoded: _Encoded, failure: EngineError | RefusalError) -> bool:
+        """Tell whether P or D may have failed because of what E is said to have reported."""
+        if isinstance(failure, RefusalError):
+            return self._encoded.is_hearsay(encoded.keys)
+        return failure.status in _LOST_STATUSES
 
     async def _from_prefill_on(
         self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
@@ -310,6 +325,9 @@ class Router:
             asks = {uuid: partial(ask, request) for uuid, request in requests.items()}
             with context.timed(Stage.ENCODE):
                 reports = await self._encoded.reports(keys, asks)
+            if not reports.was_asked:
+                context.path.remove(Stage.ENCODE)
+                context.avoided.append(Stage.ENCODE)
         request = plan.metadata_request(chat, media, reports.metadata)
         return _Encoded(request, tuple(keys.values()), bool(reports.known))
 
@@ -507,6 +525,17 @@ class Router:
         if reply.status != 200:
             reason = f"{MODELS} is HTTP {reply.status}, which says nothing of the client"
             raise EngineError(Stage.DECODE, reason, reached=True)
+
+
+def _check_accepted(answer: web.StreamResponse | None) -> None:
+    """Check that D has not refused the request.
+
+    Raises:
+        RefusalError: it has.
+    """
+    if isinstance(answer, web.Response) and 400 <= answer.status < 500:
+        assert isinstance(answer.body, bytes)  # `verbatim` makes no other
+        raise RefusalError(answer.status, answer.body, answer.content_type)
 
 
 def _encoding_keys(chat: Chat, media: list[Media]) -> dict[str, bytes]:

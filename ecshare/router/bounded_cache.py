@@ -22,6 +22,9 @@ class BoundedCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
     def get(self, key: K) -> V | None:
         """Return the value, now the last used one; None if there is none."""
         entry = self._entries.get(key)

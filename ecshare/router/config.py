@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
+import msgspec
 from msgspec import Struct
 
 from ecshare import __version__
 from ecshare.router.addresses import Network
 from ecshare.router.secret import Secret, read_secret
+from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import read_key, router_token
 
@@ -49,6 +51,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     cool_down_s: float = 5.0
     status_key: Secret | None = None
     access_log: bool = False
+    store: StoreConfig | None = None
     router_token: str = ""
     """The secret by which engines behind a RouterGate recognise this router."""
 
@@ -84,6 +87,7 @@ def parse_arguments(
         cool_down_s=options.cool_down_s,
         status_key=options.status_key,
         access_log=options.access_log,
+        store=options.store,
         router_token=options.router_key,
     )
 
@@ -163,6 +167,15 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         default=128,
         help="most memory for what encode engines have reported, by which they are asked once for "
         "a picture; one takes about 600 bytes",
+    )
+    say(
+        "--store",
+        metavar="URL",
+        type=_store,
+        default=None,
+        help="where routers of one fleet share what encode engines have reported: a url, or a JSON "
+        "object of url, storage_options, folder_access, epoch, io_timeout_s and integrity_key, "
+        "which mean what they mean for connectors",
     )
     say("--max-items", metavar="N", type=_count, default=64, help="most media items in one request")
     say(
@@ -313,6 +326,16 @@ def _router_token(text: str) -> str:
         raise argparse.ArgumentTypeError("name the key as env:NAME or file:/path")
     try:
         return router_token(read_key(text, "the key"))
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _store(text: str) -> StoreConfig:
+    try:
+        options = msgspec.json.decode(text) if text.startswith("{") else {"url": text}
+        return parse(StoreConfig, options, "the store")
+    except msgspec.DecodeError as exc:
+        raise argparse.ArgumentTypeError(f"the store's options are no JSON: {exc}") from exc
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 

@@ -9,9 +9,11 @@ from msgspec import Struct
 from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.concurrent import gather_all
 from ecshare.router.plan import Metadata
+from ecshare.router.shared_reports import SharedReports
 from ecshare.router.single_flight import SingleFlight
 
 _MAX_ENTRIES = 1_000_000
+_MAX_NOTES = 10_000
 _ENTRY_BYTES = 500
 """Memory of one entry besides its JSON, roughly."""
 
@@ -25,18 +27,26 @@ class Reports(Struct, frozen=True):
     """By uuid; None: the item must be sent whole."""
     known: frozenset[str]
     """The uuids that E was not asked for: the embedding may be gone meanwhile."""
+    was_asked: bool
+    """Whether E was asked for one now, by this request or by one that it waited for."""
 
 
 class EncodedMedia:
     """A bounded index of E's reports, shared by all requests. Belongs to the event loop's thread.
 
-    A key stands for all that a report depends on. Reports are not checked here: they are E's own.
+    A key stands for all that a report depends on. `shared` holds the reports of other routers too.
+    Such a report is hearsay until a request was answered with it.
     """
+
+    shared: SharedReports | None = None
 
     def __init__(self, max_bytes: int, patience_s: float) -> None:
         """`patience_s`: how long a request waits for E's answer to another one at most."""
         self._index: BoundedCache[bytes, bytes] = BoundedCache(_MAX_ENTRIES, max_bytes)
-        self._asking: SingleFlight[bytes, Metadata | None] = SingleFlight()
+        self._asking: SingleFlight[bytes, tuple[Metadata | None, bool]] = SingleFlight()
+        self._hearsay: BoundedCache[bytes, None] = BoundedCache(_MAX_NOTES, _MAX_NOTES)
+        # Not to be read from the store until E has been asked: its report replaces what lies there.
+        self._refuted: BoundedCache[bytes, None] = BoundedCache(_MAX_NOTES, _MAX_NOTES)
         self._patience_s = patience_s
         self._num_asked = 0
         self._num_avoided = 0
@@ -54,8 +64,10 @@ class EncodedMedia:
         unknown = [uuid for uuid in keys if uuid not in known]
         answers = await gather_all([self._report(keys[uuid], asks[uuid]) for uuid in unknown])
         self._num_avoided += len(known)
-        metadata = {**known, **dict(zip(unknown, answers, strict=True))}
-        return Reports(metadata, frozenset(known))
+        found = dict(zip(unknown, answers, strict=True))
+        metadata = {**known, **{uuid: report for uuid, (report, _) in found.items()}}
+        shared = [uuid for uuid, (_, is_shared) in found.items() if is_shared]
+        return Reports(metadata, frozenset(known).union(shared), len(shared) < len(found))
 
     def known(self, keys: Mapping[str, bytes]) -> dict[str, Metadata]:
         """Return the reports that are in the index, by uuid."""
@@ -66,6 +78,18 @@ class EncodedMedia:
         """Have E asked for these again."""
         for key in keys:
             self._index.discard(key)
+            self._hearsay.discard(key)
+            if self.shared is not None:
+                self._refuted.put(key, None, 1)
+
+    def confirm(self, keys: Iterable[bytes]) -> None:
+        """Note that a request was answered with these reports."""
+        for key in keys:
+            self._hearsay.discard(key)
+
+    def is_hearsay(self, keys: Iterable[bytes]) -> bool:
+        """Tell whether one of these came from the store, and no request was answered with it."""
+        return any(key in self._hearsay for key in keys)
 
     def status(self) -> dict[str, int]:
         """Return counts for the status page."""
@@ -77,19 +101,38 @@ class EncodedMedia:
             "memory": self._index.num_bytes,
         }
 
-    async def _report(self, key: bytes, ask: Ask) -> Metadata | None:
+    async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
+        """Return a report that is not in the index, and whether it was in the store."""
         has_asked = False
 
-        async def asked() -> Metadata | None:
+        async def found() -> tuple[Metadata | None, bool]:
             nonlocal has_asked
+            if (shared := await self._read_shared(key)) is not None:
+                self._hearsay.put(key, None, 1)
+                self._keep(key, shared)
+                return shared, True
             has_asked = True
             self._num_asked += 1
             metadata = await ask()
             if metadata is not None:  # else nobody knows whether it is stored
-                json = msgspec.json.encode(metadata)
-                self._index.put(key, json, len(json) + _ENTRY_BYTES)
-            return metadata
+                self._keep(key, metadata)
+                self._share(key, metadata)
+            return metadata, False
 
-        metadata = await self._asking.run(key, asked, self._patience_s)
+        report = await self._asking.run(key, found, self._patience_s)
         self._num_avoided += not has_asked
-        return metadata
+        return report
+
+    async def _read_shared(self, key: bytes) -> Metadata | None:
+        if self.shared is None or key in self._refuted:
+            return None
+        return await self.shared.read(key)
+
+    def _share(self, key: bytes, metadata: Metadata) -> None:
+        if self.shared is not None:
+            self.shared.write(key, metadata)
+            self._refuted.discard(key)
+
+    def _keep(self, key: bytes, metadata: Metadata) -> None:
+        json = msgspec.json.encode(metadata)
+        self._index.put(key, json, len(json) + _ENTRY_BYTES)

@@ -168,9 +168,16 @@ def reported_metadata(answer: Request) -> Metadata | None:
     if not isinstance(report, dict) or report.get("item_indices", [0]) != [0]:
         return None
     metadata = report.get("metadata")
-    if not isinstance(metadata, dict) or not 0 < len(metadata) <= _MAX_METADATA_FIELDS:
-        return None
-    return metadata if all(_is_row(value) for value in metadata.values()) else None
+    return metadata if is_metadata(metadata) else None
+
+
+def is_metadata(value: Any) -> bool:
+    """Tell whether P could use `value` in place of an item."""
+    return (
+        isinstance(value, dict)
+        and 0 < len(value) <= _MAX_METADATA_FIELDS
+        and all(_is_row(row) for row in value.values())
+    )
 
 
 def _is_row(value: Any) -> bool:

@@ -12,6 +12,7 @@ from aiohttp import web
 from ecshare.router.app import Router, make_runner
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import fitting_connections, raise_open_files
+from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger("ecshare.router")
 
@@ -24,7 +25,10 @@ async def serve(config: RouterConfig) -> None:
     config = _with_fitting_connections(config)
     router = Router(config, time.monotonic)
     runner = make_runner(router, config)
-    await runner.setup()
+    try:
+        await runner.setup()
+    except ConfigError as exc:
+        raise SystemExit(str(exc)) from exc
     try:
         try:
             await web.TCPSite(runner, config.host, config.port).start()

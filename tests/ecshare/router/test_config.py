@@ -6,6 +6,7 @@ from ipaddress import ip_network
 import pytest
 
 from ecshare.router.config import RouterConfig, parse_arguments
+from ecshare.store.config import StoreConfig
 
 
 def test_every_option_arrives() -> None:
@@ -17,7 +18,7 @@ def test_every_option_arrives() -> None:
         "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
-        "--hand-over after"
+        "--hand-over after --max-index-mb 2 --store s3://bucket/prefix"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -40,7 +41,32 @@ def test_every_option_arrives() -> None:
         cool_down_s=1.0,
         access_log=True,
         hand_over="after",
+        max_index_bytes=2 * 1024 * 1024,
+        store=StoreConfig(url="s3://bucket/prefix"),
     )
+
+
+def test_a_store_may_have_options() -> None:
+    options = '{"url": "s3://bucket", "epoch": "2", "storage_options": {"anon": true}}'
+    parsed = parse_arguments(["--decoder", "http://d:3", "--store", options])
+    assert parsed.store == StoreConfig(url="s3://bucket", epoch="2", storage_options={"anon": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"url": "s3://bucket", "epok": "2"}', "the store.epok: unknown option"),
+        ('{"epoch": "2"}', "the store.url: missing"),
+        ('{"url": "s3://bucket"', "the store's options are no JSON"),
+    ],
+)
+def test_a_wrong_store_is_named(
+    options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--decoder", "http://d:3", "--store", options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_defaults_are_the_structs() -> None:

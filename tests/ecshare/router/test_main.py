@@ -156,3 +156,11 @@ def test_a_missing_extra_is_one_sentence(package: str) -> None:
 def test_it_goes_by_the_name_that_it_is_called_by() -> None:
     program = "from ecshare.router.__main__ import main; main(['--help'], prog='ecshare router')"
     assert run("-c", program).stdout.startswith("usage: ecshare router ")
+
+
+def test_a_store_that_cannot_work_is_one_sentence() -> None:
+    engines = ("--decoder", "http://127.0.0.1:9", "--port", str(free_port()))
+    ran = run("-m", "ecshare.router", *engines, "--store", "not/absolute")
+    assert ran.returncode == 1
+    assert "--store.url: 'not/absolute' is not an absolute folder" in ran.stderr
+    assert "Traceback" not in ran.stderr
