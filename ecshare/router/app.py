@@ -42,6 +42,7 @@ from ecshare.router.middleware import (
     verbatim,
 )
 from ecshare.router.models import ServedModels
+from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.shared_reports import SharedReports
 
@@ -116,6 +117,7 @@ class Router:
         self._num_fallbacks = 0
         self._num_repeats = 0
         self._memory = MemoryBudget(config.max_in_flight_bytes)
+        self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
         self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
         self._clients = KnownClients(self._ask_about_client, clock_s)
@@ -185,6 +187,7 @@ class Router:
         if is_full:
             report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
             report |= {"encodes": self._encoded.status() | {"repeated": self._num_repeats}}
+            report |= {"prefills": self._prefilled.status()}
             report |= {"downloads": self.relay.media.status()}
         return json_response(200 if complete else 503, report)
 
@@ -295,14 +298,32 @@ class Router:
         self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
     ) -> web.StreamResponse | None:
         """Return D's answer; None if there is no P and the request `is_plain`."""
-        if self._pools[Stage.PREFILL]:
-            answer = await self._prefill(http, request, context)
-            if isinstance(answer, web.StreamResponse):
-                return answer
-            request = answer
-        elif is_plain:
-            return None
-        return await self._decode(http, request)
+        if not self._pools[Stage.PREFILL]:
+            return None if is_plain else await self._decode(http, request)
+        if self._config.prefill == "needed":
+            context.turns = turns_of(request)
+            known = self._prefilled.find(context.turns)
+            if known is not None:
+                return await self._decode_known(http, request, known)
+        answer = await self._prefill(http, request, context)
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return await self._decode(http, answer)
+
+    async def _decode_known(
+        self, http: web.Request, request: Request, known: Known
+    ) -> web.StreamResponse:
+        """Return D's answer to a prompt that is stored, or nearly."""
+        context = http[CONTEXT]
+        context.avoided.append(Stage.PREFILL)
+        try:
+            answer = await self._decode(http, plan.decode_request(request, known.hand_over))
+        except EngineError:
+            self._prefilled.forget(context.turns)
+            raise
+        if answer.status == 200:
+            self._prefilled.note_decoded(context.turns, known)
+        return answer
 
     async def _encode(self, job: _Job, media: list[Media]) -> _Encoded:
         """Return the request to P, with what E reports of the items or has reported before."""
@@ -352,6 +373,8 @@ class Router:
         with context.timed(Stage.PREFILL):
             payload = context.payload(plan.prefill_request(request))
             answer = await self.relay.ask(engine or Stage.PREFILL, CHAT, payload, context.headers)
+        if context.turns:
+            self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
         if engine is not None:
             streams = plan.is_streamed(hand_over)

@@ -38,6 +38,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_media_bytes: int = 128 * MIB
     max_in_flight_bytes: int = 2048 * MIB
     max_index_bytes: int = 128 * MIB
+    prefill: Literal["needed", "always"] = "needed"
+    max_new_chars: int = 1000
     max_items: int = 64
     max_connections: int = 4096
     hand_over: Literal["streamed", "after"] = "streamed"
@@ -74,6 +76,8 @@ def parse_arguments(
         max_media_bytes=int(options.max_media_mb * MIB),
         max_in_flight_bytes=int(options.max_in_flight_mb * MIB),
         max_index_bytes=int(options.max_index_mb * MIB),
+        prefill=options.prefill,
+        max_new_chars=options.max_new_chars,
         max_items=options.max_items,
         max_connections=options.max_connections,
         hand_over=options.hand_over,
@@ -166,7 +170,23 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         type=_positive,
         default=128,
         help="most memory for what encode engines have reported, by which they are asked once for "
-        "a picture; one takes about 600 bytes",
+        "a picture; as much again for the prompts that are stored; one takes about 600 bytes",
+    )
+    say(
+        "--prefill",
+        choices=("needed", "always"),
+        default="needed",
+        help="whether prefill engines are asked for prompts that they have stored, or only for "
+        "others; decode engines must be kv_both or kv_consumer, and compute what is lost",
+    )
+    say(
+        "--max-new-chars",
+        metavar="N",
+        type=_natural,
+        default=1000,
+        help="most text, in characters of its JSON, that decode computes itself behind a prompt "
+        "that is stored, such as the next turn of a conversation: the answer and the question "
+        "since then; 0: only prompts that are stored whole go past prefill",
     )
     say(
         "--store",
@@ -353,6 +373,12 @@ def _positive(text: str) -> float:
 def _count(text: str) -> int:
     if (number := _whole(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    if (number := _whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
     return number
 
 

@@ -18,6 +18,7 @@ from ecshare.router.chat import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
 from ecshare.router.engines import Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.prefilled import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class RequestContext:
     """Sent to the engines with the request."""
     seconds: dict[str, float] = field(default_factory=dict)
     path: list[Stage] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    """The messages of the prompt, if P is asked only for what it has not stored."""
     avoided: list[Stage] = field(default_factory=list)
     """The stages that would have had nothing to do."""
     answer: web.StreamResponse | None = None

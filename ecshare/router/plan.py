@@ -194,6 +194,21 @@ def reported_hand_over(answer: Request) -> Request | None:
     return params if isinstance(params, dict) and params else None
 
 
+def num_missing_tokens(answer: Request) -> int | None:
+    """Return how many tokens of its prompt P has not stored, besides the last, which D computes.
+
+    None: P does not say, or hands over something that may serve only once.
+    """
+    hand_over, usage = reported_hand_over(answer) or {}, answer.get("usage")
+    ours = hand_over.get("kvshare")
+    if hand_over.keys() != {"kvshare"} or not isinstance(ours, dict) or not isinstance(usage, dict):
+        return None
+    num_stored, num_tokens = ours.get("num_tokens"), usage.get("prompt_tokens")
+    if type(num_stored) is not int or type(num_tokens) is not int:
+        return None
+    return num_tokens - 1 - num_stored if 0 < num_stored < num_tokens else None
+
+
 def is_streamed(hand_over: Request | None) -> bool:
     """Whether P stored KV while it computed, as its hand-over tells."""
     return hand_over is not None and STREAMED.keys() <= hand_over.keys()

@@ -52,7 +52,7 @@ class Router(Server):
             f"--decoder={self._fleet.decoder.base_url}",
         )
         # Beside P, D may answer first: P's request is cancelled then, and vLLM counts none of it.
-        options = ("--hand-over=after", f"--port={self.port.number}")
+        options = ("--hand-over=after", "--prefill=always", f"--port={self.port.number}")
         return [sys.executable, "-m", "ecshare.router", *engines, *options]
 
 

@@ -18,7 +18,8 @@ def test_every_option_arrives() -> None:
         "--allow-media-domain Example.org --allow-media-network 10.0.0.0/8 "
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
-        "--hand-over after --max-index-mb 2 --store s3://bucket/prefix"
+        "--hand-over after --max-index-mb 2 --store s3://bucket/prefix "
+        "--prefill always --max-new-chars 0"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -42,6 +43,8 @@ def test_every_option_arrives() -> None:
         access_log=True,
         hand_over="after",
         max_index_bytes=2 * 1024 * 1024,
+        prefill="always",
+        max_new_chars=0,
         store=StoreConfig(url="s3://bucket/prefix"),
     )
 

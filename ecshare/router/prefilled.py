@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts P has stored, so that it is asked only if there is something to prefill.
+
+A prompt is known by the digests of its conversation, one for each message and all before it, which
+also cover all that decides its tokens: model, tools, `cache_salt` and every field that is not known
+to be for sampling alone. A wrong guess costs time only: D looks KV up by its own tokens.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from ecshare.router import plan
+from ecshare.router.bounded_cache import BoundedCache
+from ecshare.router.chat import MEDIA_FIELDS, Request, too_deep
+
+_MAX_ENTRIES = 1_000_000
+_ENTRY_BYTES = 500
+_CHARS_A_TOKEN = 4
+_KEPT_S = 3600.0
+"""P is asked again after so long: the store may have lost the KV, and D may store none."""
+_ON_ITS_WAY_S = 10.0
+"""So long after P's answer D is told what P announced, and waits for it. Later D finds it."""
+
+# All other fields may decide tokens.
+_FOR_SAMPLING = frozenset((
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "logit_bias",
+    "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "stream",
+    "stream_options", "user", "priority", "request_id", "kv_transfer_params",
+))  # fmt: skip
+
+
+class Turn(NamedTuple):
+    """A message of a prompt."""
+
+    digest: bytes
+    """Of this message and all that decides the tokens up to its end."""
+    num_chars: int
+    has_media: bool
+
+
+class Known(NamedTuple):
+    """A prompt that D can compute the rest of."""
+
+    missing_chars: int
+    """How much text D computes, about."""
+    hand_over: Request | None
+    """What P announced, if it may still be on its way."""
+
+
+class _Stored(Struct, frozen=True):
+    missing_chars: int
+    hand_over: Request
+    stored_s: float
+
+
+def turns_of(request: Request) -> list[Turn]:
+    """Return the messages of a request to P.
+
+    Raises:
+        ApiError: a field is nested too deeply.
+    """
+    fields = {name: value for name, value in request.items() if name not in _FOR_SAMPLING}
+    messages = fields.pop("messages")
+    digest = hashlib.sha256(_json(fields)).digest()
+    turns = []
+    for message in messages:
+        named, has_media = _named(message)
+        json = _json(named)
+        digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
+        turns.append(Turn(digest, len(json), has_media))
+    return turns
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value, order="deterministic")
+    except RecursionError as exc:
+        raise too_deep() from exc
+
+
+def _named(message: Request) -> tuple[Request, bool]:
+    """Return a message with the names of its media instead of them, and whether it has any."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message, False
+    parts = [_without_media(part) if isinstance(part, dict) else part for part in content]
+    return message | {"content": parts}, parts != content
+
+
+def _without_media(part: Request) -> Request:
+    if not any(name in part for name in MEDIA_FIELDS):
+        return part
+    return {name: part[name] for name in part if name not in (*MEDIA_FIELDS, "type")}
+
+
+class PrefilledPrompts:
+    """A bounded index of what is stored, for all requests. Belongs to the event loop's thread."""
+
+    def __init__(self, max_bytes: int, max_new_chars: int, clock_s: Callable[[], float]) -> None:
+        """`max_new_chars`: how much text D may compute itself."""
+        self._index: BoundedCache[bytes, _Stored] = BoundedCache(_MAX_ENTRIES, max_bytes)
+        self._max_new_chars = max_new_chars
+        self._clock_s = clock_s
+        self._num_asked = 0
+        self._num_avoided = 0
+
+    def find(self, turns: list[Turn]) -> Known | None:
+        """Return what is known of a prompt; None: P is to be asked."""
+        new_chars = 0
+        for turn in reversed(turns):
+            stored = self._index.get(turn.digest)
+            if stored is not None:
+                return self._known(stored, new_chars)
+            new_chars += turn.num_chars
+            if turn.has_media or new_chars > self._max_new_chars:
+                break
+        return None
+
+    def _known(self, stored: _Stored, new_chars: int) -> Known | None:
+        age_s = self._clock_s() - stored.stored_s
+        missing_chars = stored.missing_chars + new_chars
+        if age_s >= _KEPT_S or missing_chars > self._max_new_chars:
+            return None
+        is_on_its_way = age_s < _ON_ITS_WAY_S and not new_chars and stored.hand_over
+        return Known(missing_chars, stored.hand_over if is_on_its_way else None)
+
+    def note_prefilled(self, turns: list[Turn], answer: Request) -> None:
+        """Note what P's `answer` says that it has stored."""
+        self._num_asked += 1
+        hand_over = plan.reported_hand_over(answer)
+        num_missing = plan.num_missing_tokens(answer)
+        if num_missing is None or hand_over is None:
+            self.forget(turns)
+        else:
+            self._put(turns, _CHARS_A_TOKEN * num_missing, hand_over)
+
+    def note_decoded(self, turns: list[Turn], known: Known) -> None:
+        """Note that D has answered a known prompt, and so stored what was new of it, if it does."""
+        self._num_avoided += 1
+        if self._index.get(turns[-1].digest) is None:
+            self._put(turns, known.missing_chars, {})
+
+    def forget(self, turns: list[Turn]) -> None:
+        """Have P asked for this prompt again."""
+        for turn in turns:
+            self._index.discard(turn.digest)
+
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        return {
+            "asked": self._num_asked,
+            "avoided": self._num_avoided,
+            "remembered": len(self._index),
+            "memory": self._index.num_bytes,
+        }
+
+    def _put(self, turns: list[Turn], missing_chars: int, hand_over: Request) -> None:
+        stored = _Stored(missing_chars, hand_over, self._clock_s())
+        self._index.put(turns[-1].digest, stored, _ENTRY_BYTES)
