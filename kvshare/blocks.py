@@ -68,6 +68,9 @@ class BlockCaches:
         if len(layouts) > 1:
             raise ValueError(f"the layers' caches differ: {sorted(map(str, layouts))}")
         first = pages[0]
+        self.page = ""
+        """What the inside of a block looks like; see page_check.py."""
+        self._names = [name for (name, _), _ in distinct]
         self._is_head_first = _is_head_first(first)
         self._layers = [
             (self._as_it_lies(each), group)
@@ -105,6 +108,7 @@ class BlockCaches:
             "num_tokens": piece.num_tokens,
             "block_tokens": self._block_tokens,
             "order": _order(is_head_first=self._is_head_first),
+            "page": self.page,
         }
         inside = (self._num_heads, self._kernel_tokens)
         shape = (
@@ -145,6 +149,22 @@ class BlockCaches:
             and blocks % piece.num_blocks == 0
             and (self._erase is None or tokens == self._kernel_tokens)
         )
+
+    def is_of_another_page(self, stored: TensorSpec) -> bool:
+        """Whether what has filled the blocks of `stored` lays them out in another way."""
+        return stored.attributes.get("page") != self.page
+
+    def layers_at(self, block_ids: Sequence[int]) -> list[tuple[str, int, Tensor]]:
+        """Return the name of each layer, the one of `block_ids` that is its group's, and a view of
+        that block of its cache."""
+        return [
+            (name, block_ids[group], pages[block_ids[group]])
+            for name, (pages, group) in zip(self._names, self._layers, strict=True)
+        ]
+
+    def by_head(self, stored: Tensor) -> Tensor:
+        """Return one stored block as [layer, head, token, content]."""
+        return self._as_it_lies(stored).transpose(1, 2).flatten(2, 3)
 
     def save(self, saves: Sequence[tuple[Piece, Slab]]) -> None:
         """Copy the blocks of each piece to its slab, which is of the shape of `spec`.

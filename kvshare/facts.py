@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecshare.plugin.compat import cpu_attention_kernel, option
+from ecshare.plugin.compat import cpu_attention_kernel, layout_generation, option
 from ecshare.plugin.model_facts import (
     Namespace,
     json_value,
@@ -72,6 +72,7 @@ def kv_namespace(
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
         "page": _page_format(vllm_config),
+        "layout": layout_generation(),
         "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
@@ -122,7 +123,8 @@ def _page_format(vllm_config: Any) -> str:
     """Return how the attention kernels lay out the inside of a block, as far as the device says.
 
     CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
-    values from a block of the same shape. GPU kernels of one vendor agree if the shapes agree.
+    values from a block of the same shape. Each worker checks the kernels of its device itself: see
+    page_check.py.
     """
     from vllm.platforms import current_platform
 

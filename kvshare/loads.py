@@ -103,6 +103,8 @@ class _Wanted:
     waiters: list[tuple[_Load, int]] = field(default_factory=list)
     num_served: int = 0
     """How many of them it was copied to, if they still wanted it. Later ones came too late."""
+    misfit: str = ""
+    """Why it cannot be used, as a reason for a miss."""
     handle: Handle[StoredObject] = field(init=False)
     job: Fetch = field(init=False)
 
@@ -174,6 +176,7 @@ class Loads:
         self._is_paused = False
         self._num_writing = 0  # load threads
         self._nobody_writes = threading.Condition(self._lock)
+        self._knows_of_layout = False
         self.finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
@@ -245,7 +248,7 @@ class Loads:
             if not is_here:
                 self._absent(load, number, done.outcome)
             elif not wanted.num_served:
-                self._failed(load, number, Outcome.CORRUPT.value)
+                self._failed(load, number, wanted.misfit or Outcome.CORRUPT.value)
             elif place < wanted.num_served:
                 self._filled(load, number)
             else:
@@ -306,20 +309,37 @@ class Loads:
                 queue.popleft()
                 self._engine.submit(wanted.handle)
 
-    def _fits(self, stored: StoredObject, piece: Piece) -> bool:
-        """Whether the object is what was asked for: sound bytes may be those of something else."""
-        if self._blocks[piece.layer_set].can_use(stored.spec, piece):
-            return True
+    def _misfit(self, stored: StoredObject, piece: Piece) -> str:
+        """Return why the object is not what was asked for: sound bytes may be those of something
+        else. Empty: it is."""
+        blocks = self._blocks[piece.layer_set]
+        if blocks.can_use(stored.spec, piece):
+            return ""
+        if blocks.is_of_another_page(stored.spec):
+            self._tell_of_layout(stored)
+            return "layout"
         # Out of the host cache with it: what is computed and saved instead is to be found there.
         logger.warning(
             "%s contains a tensor that does not fit its key: %s", stored.key, stored.spec
         )
         self._engine.host.discard(stored.key)
-        return False
+        return Outcome.CORRUPT.value
+
+    def _tell_of_layout(self, stored: StoredObject) -> None:
+        """Log once that others fill their blocks in another way."""
+        with self._lock:
+            is_known, self._knows_of_layout = self._knows_of_layout, True
+        if not is_known:
+            logger.warning(
+                "%s was stored by an engine that lays out its KV blocks in another way. This "
+                "engine does not use such objects. Set another `epoch` for engines of each kind.",
+                stored.key,
+            )
 
     def _copy_in(self, wanted: _Wanted, stored: StoredObject) -> None:
         """Copy an object to the blocks of all who wait for it now. Load thread."""
-        if not self._fits(stored, wanted.piece):
+        wanted.misfit = self._misfit(stored, wanted.piece)
+        if wanted.misfit:
             return
         with self._lock:
             self._num_writing += 1

@@ -13,7 +13,8 @@ METRICS: MetricTable = {
     "misses": Metric(
         "misses",
         "KV blocks that were not found or not loaded, by reason.",
-        {"reason": MISS_REASONS},
+        # The last: stored by an engine that lays out blocks in another way.
+        {"reason": (*MISS_REASONS, "layout")},
     ),
     "tokens": Metric(
         "tokens",

@@ -4,13 +4,14 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from vllm import __version__ as vllm_version
 
 from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -26,6 +27,7 @@ from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
+from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.recent_keys import RecentKeys
 
@@ -50,6 +52,7 @@ class CacheShape:
     num_groups: int
     erase: Erase | None = None
     """Where the kernel mixes the tokens of a block: see `BlockCaches`."""
+    check: PageCheck = field(default_factory=PageCheck)
 
     @property
     def keeps_prefix(self) -> bool:
@@ -134,6 +137,11 @@ class KVWorker:
                 )
                 if repacks_blocks()
                 else None,
+                PageCheck(
+                    vllm_config.compilation_config.static_forward_context,
+                    vllm_config.model_config.dtype,
+                    vllm_version,
+                ),
             )
         engine = start_engine(
             config,
@@ -169,6 +177,9 @@ class KVWorker:
             ]
         except ValueError as exc:
             logger.warning("kvshare saves and loads nothing: %s.", exc)
+            self._tells_idle = True
+            return
+        if not _learn_pages(shape, blocks):
             self._tells_idle = True
             return
         self._blocks = blocks
@@ -354,3 +365,29 @@ class KVWorker:
         self._stats.add("blocks/dropped", piece.num_blocks)
         self._num_ended[piece.key] += 1
         self._lost.add(piece.key)
+
+
+def _learn_pages(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
+    """Have `blocks` know their pages. False: they may not be shared; the log says why."""
+    for each, layer_set in zip(blocks, shape.layer_sets, strict=True):
+        # The last blocks, one for each cache group: groups may be one memory.
+        block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]
+        try:
+            page = shape.check.page_of(each, block_ids, shape.block_tokens)
+        except Exception as exc:  # noqa: BLE001 — another release's kernel may raise anything
+            logger.warning(
+                "kvshare saves and loads nothing: its page check failed (%s: %s).",
+                type(exc).__name__,
+                exc,
+            )
+            return False
+        each.page = page.digest
+        if page.untried:
+            logger.warning(
+                "kvshare cannot check the attention back end %s: its KV is shared only between "
+                "engines with the same back end and the same vLLM release.",
+                page.untried,
+            )
+        else:
+            logger.info("kvshare has checked the attention kernels: page %s", page.digest)
+    return True

@@ -182,6 +182,26 @@ def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
     assert encoder(other) == encoder(base)
 
 
+def test_releases_share_kv_if_somebody_has_compared_them(
+    base: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings are plain tensors, whatever the release."""
+
+    def digests(*releases: str) -> set[str]:
+        found = set()
+        for release in releases:
+            monkeypatch.setattr("vllm.__version__", release)
+            found.add(kv(base))
+        return found
+
+    compared = ("0.30.0", "0.30.3", "0.31.0", "0.32.0", "0.32.1+cpu")
+    others = ("0.29.0", "0.32.1.dev7+g1234567", "0.32.0rc1", "0.99.0", "0.99.1", "1.32.0", "dev")
+    expected = {encoder(base)}
+    assert len(digests(*compared)) == 1
+    assert len(digests(*others, *compared)) == len(others) + 1
+    assert {encoder(base)} == expected
+
+
 @both
 def test_other_weights_under_the_same_name_separate(
     vlm: Path, other_vlm: Path, tmp_path: Path, namespace: Digest

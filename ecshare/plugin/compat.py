@@ -6,6 +6,22 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
+# vLLM's minor releases whose attention kernels fill KV blocks alike.
+_LAYOUT_GENERATIONS = {"0.30": "1", "0.31": "1", "0.32": "1"}
+# What `+` leads in is the build, for CPUs say. Any other addition is a release of its own.
+_RELEASE = re.compile(r"([0-9]+\.[0-9]+)\.[0-9]+(\+.*)?")
+
+
+def layout_generation() -> str:
+    """Return how vLLM fills KV blocks, as far as its release says: equal for releases that agree.
+
+    A release that nobody has compared yet, one in development too, is a generation of its own.
+    """
+    from vllm import __version__
+
+    release = _RELEASE.fullmatch(__version__)
+    return _LAYOUT_GENERATIONS.get(release[1] if release else "", f"vLLM {__version__}")
+
 
 def cpu_attention_kernel(
     dtype: Any, block_tokens: int, head_elements: int, cache_dtype: Any
@@ -128,6 +144,41 @@ def _copier_one_by_one() -> Callable[[Any, Any, Any], None] | None:
                 raise RuntimeError(f"cudaMemcpyAsync: {error}")
 
     return copy
+
+
+def has_cache_operation(layer: Any) -> bool:
+    """Whether `fill_cache` can have vLLM's attention layer write to its KV cache."""
+    if not callable(option(option(layer, "impl"), "do_kv_cache_update")):
+        return False
+    return hasattr(layer, "kv_lora_rank") or not option(
+        layer.get_attn_backend(), "forward_includes_kv_cache_update"
+    )
+
+
+def attention_backend(layer: Any) -> str:
+    """Return vLLM's name for what computes the attention of `layer`; "unknown" without a layer."""
+    return "unknown" if layer is None else str(layer.get_attn_backend().get_name())
+
+
+def fill_cache(layer: Any, known: Callable[[str, int], Any], slots: Any) -> int:
+    """Have `layer` write known keys and values, equal ones for each head, to `slots` of its cache.
+
+    `known`: returns a tensor [slot, element] by its name and the number of elements. Returns how
+    many elements were written for one token and head. Raises whatever vLLM's operation raises.
+    """
+    update = layer.impl.do_kv_cache_update
+    if hasattr(layer, "kv_lora_rank"):  # MLA: one latent vector a token, and a part with positions
+        latent, position = layer.kv_lora_rank, layer.qk_rope_head_dim
+        parts = known("key", latent), known("value", position).unsqueeze(1)
+        update(*parts, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+        return int(latent + position)
+    widths = layer.head_size, layer.head_size_v
+    keys, values = (
+        known(name, width).unsqueeze(1).repeat(1, layer.num_kv_heads, 1)
+        for name, width in zip(("key", "value"), widths, strict=True)
+    )
+    update(layer, keys, values, layer.kv_cache, slots)
+    return int(sum(widths))
 
 
 def names_media_by_request(vllm_config: Any) -> bool:

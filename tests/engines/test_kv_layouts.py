@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV of models that keep it in other ways: windows, latent attention, 8-bit numbers."""
 
+import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from lab import model_cache
 from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS
-from tests.engines.chat import Answer, ask, complete, stored_kv, text
+from tests.engines.chat import Answer, ask, complete, counting, stored_kv, text
 
 pytestmark = pytest.mark.engine
 
@@ -39,12 +43,21 @@ KINDS = {
 IN_THE_GATE = ("windows",)
 
 
+def pages(engine: EngineProcess) -> list[str]:
+    """What the engine says of the inside of its blocks, a line for each layer set."""
+    log = engine.log_path.read_text()
+    assert "cannot check the attention back end" not in log
+    return re.findall(r"checked the attention kernels: page ([0-9a-f]{16})\b", log)
+
+
 class Fleet(NamedTuple):
     kind: Kind
     plain: EngineProcess
     first: EngineProcess
     second: EngineProcess
     root: Path
+    logs: Path
+    flags: tuple[str, ...]
 
     def check(self, engine: EngineProcess, prompt: str) -> Answer:
         answer = ask(engine, engine.model, [text(prompt)])
@@ -61,16 +74,18 @@ def fleet(
     root = tmp_path_factory.mktemp("layouts")
     model = model_cache.model(CACHE / "models", kind.family)
     flags = (*SMALL_ENGINE, "--block-size=32", "--limit-mm-per-prompt={}", *kind.options)
+    logs = LOGS / f"{__name__}.{request.param}"
+    shutil.rmtree(logs, ignore_errors=True)  # engines append to what is there
 
     def engine(name: str, *more: str) -> EngineProcess:
-        return EngineProcess(name, model, LOGS / f"{__name__}.{request.param}", (*flags, *more))
+        return EngineProcess(name, model, logs, (*flags, *more))
 
     def sharing(name: str) -> EngineProcess:
         own: dict[str, Any] = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
         return engine(name, kv_argument("both", f"file://{root}/store", **own))
 
     with engine("plain") as plain, sharing("first") as first, sharing("second") as second:
-        yield Fleet(kind, plain, first, second, root)
+        yield Fleet(kind, plain, first, second, root, logs, flags)
 
 
 # The scope makes the cases of a kind share its engines.
@@ -91,6 +106,45 @@ def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
         assert warm.num_cached_tokens == warm.num_prompt_tokens - 1
     found = {path.name.partition(".")[2] for path in stored_kv(fleet.root, "*")}
     assert found == fleet.kind.parts
+
+
+@each_kind
+def test_objects_say_how_the_kernels_that_were_tried_lay_out_a_block(fleet: Fleet) -> None:
+    fleet.check(fleet.first, f"tried {STORY}")
+    said = pages(fleet.first)
+    assert said
+    assert len(said) == len(fleet.kind.parts)
+    assert pages(fleet.second) == said
+    found = set()
+    for path in stored_kv(fleet.root, "*"):
+        with safe_open(path, framework="pt") as stored:
+            found.add(json.loads(stored.metadata()["ecshare.attributes"])["page"])
+    assert found == set(said)
+
+
+@each_kind
+def test_an_engine_that_lays_out_blocks_in_another_way_shares_nothing(fleet: Fleet) -> None:
+    own = {"url": f"file://{fleet.root}/store", "host_cache_dir": f"{fleet.root}/other-host"}
+    connector = {
+        "kv_connector": "OtherKernelConnector",
+        "kv_connector_module_path": "tests.engines.other_kernel",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": own | {"chunk_tokens": CHUNK},
+    }
+    flags = (*fleet.flags, f"--kv-transfer-config={json.dumps(connector)}")
+    fleet.check(fleet.first, f"first {STORY}")
+    with EngineProcess("other", fleet.first.model, fleet.logs, flags) as other:
+        assert len(pages(other)) == len(pages(fleet.first))
+        assert not {*pages(other)} & {*pages(fleet.first)}
+        with counting(other) as gained:
+            assert fleet.check(other, f"first {STORY}").num_cached_tokens == 0
+        assert gained["kvshare_blocks/failed"], gained
+        with counting(fleet.second) as gained:
+            fleet.check(other, f"other {STORY}")
+            assert fleet.check(fleet.second, f"other {STORY}").num_cached_tokens == 0
+        assert gained["kvshare_blocks/failed"], gained
+        for engine in (other, fleet.second):
+            assert "lays out its KV blocks in another way" in engine.log_path.read_text()
 
 
 @each_kind

@@ -385,7 +385,9 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
 
 def test_facts_name_the_chunk_and_what_counts() -> None:
     piece = piece_of([0, 1], num_tokens=TOKENS + 5)
-    spec = blocks_of(named(token_major())).spec(piece)
+    blocks = blocks_of(named(token_major()))
+    blocks.page = "0123456789abcdef"
+    spec = blocks.spec(piece)
     assert spec == TensorSpec(
         dtype="F32",
         shape=(LAYERS, 2, TOKENS, HEADS, CONTENT),
@@ -394,6 +396,7 @@ def test_facts_name_the_chunk_and_what_counts() -> None:
             "num_tokens": TOKENS + 5,
             "block_tokens": TOKENS,
             "order": "token head",
+            "page": "0123456789abcdef",
         },
     )
 

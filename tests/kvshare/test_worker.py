@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvshare.config import KVConfig
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
+from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
 from tests.gpu_stand_in import stand_in
@@ -397,6 +399,70 @@ def test_a_cache_it_does_not_understand_is_neither_read_nor_written(
     assert worker.settle() == Finished({"r"}, {"r"})
     assert engine.in_flight == 0
     worker.close()
+
+
+def test_an_engine_whose_kernels_fail_when_they_are_tried_shares_nothing(
+    host: Callable[[], Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's operation raises: a plain error of its own."""
+
+    def update(*_: Any) -> None:
+        raise RuntimeError("not before the first step")
+
+    backend = SimpleNamespace(forward_includes_kv_cache_update=False)
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=update),
+        get_attn_backend=lambda: backend,
+        num_kv_heads=HEADS,
+        head_size=CONTENT // 2,
+        head_size_v=CONTENT // 2,
+        kv_cache=None,
+    )
+    check = PageCheck({f"l.{number}": layer for number in range(LAYERS)})
+    with monkeypatch.context() as patched:
+        patched.setitem(globals(), "SHAPE", replace(SHAPE, check=check))
+        refused = host()
+    said = [each for each in caplog.messages if "saves and loads nothing" in each]
+    assert len(said) == 1
+    assert "RuntimeError: not before the first step" in said[0]
+    report = refused.worker.report()
+    assert report is not None
+    assert report.is_idle
+    refused.save(block(A, TOKENS, 3))
+    refused.load("r", block(A, TOKENS, 3))
+    assert refused.worker.settle() == Finished({"r"}, {"r"})
+    assert refused.counts() == {"blocks/dropped": 1, "blocks/failed": 1}
+
+
+def test_what_other_kernels_have_filled_is_a_miss(
+    host: Callable[[], Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object is sound, and stays where it is for engines that can read it."""
+    source, alike = host(), host()
+    with monkeypatch.context() as patched:
+        check = PageCheck(release="another")
+        patched.setitem(globals(), "SHAPE", replace(SHAPE, check=check))
+        other = host()
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
+    for number, key in enumerate((A, B)):
+        other.load(f"r{number}", block(key, TOKENS, 1))
+        assert other.settle().invalid_blocks == {1}
+        report = other.worker.report()
+        assert report is not None
+        assert report.lost == {key}
+    stats = other.worker.take_stats()
+    assert stats is not None
+    assert stats.data["misses/layout"] == 2
+    assert "misses/corrupt" not in stats.data
+    assert not other.cache.any()
+    said = [each for each in caplog.messages if "lays out its KV blocks in another way" in each]
+    assert len(said) == 1
+    assert name_of(A) in said[0]
+    assert "`epoch`" in said[0]
+    alike.load("r", block(A, TOKENS, 2))
+    alike.settle()
+    assert torch.equal(alike.cache[:, 2], source.cache[:, 3])
 
 
 def test_reports_of_all_ranks_add_up() -> None:
