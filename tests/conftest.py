@@ -3,6 +3,7 @@
 
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from lab import model_cache
 from lab.servers.engines import SMALL_ENGINE, EngineProcess
 from lab.servers.s3 import SeaweedFS
+from tests.waiting import Clock
 
 CACHE = Path(__file__).parents[1] / ".cache"
 LOGS = CACHE / "logs" / "tests"
@@ -44,6 +46,14 @@ def seaweed() -> Iterator[SeaweedFS]:
     """An S3 server for the whole run: take a prefix of your own under `seaweed.url`."""
     with SeaweedFS(LOGS) as server:
         yield server
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Have `time.monotonic` tell a time that the test can put forward."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock.now_s)
+    return clock
 
 
 @contextmanager

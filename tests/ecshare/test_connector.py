@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from ecshare.connector import ECShareConnector
 from ecshare.plugin.register import register
 from ecshare.store.errors import ConfigError
-from tests.ecshare.test_scheduler import NUM_EMBEDS, feature, request, until_ready
+from tests.ecshare.test_scheduler import feature, key_of, request, until_ready
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,7 @@ def test_the_older_interface_asks_for_all_items_and_answers_for_each(
     options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
     connector = connect(vllm_config, options)
     asked = request(feature("stored"), feature("absent", offset=40))
-    key = connector.scheduler._items._embeddings.key("stored", NUM_EMBEDS, "")
-    path = tmp_path / "store" / key
+    path = tmp_path / "store" / key_of(vllm_config, "stored")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"a producer asks whether it is there, not whether it is good")
     assert connector.has_caches(asked) == [False, False]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half against a real store, with vLLM's own configuration and requests."""
 
-import time
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import ECTransferConfig, VllmConfig
+from vllm.config import ECTransferConfig, LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -20,18 +20,25 @@ from vllm.multimodal.inputs import (
 )
 
 from ecshare.config import EncoderConfig
+from ecshare.facts import encoder_namespace
 from ecshare.messages import Orders, Report
 from ecshare.plugin.adapters import adapter_fingerprint
 from ecshare.plugin.ledger import open_ledger
 from ecshare.scheduler import MAX_IDENTIFIER_CHARS, EncoderScheduler
 from ecshare.store.format import TensorSpec
+from ecshare.store.hostcache.cache import open_host_cache
+from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Handle, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
 from tests.expiry import expire, renew_often, wait_until_there
+from tests.waiting import Clock, wait_until
 
 NUM_EMBEDS = 16
 GRID = torch.tensor([1, 8, 8])
+
+Start = Callable[..., EncoderScheduler]
+Store = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def vllm_config(vlm: Path) -> VllmConfig:
 
 
 @pytest.fixture
-def start(vllm_config: VllmConfig, tmp_path: Path) -> Iterator[Callable[..., EncoderScheduler]]:
+def start(vllm_config: VllmConfig, tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def start(role: str, **options: Any) -> EncoderScheduler:
@@ -87,34 +94,72 @@ def request(*features: MultiModalFeatureSpec, name: str = "request", **fields: A
     return SimpleNamespace(request_id=name, mm_features=list(features), **fields)
 
 
-def store(scheduler: EncoderScheduler, tmp_path: Path, shape: tuple[int, int]) -> torch.Tensor:
+@pytest.fixture
+def shape(vllm_config: VllmConfig) -> tuple[int, int]:
+    return NUM_EMBEDS, vllm_config.model_config.get_hidden_size()
+
+
+@pytest.fixture
+def store(vllm_config: VllmConfig, tmp_path: Path, shape: tuple[int, int]) -> Store:
     """Put a tensor under the key of the default feature, as a producer elsewhere would."""
-    elsewhere = EncoderConfig(
-        url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "elsewhere")
-    )
-    engine = TransferEngine(elsewhere, "options")
-    key = scheduler._items._embeddings.key("picture", NUM_EMBEDS, "")
-    tensor = torch.randn(shape)
-    staging = Staging(torch.device("cpu"), 1 << 24)
-    slab = staging.reserve(TensorSpec("F32", shape, {}))
-    assert slab is not None
-    staging.copy_out(slab, tensor)
-    engine.submit(Put(key, slab))
-    engine.drain(10)
-    engine.close()
-    return tensor
+
+    def store(shape: tuple[int, int] = shape) -> None:
+        elsewhere = EncoderConfig(
+            url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "elsewhere")
+        )
+        engine = TransferEngine(elsewhere, "options")
+        staging = Staging(torch.device("cpu"), 1 << 24)
+        slab = staging.reserve(TensorSpec("F32", shape, {}))
+        assert slab is not None
+        staging.copy_out(slab, torch.randn(shape))
+        engine.submit(Put(key_of(vllm_config), slab))
+        engine.drain(10)
+        engine.close()
+
+    return store
+
+
+def key_of(vllm_config: VllmConfig, identifier: str = "picture") -> Key:
+    """The key of an item's object, as docs/format.md has it."""
+    return encoder_namespace(vllm_config, "").key(f"{NUM_EMBEDS}::{identifier}")
 
 
 def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
-    """Poll as vLLM does, until the request is ready or given up."""
-    for _ in range(5000):
+    """Poll as vLLM does, until the request is ready, and no other is lost meanwhile."""
+
+    def is_ready() -> bool:
         if scheduler.ready(asked, 0):
             return True
-        if scheduler._lost:
-            return False
+        assert not scheduler.take_unavailable()
         scheduler.orders({})
-        time.sleep(0.001)
-    raise AssertionError("neither ready nor lost after 5 s")
+        return False
+
+    wait_until(is_ready)
+    return True
+
+
+def until_lost(scheduler: EncoderScheduler, *asked: Any) -> set[str]:
+    """Poll as vLLM does, until a request is lost; return all that are. None becomes ready."""
+    lost: set[str] = set()
+
+    def is_any_lost() -> bool:
+        assert not any([scheduler.ready(each, 0) for each in asked])
+        scheduler.orders({})
+        lost.update(scheduler.take_unavailable())
+        return bool(lost)
+
+    wait_until(is_any_lost)
+    return lost
+
+
+def until_answered(scheduler: EncoderScheduler, *asked: Any) -> None:
+    """Poll requests that stay unready, until the store has answered what was asked after them."""
+    for n in range(3):
+        later = request(feature(f"later {n}"), name="later")
+        assert not scheduler.ready(later, 0)
+        assert until_ready(scheduler, later)
+        scheduler.finished(later)
+        assert not any([scheduler.ready(each, 0) for each in asked])
 
 
 def counted(scheduler: EncoderScheduler) -> dict[str, float]:
@@ -128,19 +173,9 @@ def counted(scheduler: EncoderScheduler) -> dict[str, float]:
     }
 
 
-Start = Callable[..., EncoderScheduler]
-
-
-@pytest.fixture
-def shape(vllm_config: VllmConfig) -> tuple[int, int]:
-    return NUM_EMBEDS, vllm_config.model_config.get_hidden_size()
-
-
-def test_a_consumer_waits_until_the_item_is_on_this_host(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_a_consumer_waits_until_the_item_is_on_this_host(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
+    store()
     asked = request(feature(pixels=False))
     assert not scheduler.has("picture")
     assert not scheduler.ready(asked, 0)
@@ -172,15 +207,14 @@ def test_an_absent_item_with_pixels_is_encoded(start: Start) -> None:
 def test_an_absent_item_without_pixels_fails_its_request_once(start: Start) -> None:
     scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature(pixels=False))
-    assert not until_ready(scheduler, asked)
-    assert scheduler.take_unavailable() == {"request"}
+    assert until_lost(scheduler, asked) == {"request"}
     assert scheduler.take_unavailable() == set()
     scheduler.finished(asked)
     assert scheduler.ready(request(name="other"), 0)
 
 
 def test_who_comes_without_pixels_is_not_failed_for_others_who_have_them(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, store: Store
 ) -> None:
     """They had asked before it was stored, and hold it as absent while they wait to be encoded."""
     scheduler = start("ec_consumer")
@@ -190,47 +224,55 @@ def test_who_comes_without_pixels_is_not_failed_for_others_who_have_them(
     second = request(feature(pixels=False), name="second")
     assert not scheduler.ready(second, 0)
     assert scheduler.take_unavailable() == set()
-    store(scheduler, tmp_path, shape)
+    store()
     assert until_ready(scheduler, second)
     assert scheduler.has("picture")
     for each in (first, second):
         scheduler.finished(each)
 
 
-def test_it_fails_after_its_own_time_and_asks_but_once(start: Start) -> None:
-    scheduler = start("ec_consumer", wait_s=0.3)
+def test_it_fails_after_its_own_time_and_may_come_again(
+    clock: Clock, start: Start, store: Store
+) -> None:
+    scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
     first = request(feature(), name="first")
     assert until_ready(scheduler, first)
+    clock.forward(30)
     second = request(feature(pixels=False), name="second")
-    began_s = time.monotonic()
-    assert not until_ready(scheduler, second)
-    assert time.monotonic() - began_s > 0.25
-    assert scheduler.take_unavailable() == {"second"}
-    item = scheduler._items.get("picture")
-    assert item is not None
-    while item.handle is not None:
-        assert not scheduler.ready(second, 0)
-    assert not scheduler.ready(second, 0)
-    assert item.handle is None, "not once more"
+    until_answered(scheduler, second)
+    clock.forward(50)
+    until_answered(scheduler, second)
+    clock.forward(10)
+    assert until_lost(scheduler, second) == {"second"}
     scheduler.finished(second)
-    assert (len(item.waiters), len(item.retried_for)) == (1, 0)
+    store()
+    assert until_ready(scheduler, second)
 
 
-def test_who_joins_late_has_time_of_its_own(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+def test_who_has_time_left_asks_but_once_for_what_is_of_no_use(
+    start: Start, vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
-    scheduler = start("ec_consumer", wait_s=2.0)
+    scheduler = start("ec_consumer", wait_s=60)
+    assert until_ready(scheduler, request(feature(), name="first"))
+    path = tmp_path / "store" / key_of(vllm_config)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"of no use")
+    second = request(feature(pixels=False), name="second")
+    assert until_lost(scheduler, second) == {"second"}
+
+
+def test_who_joins_late_has_time_of_its_own(clock: Clock, start: Start, store: Store) -> None:
+    scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
     first = request(feature(pixels=False), name="first")
     assert not scheduler.ready(first, 0)
-    time.sleep(1.0)
+    scheduler.orders({})
+    clock.forward(30)
     second = request(feature(pixels=False), name="second")
-    while not scheduler.ready(first, 0) and not scheduler._lost:
-        scheduler.ready(second, 0)
-        scheduler.orders({})
-        time.sleep(0.001)
-    assert scheduler.take_unavailable() == {"first"}
+    assert not scheduler.ready(second, 0)
+    clock.forward(30)
+    assert until_lost(scheduler, first, second) == {"first"}
     scheduler.finished(first)
-    store(scheduler, tmp_path, shape)
+    store()
     assert until_ready(scheduler, second)
 
 
@@ -238,16 +280,15 @@ def test_an_absent_item_that_vllm_holds_no_data_of_fails_its_request(start: Star
     scheduler = start("ec_consumer", wait_s=0.1)
     asked = request(feature())
     asked.mm_features[0].data = None
-    assert not until_ready(scheduler, asked)
-    assert scheduler.take_unavailable() == {"request"}
+    assert until_lost(scheduler, asked) == {"request"}
 
 
 @pytest.mark.parametrize("wrong", [(NUM_EMBEDS, 7), (NUM_EMBEDS - 1, 64)])
 def test_a_stored_tensor_of_another_shape_is_a_miss(
-    start: Start, tmp_path: Path, wrong: tuple[int, int]
+    start: Start, store: Store, wrong: tuple[int, int]
 ) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, wrong)
+    store(wrong)
     assert until_ready(scheduler, request(feature()))
     assert not scheduler.has("picture")
 
@@ -256,7 +297,7 @@ def test_a_stored_tensor_of_another_shape_is_a_miss(
 def test_pruned_videos_may_have_positions_beside_the_embedding(
     start: Start,
     vllm_config: VllmConfig,
-    tmp_path: Path,
+    store: Store,
     shape: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
     more: int,
@@ -264,7 +305,7 @@ def test_pruned_videos_may_have_positions_beside_the_embedding(
 ) -> None:
     monkeypatch.setattr(vllm_config.model_config.multimodal_config, "video_pruning_rate", 0.5)
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, (shape[0], shape[1] + more))
+    store((shape[0], shape[1] + more))
     assert until_ready(scheduler, request(feature()))
     assert scheduler.has("picture") is is_taken
 
@@ -335,69 +376,82 @@ def numbered() -> str:
     return name
 
 
-def test_a_late_store_is_a_miss(start: Start, tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_a_late_store_is_a_miss(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer", wait_s=1e-9)
-    store(scheduler, tmp_path, shape)
+    store()
     assert scheduler.ready(request(feature()), 0)
 
 
 def test_items_covered_by_kv_are_not_asked_for(start: Start) -> None:
     scheduler = start("ec_consumer")
-    asked = request(feature("a", offset=0), feature("b", pixels=False, offset=100))
+    asked = request(feature("a", offset=0), feature("b", offset=100))
     assert scheduler.ready(asked, 116)
     assert not scheduler.ready(asked, 115)
-    assert list(scheduler._items._items) == ["b"]
+    scheduler.orders({})
+    wait_until(lambda: scheduler.ready(asked, 115))
+    assert counted(scheduler)["misses/missing"] == 1
 
 
-def test_an_item_is_let_go_when_the_prefill_has_passed_it(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_an_item_is_let_go_when_the_prefill_has_passed_it(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
+    store()
     asked = request(feature(offset=2), feature("later", offset=50))
     assert until_ready(scheduler, asked)
     assert scheduler.ready(asked, 17)
     assert scheduler.has("picture")
     assert scheduler.ready(asked, 18)
     assert not scheduler.has("picture")
-    assert list(scheduler._items._items) == ["later"]
-    # Preempted: it begins again, and asks again.
+    # Preempted: it begins again, and asks again for what it let go.
     assert not scheduler.ready(asked, 0)
     assert until_ready(scheduler, asked)
     assert scheduler.has("picture")
+    assert counted(scheduler)["misses/missing"] == 1, "it asked twice for the later one"
 
 
-def test_the_same_picture_further_on_keeps_the_item(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_the_same_picture_further_on_keeps_the_item(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
+    store()
     asked = request(feature(offset=2), feature(offset=50))
     assert until_ready(scheduler, asked)
     assert scheduler.ready(asked, 30)
     assert scheduler.has("picture")
 
 
+@pytest.mark.parametrize(("is_reported", "pinned_s"), [(False, 60), (True, 5)])
 def test_a_pin_outlives_the_request_until_the_load_cannot_be_on_its_way(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    clock: Clock,
+    start: Start,
+    store: Store,
+    tmp_path: Path,
+    is_reported: bool,
+    pinned_s: float,
 ) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
-    for is_reported in (False, True):
-        asked = request(feature())
-        assert until_ready(scheduler, asked)
-        scheduler.allocated(asked, 0)
-        (load,) = scheduler.orders({"request": 20}).loads
-        if is_reported:
-            scheduler.reported(Report(loaded=frozenset({load.key})))
-        scheduler.finished(asked)
-    now_s = time.monotonic()
-    scheduler._unpin(now_s + 1)
-    assert len(scheduler._unpinning) == 2
-    scheduler._unpin(now_s + 6)
-    assert len(scheduler._unpinning) == 1
-    scheduler._unpin(now_s + 61)
-    assert not scheduler._unpinning
+    store()
+    asked = request(feature())
+    assert until_ready(scheduler, asked)
+    scheduler.allocated(asked, 0)
+    (load,) = scheduler.orders({"request": 20}).loads
+    if is_reported:
+        scheduler.reported(Report(loaded=frozenset({load.key})))
+    scheduler.finished(asked)
+    clock.forward(pinned_s - 1)
+    scheduler.orders({})
+    assert is_pinned(tmp_path / "host", load.key)
+    clock.forward(1)
+    scheduler.orders({})
+    assert not is_pinned(tmp_path / "host", load.key)
+
+
+def is_pinned(host: Path, key: Key) -> bool:
+    """Whether somebody holds the lock on a cached object that keeps it from being evicted."""
+    (path,) = (each for each in host.rglob("*") if each.name.endswith(key.rpartition("/")[2]))
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) -> None:
@@ -408,11 +462,9 @@ def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) 
     assert scheduler.take_unavailable() == {"second"}
 
 
-def test_requests_share_an_item_until_the_last_one_ends(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_requests_share_an_item_until_the_last_one_ends(start: Start, store: Store) -> None:
     scheduler = start("ec_both")
-    store(scheduler, tmp_path, shape)
+    store()
     first, second = (request(feature(), name=name) for name in ("first", "second"))
     assert until_ready(scheduler, first)
     assert scheduler.ready(second, 0)
@@ -521,11 +573,9 @@ def assert_idle(scheduler: EncoderScheduler) -> None:
     assert scheduler.finished(asked) is None
 
 
-def test_a_producer_does_not_encode_what_is_stored(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_a_producer_does_not_encode_what_is_stored(start: Start, store: Store) -> None:
     scheduler = start("ec_producer")
-    store(scheduler, tmp_path, shape)
+    store()
     asked = request(feature())
     assert until_ready(scheduler, asked)
     assert scheduler.has("picture")
@@ -535,7 +585,7 @@ def test_a_producer_does_not_encode_what_is_stored(
 
 
 def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, store: Store, tmp_path: Path
 ) -> None:
     """vLLM counts what was in the store as cached here, and does not encode it once it is lost."""
     scheduler = start("ec_producer")
@@ -549,7 +599,7 @@ def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
         assert scheduler.ready(asked, 2 + NUM_EMBEDS)  # lets go of the item before the end
         return "picture" in (scheduler.finished(asked) or {})
 
-    store(scheduler, tmp_path, shape)
+    store()
     assert announced("stored", allocates=True)
     assert announced("still stored", allocates=False)
     (stored,) = (path for path in (tmp_path / "store").rglob("ec/2/*/*/*") if path.is_file())
@@ -561,10 +611,10 @@ def test_a_producer_does_not_announce_what_it_neither_has_nor_will_encode(
 
 
 def test_a_producer_encodes_again_what_only_its_own_host_still_has(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, store: Store, tmp_path: Path
 ) -> None:
     consumer = start("ec_consumer")
-    store(consumer, tmp_path, shape)
+    store()
     assert until_ready(consumer, request(feature()))
     assert consumer.has("picture")  # so it is in the host cache now
     (path,) = (path for path in (tmp_path / "store" / "ec").rglob("*") if len(path.name) == 64)
@@ -575,19 +625,16 @@ def test_a_producer_encodes_again_what_only_its_own_host_still_has(
 
 
 def test_what_one_host_has_and_the_store_has_lost_is_stored_again_by_who_announces_it(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, vllm_config: VllmConfig, store: Store, tmp_path: Path
 ) -> None:
-    both = start("ec_both")
-    store(both, tmp_path, shape)
-    (stored,) = (path for path in (tmp_path / "store").rglob("ec/2/*/*/*") if path.is_file())
-    for name, role in (("cold", "ec_both"), ("warm", "ec_both"), ("consumer", "ec_consumer")):
-        scheduler = both if role == "ec_both" else start(role)
-        asked = request(feature(), name=name)
-        assert until_ready(scheduler, asked)
-        scheduler.orders({name: 1})
-        scheduler._engine.drain(10)
-        assert stored.exists() is (name != "consumer")
-        scheduler.finished(asked)
+    store()
+    stored = tmp_path / "store" / key_of(vllm_config)
+    for role in ("ec_both", "ec_both", "ec_consumer"):
+        scheduler = start(role)
+        assert until_ready(scheduler, request(feature()))
+        scheduler.orders({"request": 1})
+        scheduler.close()  # lets what it has begun end
+        assert stored.exists() is (role == "ec_both")
         stored.unlink(missing_ok=True)
 
 
@@ -603,63 +650,62 @@ def test_the_announcement_survives_vllm_dropping_the_pixels(start: Start) -> Non
 
 
 def test_reports_of_workers_count_once_however_they_come(
-    start: Start, vllm_config: VllmConfig, tmp_path: Path
+    clock: Clock, start: Start, vllm_config: VllmConfig, tmp_path: Path
 ) -> None:
     scheduler = start("ec_producer")
     scheduler.reported(Report({0: {"items/saved": 2}}))
     scheduler.reported(None)
     assert counted(scheduler) == {"items/saved": 2}
-    open_ledger(vllm_config, scheduler._engine.host).write(0, {"items/saved": 5.0})
-    scheduler._next_reading_s = 0.0
-    for _ in range(2000):
-        if counts := counted(scheduler):
-            break
-        time.sleep(0.001)
-    assert counts == {"items/saved": 3}
+    ledger = open_ledger(vllm_config, open_host_cache(config(tmp_path)))
+    ledger.write(0, {"items/saved": 5.0})
+    clock.forward(2)  # it looks now and then
+    counts: list[dict[str, float]] = []
+
+    def is_counted() -> bool:
+        counts.append(counted(scheduler))
+        return bool(counts[-1])
+
+    wait_until(is_counted)
+    assert counts[-1] == {"items/saved": 3}
     scheduler.reported(Report({0: {"items/saved": 5.0}}))
     assert counted(scheduler) == {}
 
 
-def test_an_announced_item_is_waited_for(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_announced_item_is_waited_for(start: Start, store: Store, is_told: bool) -> None:
+    """An encoder's answer announces it, and so does that somebody has no pixels."""
     scheduler = start("ec_consumer")
-    told = request(feature(), ec_transfer_params={"picture": {"metadata": {}}})
-    pixelless = request(feature(pixels=False), name="pixelless")
-    for asked in (told, pixelless):
-        until_s = time.monotonic() + 0.2
-        while time.monotonic() < until_s:
-            assert not scheduler.ready(asked, 0)
-            scheduler.orders({})
-            time.sleep(0.001)
-    store(scheduler, tmp_path, shape)
-    assert until_ready(scheduler, told)
-    assert scheduler.has("picture")
-    assert until_ready(scheduler, pixelless)
-
-
-def test_an_announced_item_that_never_comes_is_encoded_in_the_end(start: Start) -> None:
-    scheduler = start("ec_consumer", wait_s=0.2)
-    asked = request(feature(), ec_transfer_params={"picture": {}})
-    started_s = time.monotonic()
+    params = {"picture": {"metadata": dict[str, Any]()}} if is_told else None
+    asked = request(feature(pixels=is_told), ec_transfer_params=params)
+    assert not scheduler.ready(asked, 0)
+    until_answered(scheduler, asked)
+    store()
     assert until_ready(scheduler, asked)
-    assert time.monotonic() - started_s >= 0.15
+    assert scheduler.has("picture")
+
+
+def test_an_announced_item_that_never_comes_is_encoded_in_the_end(
+    clock: Clock, start: Start
+) -> None:
+    scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
+    asked = request(feature(), ec_transfer_params={"picture": {}})
+    assert not scheduler.ready(asked, 0)
+    scheduler.orders({})
+    clock.forward(59)
+    until_answered(scheduler, asked)
+    clock.forward(1)
+    assert until_ready(scheduler, asked)
     assert not scheduler.has("picture")
 
 
-def test_who_was_told_makes_those_wait_who_were_not(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_who_was_told_makes_those_wait_who_were_not(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     first = request(feature(), name="first")
     told = request(feature(), name="told", ec_transfer_params={"picture": {}})
     assert not scheduler.ready(first, 0)
     assert not scheduler.ready(told, 0)
-    for _ in range(200):
-        scheduler.orders({})
-        assert not scheduler.ready(told, 0)
-        time.sleep(0.001)
-    store(scheduler, tmp_path, shape)
+    until_answered(scheduler, told)
+    store()
     assert until_ready(scheduler, first)
     assert scheduler.has("picture")
 
@@ -679,13 +725,12 @@ def test_nobody_waits_any_more_so_the_fetch_ends(start: Start) -> None:
     scheduler.orders({})
     scheduler.finished(asked)
     scheduler.orders({})
-    (done,) = scheduler._engine.drain(10)
+    (done,) = scheduler._engine.drain(10)  # nobody is told how it ended
     assert done.outcome is Outcome.CANCELLED
-    assert len(scheduler._items) == 0
 
 
 def test_an_item_asked_for_again_is_found_though_its_first_fetch_was_cancelled(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, store: Store
 ) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature(pixels=False))
@@ -694,7 +739,7 @@ def test_an_item_asked_for_again_is_found_though_its_first_fetch_was_cancelled(
         scheduler.orders({})
         scheduler.finished(asked)
     assert not scheduler.ready(asked, 0)
-    store(scheduler, tmp_path, shape)
+    store()
     assert until_ready(scheduler, asked)
     assert scheduler.has("picture")
 
@@ -704,7 +749,7 @@ def test_a_step_costs_one_look_up_and_one_wake_up(
 ) -> None:
     scheduler = start("ec_producer")
     submitted: list[tuple[Handle[Any], ...]] = []
-    monkeypatch.setattr(scheduler._engine, "submit", lambda *each: submitted.append(each))
+    monkeypatch.setattr(TransferEngine, "submit", lambda _, *each: submitted.append(each))
     asked = request(*(feature(name, offset=20 * n) for n, name in enumerate("abc")))
     assert not scheduler.ready(asked, 0)
     assert submitted == []
@@ -718,10 +763,7 @@ def test_a_step_costs_one_look_up_and_one_wake_up(
 def test_who_asks_again_without_a_step_in_between_has_an_answer_too(start: Start) -> None:
     scheduler = start("ec_consumer")
     asked = request(feature())
-    until_s = time.monotonic() + 5
-    while not scheduler.ready(asked, 0):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
+    wait_until(lambda: scheduler.ready(asked, 0))
     assert counted(scheduler)["misses/missing"] == 1
 
 
@@ -738,6 +780,12 @@ def test_an_identifier_of_megabytes_is_encoded_and_never_stored(start: Start) ->
     assert scheduler.take_unavailable() == {"pixelless"}
 
 
+@pytest.fixture
+def tower_adapters(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have vLLM apply LoRA adapters to the encoder too."""
+    monkeypatch.setattr(vllm_config, "lora_config", LoRAConfig(enable_tower_connector_lora=True))
+
+
 def adapter(tmp_path: Path, rank: int) -> Path:
     folder = tmp_path / "adapter"
     folder.mkdir(exist_ok=True)
@@ -746,9 +794,9 @@ def adapter(tmp_path: Path, rank: int) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("tower_adapters")
 def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: Path) -> None:
     scheduler = start("ec_producer")
-    scheduler._has_tower_adapters = True
     keys = []
     for name, rank in (("a", 8), ("b", 16), ("c", 8)):
         lora = SimpleNamespace(lora_name=name, lora_path=str(adapter(tmp_path, rank)))
@@ -758,18 +806,19 @@ def test_an_adapter_counts_by_its_content_not_its_name(start: Start, tmp_path: P
         keys.append(save.key)
         scheduler.finished(asked)
     assert keys[0] == keys[2] != keys[1]
-    plain = request(feature(), lora_request=None)
-    assert until_ready(scheduler, plain)
-    (save,) = scheduler.orders({"request": 20}).saves
-    assert save.key not in keys
-    pretender = f":{adapter_fingerprint(tmp_path / 'adapter')}:picture"
-    assert scheduler._items._embeddings.key(pretender, NUM_EMBEDS, "") not in keys
+    pretender = f"{adapter_fingerprint(tmp_path / 'adapter')}:picture"
+    for identifier in ("picture", pretender, f":{pretender}"):
+        plain = request(feature(identifier), lora_request=None)
+        assert until_ready(scheduler, plain)
+        (save,) = scheduler.orders({"request": 20}).saves
+        assert save.key not in keys
+        scheduler.finished(plain)
 
 
+@pytest.mark.usefixtures("tower_adapters")
 def test_what_a_changed_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
     """vLLM's own cache tells embeddings by its name: they may be those of the former one."""
     scheduler = start("ec_producer")
-    scheduler._has_tower_adapters = True
     num_saved = []
     for rank in (8, 16, 8):
         lora = SimpleNamespace(lora_name="a", lora_path=str(adapter(tmp_path, rank)))
@@ -781,9 +830,9 @@ def test_what_a_changed_adapter_makes_is_not_shared(start: Start, tmp_path: Path
     assert counted(scheduler)["misses/unidentified"] == 2
 
 
+@pytest.mark.usefixtures("tower_adapters")
 def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Path) -> None:
     scheduler = start("ec_both")
-    scheduler._has_tower_adapters = True
     lora = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / "none"))
     assert until_ready(scheduler, request(feature(), lora_request=lora))
     assert counted(scheduler)["misses/unidentified"] == 1
@@ -794,14 +843,13 @@ def test_what_an_unknown_adapter_makes_is_not_shared(start: Start, tmp_path: Pat
     "identifier", ["../../evil/x", "", "\x00", "ü" * 4096, "/etc/passwd", "\ud800"]
 )
 def test_a_hostile_identifier_stays_inside_the_store(
-    start: Start, tmp_path: Path, identifier: str
+    start: Start, vllm_config: VllmConfig, identifier: str
 ) -> None:
     scheduler = start("ec_producer")
     asked = request(feature(identifier))
     assert until_ready(scheduler, asked)
     (save,) = scheduler.orders({"request": 20}).saves
-    digest = scheduler._items._embeddings.namespace.digest
-    assert save.key.startswith(f"ec/2/{digest}/")
+    assert save.key.startswith(f"ec/2/{encoder_namespace(vllm_config, '').digest}/")
     assert ".." not in save.key
     assert len(save.key) < 200
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tests wait for other threads and processes, and let time pass without waiting."""
+
+import time
+from collections.abc import Callable
+
+_PAUSE_S = 0.002
+_WITHIN_S = 30.0
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = _WITHIN_S) -> None:
+    """Return as soon as it is so.
+
+    Raises:
+        AssertionError: it is not within `within_s`.
+    """
+    deadline_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"not within {within_s} s"
+        time.sleep(_PAUSE_S)
+
+
+class Clock:
+    """`time.monotonic` of this process, which a test can put forward.
+
+    Threads that sleep or poll notice it when they wake up.
+    """
+
+    def __init__(self) -> None:
+        self._real_s = time.monotonic
+        self._ahead_s = 0.0
+
+    def now_s(self) -> float:
+        """What `time.monotonic` returns."""
+        return self._real_s() + self._ahead_s
+
+    def forward(self, seconds: float) -> None:
+        """Let `seconds` have passed."""
+        self._ahead_s += seconds
