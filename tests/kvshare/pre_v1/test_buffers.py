@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers of the time before V1: on a folder, on S3, in one process and in many."""
 
+import asyncio
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Key
-from ecshare.store.objects import Memory
+from ecshare.store.objects import Buffer, Memory, ObjectStore, Sink
+from ecshare.store.open import open_store
 from kvshare.pre_v1.buffers import KVLookupBuffer, KVStoreBuffer
 from kvshare.pre_v1.index import NAMES, EntryName
+from kvshare.pre_v1.take_once import TakeOnce
 from lab.servers.s3 import Rclone, SeaweedFS
 from tests.conftest import LOGS
 from tests.engines.chat import wait_until
@@ -43,6 +47,61 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> dict[str, Any]:
     return {"url": str(tmp_path / "store")}
+
+
+class Watched:
+    """A store whose calls a test can watch and change. It is an ObjectStore."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.before: dict[str, Callable[[Sequence[Key]], None]] = {}
+        """By name of a call: what is asked first, with the keys; it may raise."""
+        self.sinks: Callable[[Key, Sink], Sink] = lambda _, sink: sink
+        """Returns where `get` shall put an object."""
+        self.entries = ""
+        """Before this the keys of entries begin, once there was one."""
+
+    def __getattr__(self, name: str) -> Any:
+        """All that is not changed."""
+        return getattr(self._store, name)
+
+    def is_entry(self, key: Key) -> bool:
+        """Whether it is an entry's, and not its marker's."""
+        return bool(self.entries) and key.startswith(self.entries)
+
+    def _ask(self, call: str, keys: Sequence[Key]) -> None:
+        if call in self.before:
+            self.before[call](keys)
+
+    async def get(self, key: Key, sink: Sink) -> None:
+        self._ask("get", [key])
+        await self._store.get(key, self.sinks(key, sink))
+
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
+        if not self.entries and key.startswith("kv/") and "-" in key:
+            self.entries = key[: len("kv/2/") + 33]
+        return await self._store.put(key, body, replace=replace)
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        self._ask("exists", keys)
+        return await self._store.exists(keys)
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        self._ask("delete", keys)
+        await self._store.delete(keys)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    """The stores of the buffers that a test opens, in this order."""
+    stores: list[Watched] = []
+
+    def open_watched(*arguments: Any) -> Watched:
+        stores.append(Watched(open_store(*arguments)))
+        return stores[-1]
+
+    monkeypatch.setattr("kvshare.pre_v1.buffers.open_store", open_watched)
+    return stores
 
 
 Open = Callable[..., Any]
@@ -235,6 +294,7 @@ def test_only_tokens_of_interest_count(opened: Open, folder: dict[str, Any]) -> 
 def test_hash_collisions_of_names_are_no_matches(
     opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No two lists of tokens are known whose names collide.
     monkeypatch.setattr("kvshare.pre_v1.index._digest", lambda _: "0" * 12)
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
@@ -304,28 +364,26 @@ def test_a_folder_without_hard_links_is_refused(
         KVLookupBuffer(folder)
 
 
-def whole_reads(
-    buffer: KVLookupBuffer, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[str], list[str]]:
-    """The keys of the entries that `buffer` reads whole, and of those it reads a part of."""
-    whole, parts, real = list[str](), list[str](), type(buffer._store).get
+def entry_reads(store: Watched) -> tuple[list[str], list[str]]:
+    """The keys of the entries that are read whole from now on, and of those read in part."""
+    whole, parts = list[str](), list[str]()
 
-    async def get(store: Any, key: Key, sink: Any) -> None:
-        if key.startswith(buffer._take_once._objects):
+    def note(key: Key, sink: Sink) -> Sink:
+        if store.is_entry(key):
             (whole if isinstance(sink, Memory) else parts).append(key)
-        await real(store, key, sink)
+        return sink
 
-    monkeypatch.setattr(type(buffer._store), "get", get)
+    store.sinks = note
     return whole, parts
 
 
 def test_of_longer_entries_only_the_tokens_are_read_first(
-    opened: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    opened: Open, options: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, options)
     for number in range(40):
         insert(buffer, [*TOKENS[:20], number, *TOKENS], float(number))
-    whole, parts = whole_reads(buffer, monkeypatch)
+    whole, parts = entry_reads(watched[0])
     assert take(buffer, [*TOKENS[:20], 17, *TOKENS[:5]]) == 17.0
     assert len(whole) == 1
     assert len(set(parts)) == len(parts) <= 40
@@ -337,21 +395,25 @@ def test_of_longer_entries_only_the_tokens_are_read_first(
 
 
 def test_entries_of_other_first_tokens_are_not_read(
-    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    opened: Open, folder: dict[str, Any], tmp_path: Path, watched: list[Watched]
 ) -> None:
     """Those that lie beside what is asked for: the name's first two digits are the same."""
     buffer = opened(KVLookupBuffer, folder)
-    beside = EntryName.new(buffer._namespace, TOKENS).key.rpartition("/")[0]
+    insert(buffer, TOKENS)
+    (path,) = files(tmp_path)
+    beside, namespace = path.parent.name, path.parent.parent.name
+    assert take(buffer, TOKENS) == 0.0
     other = next(
         [number, *TOKENS]
         for number in range(10_000)
-        if EntryName.new(buffer._namespace, [number, *TOKENS]).key.startswith(beside)
+        if EntryName.new(namespace, [number, *TOKENS]).key.split("/")[-2] == beside
     )
     insert(buffer, other, 1.0)
-    whole, parts = whole_reads(buffer, monkeypatch)
+    whole, parts = entry_reads(watched[0])
     assert take(buffer, TOKENS) is None
     assert (whole, parts) == ([], [])
     assert take(buffer, other) == 1.0
+    assert whole
 
 
 def spoil_entry(tmp_path: Path) -> Path:
@@ -373,38 +435,55 @@ def test_a_damaged_longer_entry_is_left(
     assert buffer.counters["corrupt"] == 1
 
 
+class Damaging:
+    """A Sink that changes the byte at 5000 of what passes to another one."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def begin(self, num_bytes: int) -> None:
+        self._sink.begin(num_bytes)
+
+    def write(self, offset: int, piece: Buffer) -> None:
+        copy = bytearray(piece)
+        if offset <= 5000 < offset + len(copy):
+            copy[5000 - offset] ^= 0xFF
+        self._sink.write(offset, copy)
+
+
 def test_damage_on_the_way_costs_no_entry(
-    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    opened: Open, folder: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    damage, real = [b"\xff"], type(buffer._store).get
+    reads = list[Key]()
 
-    async def get(store: Any, key: Key, sink: Any) -> None:
-        await real(store, key, sink)
-        if key.startswith(buffer._take_once._objects) and damage:
-            sink.write(5000, damage.pop())
+    def damage_the_first(key: Key, sink: Sink) -> Sink:
+        if not watched[0].is_entry(key):
+            return sink
+        reads.append(key)
+        return Damaging(sink) if len(reads) == 1 else sink
 
-    monkeypatch.setattr(type(buffer._store), "get", get)
+    watched[0].sinks = damage_the_first
     assert take(buffer, TOKENS) == 1.0
-    assert not damage
+    assert len(reads) == 2
     assert buffer.counters == {"inserted": 1, "taken": 1}
 
 
 def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
-    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    opened: Open, folder: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer, other = opened(KVLookupBuffer, folder), opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    real, reads = type(buffer._store).get, []
+    reads = list[Key]()
 
-    async def get(store: Any, key: Key, sink: Any) -> None:
-        await real(store, key, sink)
-        if store is buffer._store and key.startswith(buffer._take_once._objects):
-            sink.write(5000, b"\xff")
-            reads.append(key)
+    def damage(key: Key, sink: Sink) -> Sink:
+        if not watched[0].is_entry(key):
+            return sink
+        reads.append(key)
+        return Damaging(sink)
 
-    monkeypatch.setattr(type(buffer._store), "get", get)
+    watched[0].sinks = damage
     for _ in range(3):
         assert take(buffer, TOKENS) is None
     assert len(reads) == 2, "once more at once, and then not again"
@@ -484,6 +563,13 @@ def test_a_tensor_that_torch_has_not_is_none(
     assert buffer.counters["corrupt"] == 1
 
 
+def replace_entry(buffer: KVLookupBuffer, tmp_path: Path, spec: TensorSpec, payload: bytes) -> None:
+    """Put an object of the enemy's in the place of an entry of the token 7."""
+    insert(buffer, [7])
+    path = spoil_entry(tmp_path)
+    path.write_bytes(sealed(str(path.relative_to(tmp_path / "store")), spec, payload))
+
+
 def file(header: dict[str, Any] | bytes, payload: bytes = b"") -> bytes:
     """A safetensors file, behind the front of an entry."""
     said = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -529,10 +615,7 @@ def test_an_entry_of_anything_is_no_match(
     tokens: list[int] | None,
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
-    key = EntryName.new(buffer._namespace, [7]).key
-    path = tmp_path / "store" / key
-    path.parent.mkdir(parents=True)
-    path.write_bytes(sealed(key, TensorSpec("U8", (len(payload),)), payload))
+    replace_entry(buffer, tmp_path, TensorSpec("U8", (len(payload),)), payload)
     found = None if tokens is None else torch.tensor(tokens)
     roi = None if found is None else torch.ones_like(found)
     assert len(buffer.drop_select(found, roi)) == 5
@@ -551,11 +634,8 @@ def test_an_entry_that_is_not_bytes_is_damaged(
     opened: Open, folder: dict[str, Any], tmp_path: Path, dtype: str
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
-    key = EntryName.new(buffer._namespace, [7]).key
-    facts = TensorSpec(dtype, (20,))
-    path = tmp_path / "store" / key
-    path.parent.mkdir(parents=True)
-    path.write_bytes(sealed(key, facts, bytes(facts.num_bytes)))
+    spec = TensorSpec(dtype, (20,))
+    replace_entry(buffer, tmp_path, spec, bytes(spec.num_bytes))
     assert take(buffer, [7]) is None
     assert buffer.counters["corrupt"] == 1
 
@@ -631,22 +711,20 @@ def test_killed_takers_take_nothing_twice_and_at_most_one_each(
 
 
 def test_what_the_dead_left_is_swept_after_an_hour(
-    opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Open, folder: dict[str, Any], tmp_path: Path, watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
     insert(buffer, TOKENS[:20], 2.0)
-    died, real = RuntimeError("killed"), type(buffer._store).delete
 
-    async def die(store: Any, keys: list[str]) -> None:
-        if keys[0].startswith(buffer._take_once._objects):
-            raise died
-        await real(store, keys)
+    def die(keys: Sequence[Key]) -> None:
+        if watched[0].is_entry(keys[0]):
+            raise RuntimeError("killed")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(buffer._store), "delete", die)
-        with pytest.raises(RuntimeError, match="killed"):
-            take(buffer, TOKENS)
+    watched[0].before["delete"] = die
+    with pytest.raises(RuntimeError, match="killed"):
+        take(buffer, TOKENS)
+    watched[0].before.clear()
     assert take(buffer, TOKENS) == 2.0, "the dead one's is not touched"
     assert take(opened(KVLookupBuffer, folder), None) is None
     wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
@@ -693,38 +771,45 @@ def test_what_is_old_is_told_by_the_stores_clock(
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
+    (entry,) = files(tmp_path)
     assert take(buffer, TOKENS) == 0.0
     wait_until(lambda: len(files(tmp_path)) == 1, "the marker")
+    (marker,) = files(tmp_path)
     now_s = time.time()
     for wrong_s, num_left in ((86_400, 1), (-86_400, 0)):
         with monkeypatch.context() as patch:
             patch.setattr("time.time", lambda wrong_s=wrong_s: now_s + wrong_s)
-            buffer._client.run(buffer._take_once.sweep())
+            asyncio.run(sweep(folder, entry, marker))
         assert len(files(tmp_path)) == num_left
         age(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["exists", "delete"])
+async def sweep(options: dict[str, Any], entry: Path, marker: Path) -> None:
+    """Sweep the namespaces of these two."""
+    store = open_store(StoreConfig(**options), "options")
+    await TakeOnce(store, entry.parent.parent.name, marker.parent.parent.name).sweep()
+    await store.close()
+
+
+@pytest.mark.parametrize("call", ["exists", "delete"])
 def test_a_store_that_fails_while_an_entry_is_taken(
-    opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch, verb: str
+    opened: Open, folder: dict[str, Any], watched: list[Watched], call: str
 ) -> None:
     """It is taken now or later, and once."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    real, asked = getattr(type(buffer._store), verb), 0
+    asked = list[Sequence[Key]]()
 
-    async def fail(store: Any, keys: list[str]) -> Any:
-        nonlocal asked
-        asked += 1
-        if keys[0].startswith(buffer._take_once._objects):
+    def fail(keys: Sequence[Key]) -> None:
+        if watched[0].is_entry(keys[0]):
+            asked.append(keys)
             raise StoreUnavailable("for a moment")
-        return await real(store, keys)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(buffer._store), verb, fail)
-        first = take(buffer, TOKENS)
+    watched[0].before[call] = fail
+    first = take(buffer, TOKENS)
+    watched[0].before.clear()
     assert asked
-    assert (first, take(buffer, TOKENS)) == ((None, 1.0) if verb == "exists" else (1.0, None))
+    assert (first, take(buffer, TOKENS)) == ((None, 1.0) if call == "exists" else (1.0, None))
 
 
 @pytest.mark.parametrize("reason", [StoreUnavailable, ValueError])
