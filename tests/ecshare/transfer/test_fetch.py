@@ -32,6 +32,7 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.staging import Staging
+from tests.waiting import wait_until
 
 KEY = object_key(Kind.EC, "0" * 32, "a")
 FACTS = TensorSpec("U8", (10_000,), {})
@@ -146,6 +147,18 @@ def finish(engine: TransferEngine, job: Job[Any], timeout_s: float = 20) -> Done
     return done
 
 
+def until_answered(engine: TransferEngine) -> list[Done[Any]]:
+    """Let the engine answer some questions one after another, so that it has begun what was
+    submitted before; return what of that has ended.
+    """
+    ended: list[Done[Any]] = []
+    for _ in range(3):
+        question = Handle(Lookup((KEY,), 10, store_only=True))
+        engine.submit(question)
+        ended += engine.drain(20, until=question)
+    return [done for done in ended if not isinstance(done.job, Lookup)]
+
+
 def flipped(body: bytes) -> bytes:
     return body[:5000] + bytes([body[5000] ^ 1]) + body[5001:]
 
@@ -180,11 +193,10 @@ def test_a_download_that_was_broken_off_is_taken_over_at_once(
     job = Handle(Fetch(KEY, 60))
     store.answer_s = 100
     first.submit(job)
-    while not store.gets:
-        time.sleep(0.001)
+    wait_until(lambda: bool(store.gets))
     store.objects[KEY] = sealed()
     second.submit(Fetch(KEY, 60))
-    time.sleep(0.05)
+    assert until_answered(second) == []
     assert len(store.gets) == 1
     store.answer_s = 0.0
     first.cancel(job)
@@ -209,8 +221,7 @@ def test_a_job_that_is_cancelled_twice_ends_after_its_last_write(
     assert begun.wait(20)
     for _ in range(3):
         engine.cancel(job)
-        time.sleep(0.05)
-    assert engine.poll() == []
+        assert until_answered(engine) == []
     may_end.set()
     assert [each.outcome for each in engine.drain(20)] == [Outcome.CANCELLED]
 
@@ -223,8 +234,7 @@ def test_who_waits_for_a_process_that_hangs_goes_himself_at_half_time(
     first, second = start(io_timeout_s=100), start()
     hung = Handle(Fetch(KEY, 100))
     first.submit(hung)
-    while not store.gets:
-        time.sleep(0.001)
+    wait_until(lambda: bool(store.gets))
     store.answer_s = 0.0
     assert finish(second, Fetch(KEY, 3)).outcome is Outcome.OK
     first.cancel(hung)
@@ -236,8 +246,7 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     reader = start("reader")
     job = Fetch(KEY, 30, is_announced=True)
     reader.submit(job)
-    time.sleep(0.2)
-    assert reader.poll() == []
+    assert until_answered(reader) == []
     store.objects[KEY] = sealed()
     (done,) = reader.drain(20)
     assert done.outcome is Outcome.OK
@@ -246,7 +255,7 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     asked = len(store.gets)
     writer, neighbour = start("same"), start("same")
     neighbour.submit(Fetch(OTHER, 30, is_announced=True))
-    time.sleep(0.05)
+    assert until_answered(neighbour) == []
     staging = Staging(torch.device("cpu"), 1 << 22)
     slab = staging.reserve(FACTS)
     assert slab is not None
@@ -302,7 +311,7 @@ OTHER = object_key(Kind.EC, "0" * 32, "other")
 
 
 async def never(key: str, body: Buffer, file: str | None = None, *, replace: bool = False) -> bool:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return True
 
 
@@ -517,10 +526,8 @@ def test_an_object_is_had_soon_after_its_way_is_well_again(store: Scripted, star
     store.damage = [flipped] * 3
     engine = start()
     assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.CORRUPT
-    while (done := finish(engine, Fetch(KEY, 10))).outcome is Outcome.CORRUPT:
-        assert not store.damage
-        time.sleep(0.05)
-    assert done.outcome is Outcome.OK
+    assert not store.damage
+    wait_until(lambda: finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK)
 
 
 def test_an_object_that_is_missing_says_nothing_of_the_way(
@@ -536,9 +543,8 @@ def test_an_object_that_is_missing_says_nothing_of_the_way(
     for key in damaged:
         assert finish(engine, Fetch(key, 10)).outcome is Outcome.CORRUPT
     assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.UNAVAILABLE
-    while (done := finish(engine, Fetch(missing, 10))).outcome is Outcome.UNAVAILABLE:
-        time.sleep(0.05)
-    assert done.outcome is Outcome.MISSING
+    wait_until(lambda: finish(engine, Fetch(missing, 10)).outcome is not Outcome.UNAVAILABLE)
+    assert finish(engine, Fetch(missing, 10)).outcome is Outcome.MISSING
     assert finish(engine, Fetch(KEY, 10)).outcome is Outcome.OK
 
 
@@ -656,7 +662,7 @@ def test_who_sends_too_late_is_told_to_stop(store: Scripted, start: Start) -> No
     async def begun_only(key: Key, sink: Sink) -> None:
         sink.begin(8192)
         sinks.append(sink)
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     store.get = begun_only  # type: ignore[method-assign]
     assert finish(start(), Fetch(KEY, 0.05)).outcome is Outcome.UNAVAILABLE

@@ -4,6 +4,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import StoreUnavailable
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
+from ecshare.transfer.breaker import CircuitBreaker
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.store_client import StoreClient
+from tests.waiting import Clock
 
 PAUSE_S = 0.55
 
@@ -31,56 +34,77 @@ async def breaks(_: ObjectStore) -> None:
 
 
 async def stalls(_: ObjectStore) -> None:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[StoreClient]:
+async def client(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[StoreClient]:
     """With an open breaker, and a probe due."""
+    breaker = partial(CircuitBreaker, clock_s=clock.now_s)
+    monkeypatch.setattr("ecshare.transfer.store_client.CircuitBreaker", breaker)
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
     client = StoreClient(store, 10)
     for _ in range(4):
         with pytest.raises(StoreUnavailable, match="gone"):
             await client.ask(fails, Priority.LOAD)
     assert client.open_breakers == {"read"}
-    await asyncio.sleep(PAUSE_S)
+    clock.forward(PAUSE_S)
     yield client
     await store.close()
 
 
-async def test_a_stalled_probe_is_the_only_one(client: StoreClient) -> None:
-    probe = asyncio.create_task(client.ask(stalls, Priority.LOAD))
-    await asyncio.sleep(PAUSE_S)
+async def stalled_probe(client: StoreClient) -> asyncio.Task[None]:
+    """Begin an operation that does not end; return when the store has it."""
+    begun = asyncio.Event()
+
+    async def begins_and_stalls(store: ObjectStore) -> None:
+        begun.set()
+        await stalls(store)
+
+    probe = asyncio.create_task(client.ask(begins_and_stalls, Priority.LOAD))
+    await begun.wait()
+    return probe
+
+
+async def test_a_stalled_probe_is_the_only_one(client: StoreClient, clock: Clock) -> None:
+    probe = await stalled_probe(client)
+    clock.forward(PAUSE_S)
     with pytest.raises(StoreUnavailable, match="are paused"):
         await client.ask(answers, Priority.LOAD)
     probe.cancel()
     await asyncio.wait([probe])
 
 
-async def test_a_probe_that_was_cancelled_makes_way_for_another(client: StoreClient) -> None:
-    probe = asyncio.create_task(client.ask(stalls, Priority.LOAD))
-    await asyncio.sleep(PAUSE_S)
+async def test_a_probe_that_was_cancelled_makes_way_for_another(
+    client: StoreClient, clock: Clock
+) -> None:
+    probe = await stalled_probe(client)
+    clock.forward(PAUSE_S)
     probe.cancel()
     await asyncio.wait([probe])
     await client.ask(answers, Priority.LOAD)
     assert not client.open_breakers
 
 
-async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(client: StoreClient) -> None:
+async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(
+    client: StoreClient, clock: Clock
+) -> None:
     with pytest.raises(RuntimeError):
         await client.ask(breaks, Priority.LOAD)
-    await asyncio.sleep(PAUSE_S)
+    clock.forward(PAUSE_S)
     await client.ask(answers, Priority.LOAD)
     assert not client.open_breakers
 
 
 async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
-    client: StoreClient,
+    client: StoreClient, clock: Clock
 ) -> None:
     deadline_s = time.monotonic() + 0.1
     with pytest.raises(TimeoutError):
         await client.ask(stalls, Priority.LOAD, 0, deadline_s, patience_s=1)
-    await asyncio.sleep(PAUSE_S)
+    clock.forward(PAUSE_S)
     await client.ask(answers, Priority.LOAD)
     assert not client.open_breakers
 
