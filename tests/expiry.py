@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An expiry rule at work on a store in a folder, and engines whose hours are moments."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from ecshare.transfer import renewal
-
-_WITHIN_S = 30.0
+from tests.waiting import wait_until
 
 
 def renew_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +28,4 @@ def expire(store: Path) -> list[Path]:
 
 def wait_until_there(paths: list[Path]) -> None:
     """Wait until somebody has written all of them."""
-    deadline_s = time.monotonic() + _WITHIN_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: all(path.exists() for path in paths))

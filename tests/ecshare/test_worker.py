@@ -13,12 +13,15 @@ import torch
 
 from ecshare.config import EncoderConfig
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.plugin.ledger import Ledger
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import unseal
+from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
 from tests.gpu_stand_in import stand_in
+from tests.waiting import Clock
 
 KEY = object_key(Kind.EC, "0" * 32, "picture")
 SAVE = SaveOrder("picture", KEY, {"num_embeds": 16, "metadata": {"image_grid_thw": [1, 8, 8]}})
@@ -201,19 +204,25 @@ def test_an_engine_that_decodes_gives_a_save_up_rather_than_wait_for_room(start:
         assert counted(worker) == {"items/dropped": 1}
 
 
-def test_what_reports_do_not_bring_the_ledger_does(start: Start) -> None:
+def test_what_reports_do_not_bring_the_ledger_does(
+    clock: Clock, start: Start, tmp_path: Path
+) -> None:
     worker = start("producer", save="durable")
     encode(worker)
-    worker._next_entry_s = 0.0
+    clock.forward(1)  # it writes now and then
     worker.settle()
     worker.close()
-    assert worker._ledger is not None
-    assert worker._ledger.read()[0]["items/saved"] == 1
+    host = open_host_cache(EncoderConfig(url="file:///none", host_cache_dir=str(tmp_path / "host")))
+    ledger = Ledger(host.root, "engine.0")
+    assert ledger.read()[0]["items/saved"] == 1
 
 
 @contextmanager
 def blocked(worker: EncoderWorker) -> Iterator[None]:
-    """Let no job of the worker's transfer engine begin."""
+    """Let no job of the worker's transfer engine begin.
+
+    No store can: a job seals and publishes its object before the store has it.
+    """
     barrier = threading.Event()
     worker._engine._loop.call_soon_threadsafe(barrier.wait)
     try:

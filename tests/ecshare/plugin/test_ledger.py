@@ -20,14 +20,16 @@ def test_what_workers_wrote_is_read_by_their_engine_alone(tmp_path: Path) -> Non
 def test_engines_side_by_side_have_a_ledger_each(tmp_path: Path) -> None:
     """vLLM calls each of them rank 0 where they share no layers."""
 
-    def name(index: int) -> str:
+    def opened(index: int) -> Ledger:
         config = SimpleNamespace(
             ec_transfer_config=SimpleNamespace(engine_id="engine"),
             parallel_config=SimpleNamespace(data_parallel_rank=0, data_parallel_index=index),
         )
-        return open_ledger(config, SimpleNamespace(root=tmp_path))._name  # type: ignore[arg-type]
+        return open_ledger(config, SimpleNamespace(root=tmp_path))  # type: ignore[arg-type]
 
-    assert name(0) != name(1)
+    opened(0).write(0, {"items/saved": 1})
+    assert opened(0).read() == {0: {"items/saved": 1}}
+    assert opened(1).read() == {}
 
 
 def test_an_engine_id_is_no_path(tmp_path: Path) -> None:
@@ -52,14 +54,16 @@ def test_damage_is_a_number_missing(tmp_path: Path) -> None:
 
 
 def test_closing_removes_the_own_files_and_abandoned_ones(tmp_path: Path) -> None:
-    names = ("ours", "living", "killed long ago")
-    ours, living, _ = (ledgers := [Ledger(tmp_path, name) for name in names])
-    for ledger in ledgers:
+    ours, living, killed = (Ledger(tmp_path, name) for name in ("ours", "living", "killed"))
+    killed.write(0, {"items/saved": 1})
+    (path,) = (tmp_path / ".ledgers").iterdir()
+    long_ago_s = time.time() - 30 * 86_400
+    os.utime(path, (long_ago_s, long_ago_s))
+    for ledger in (ours, living):
         ledger.write(0, {"items/saved": 1})
-    old_s = time.time() - 30 * 86_400
-    os.utime(next((tmp_path / ".ledgers").glob(f"{ledgers[2]._name}.*")), (old_s, old_s))
     ours.close()
-    assert [path.name for path in (tmp_path / ".ledgers").iterdir()] == [f"{living._name}.0"]
+    assert (ours.read(), killed.read()) == ({}, {})
+    assert living.read() == {0: {"items/saved": 1}}
 
 
 def test_growth_counts_each_sum_once_however_often_it_is_told() -> None:

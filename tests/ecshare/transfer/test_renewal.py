@@ -4,7 +4,6 @@
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from lab.servers.s3 import SeaweedFS
 from tests.expiry import renew_often
+from tests.waiting import wait_until
 
 FACTS = {"model": "qwen", "weights": "aa"}
 NAMESPACE = namespace_digest(FACTS)
 MANIFEST = manifest_key(Kind.KV, NAMESPACE)
 MARK = tp_size_key(Kind.KV, NAMESPACE, 2)
 LONG_AGO = 1_000_000_000
-WITHIN_S = 30.0
 
 Start = Callable[..., TransferEngine]
 
@@ -50,13 +49,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     renew_often(monkeypatch)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WITHIN_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def failures(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
