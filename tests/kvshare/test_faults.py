@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ecshare.store.format import TensorSpec, seal
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Kind, manifests_prefix, object_key
 from ecshare.transfer.staging import Staging
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate
@@ -34,8 +34,8 @@ FIRST, MIDDLE, TAIL = 0, 2, NUM_CHUNKS - 1
 def chunk_path(engine: ToyEngine, folder: Path, index: int) -> Path:
     """Where chunk number `index` of PROMPT lies in the store."""
     chunk = chunks_for(make_request("x", PROMPT))[index]
-    namespace = engine.connector.scheduler._facts.namespace
-    return folder / "store" / object_key(Kind.KV, namespace, bytes(chunk.key), "t0of1")
+    (manifest,) = (folder / "store" / manifests_prefix(Kind.KV)).iterdir()
+    return folder / "store" / object_key(Kind.KV, manifest.name, bytes(chunk.key), "t0of1")
 
 
 @pytest.fixture

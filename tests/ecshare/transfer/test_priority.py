@@ -97,22 +97,18 @@ async def test_who_is_cancelled_in_his_turn_gives_it_back(turns: Turns) -> None:
 
 
 async def test_who_is_cancelled_between_admission_and_start_gives_the_turn_back() -> None:
-    admission = Admission(10.0, grows=True)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(admission.admitted(Priority.LOAD, 97 * MIB))
+    admission, first = Admission(10.0, grows=False), AsyncExitStack()
+    await first.enter_async_context(admission.admitted(Priority.LOAD, 97 * MIB))
 
-        async def enter() -> None:
-            async with admission.admitted(Priority.LOAD, 97 * MIB):
-                raise AssertionError("it was cancelled before")
+    async def enter() -> None:
+        async with admission.admitted(Priority.LOAD, 97 * MIB):
+            raise AssertionError("it was cancelled before")
 
-        waiting = asyncio.create_task(enter())
-        await settle()
-        admission._leave(Priority.LOAD, 97 * MIB)  # what the first one's end does
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert waiting.cancelled()
-        assert admission._number[Priority.LOAD] == 0
-        admission._number[Priority.LOAD], admission._bytes[Priority.LOAD] = (
-            1,
-            97 * MIB,
-        )  # for the exit
+    waiting = asyncio.create_task(enter())
+    await settle()
+    await first.aclose()  # admits the other one, whose task has not run since
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    async with asyncio.timeout(5), admission.admitted(Priority.LOAD, 97 * MIB):
+        pass
