@@ -118,6 +118,8 @@ class EncoderScheduler:
         self._next_reading_s = 0.0
         self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
+        # Of requests that need no item any more: how many they have, and where the last one ends.
+        self._passed: dict[str, tuple[int, int]] = {}
         self._loads: dict[str, LoadOrder] = {}
         self._loading: Recent[str, None] = Recent(_MAX_UNREPORTED_LOADS)  # keys not reported yet
         # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
@@ -133,17 +135,25 @@ class EncoderScheduler:
     # --- hooks ---
 
     def ready(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Whether no item that `request` still needs is on its way. O(items), no I/O.
+        """Whether no item that `request` still needs is on its way. No I/O.
 
-        Items that end before `num_computed_tokens` are covered by KV and need nothing. An item that
-        is lost and cannot be encoded marks the request for `take_unavailable`.
+        O(items) until they are all computed, O(1) then: vLLM asks in every step of a request. Items
+        that end before `num_computed_tokens` are covered by KV and need nothing. An item that is
+        lost and cannot be encoded marks the request for `take_unavailable`.
         """
-        features = () if self._is_idle else request.mm_features
-        needed = [feature for feature in features if _end(feature) > num_computed_tokens]
-        if len(needed) < len(features) and request.request_id in self._wanted:
-            self._release(request.request_id, {feature.identifier for feature in needed})
-        if not needed:
+        request_id, features = request.request_id, request.mm_features
+        passed = self._passed.get(request_id)
+        if passed and passed[0] == len(features) and passed[1] <= num_computed_tokens:
             return True
+        if self._is_idle:
+            features = []
+        needed = [feature for feature in features if _end(feature) > num_computed_tokens]
+        if len(needed) < len(features) and request_id in self._wanted:
+            self._release(request_id, {feature.identifier for feature in needed})
+        if not needed:
+            self._passed[request_id] = len(features), max(map(_end, features), default=0)
+            return True
+        self._passed.pop(request_id, None)  # preempted, or a session that goes on
         self._engine.poll()
         # A list: every item is asked for at once, not one after the other.
         return all([self._is_settled(request, feature) for feature in needed])
@@ -186,6 +196,7 @@ class EncoderScheduler:
         will be: the store has lost it, and vLLM will not encode it, believing that it has.
         """
         self._lost.discard(request.request_id)
+        self._passed.pop(request.request_id, None)
         self._release(request.request_id, set())
         unkept = self._unannounced.pop(request.request_id, ())
         if not self._role.is_producer or not request.mm_features or self._is_idle:

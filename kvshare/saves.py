@@ -39,6 +39,17 @@ class Progress:
     """The length of the prompt when its end was considered. A session's prompt grows."""
     has_gap: bool = False
     """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
+    prompt_tokens: int = 0
+    """Of the prompt when `due_tokens` was found."""
+    due_tokens: int = 0
+    """Nothing is to be saved before its blocks are computed up to here."""
+
+    def add_blocks(self, block_ids: Sequence[Sequence[int]], *, is_anew: bool) -> None:
+        """Take note of further blocks, of each cache group. `is_anew`: they are all it has."""
+        if is_anew or not self.block_ids:
+            self.block_ids = [[] for _ in block_ids]
+        for known, new_ids in zip(self.block_ids, block_ids, strict=False):
+            known += new_ids
 
 
 class SavePlan:
@@ -72,17 +83,24 @@ class SavePlan:
         self._budget = budget
         self._leaving: list[Piece] = []
 
-    def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Iterable[Piece]:
-        """Yield what to save of a request once this step has computed it up to `end_tokens`.
+    def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
+        """Return what to save of a request once this step has computed it up to `end_tokens`.
 
         `step_tokens`: tokens that were computed before this step. With asynchronous scheduling
         `end_tokens` is ahead of the known tokens. A block counts when all its tokens are known, so
         that it has a hash.
         """
         progress.step_tokens, progress.end_tokens = step_tokens, end_tokens
+        is_same_prompt = progress.request.num_prompt_tokens == progress.prompt_tokens
+        if progress.has_gap or (end_tokens < progress.due_tokens and is_same_prompt):
+            return ()
         grid = self._adapters.grid_of(progress.adapter)
-        if grid is not None and not progress.has_gap:
-            yield from self._save_due(progress, grid, end_tokens)
+        if grid is None:
+            return ()
+        pieces = tuple(self._save_due(progress, grid, end_tokens))
+        progress.prompt_tokens = progress.request.num_prompt_tokens
+        progress.due_tokens = _due_tokens(progress, grid)
+        return pieces
 
     def left(self, progress: Progress) -> int:
         """Order, with the next step, what to save of the blocks that a request has just lost.
@@ -190,3 +208,16 @@ class SavePlan:
         if self._events is not None:
             self._events.ordered(progress.request, chunk)
         return pieces
+
+
+def _due_tokens(progress: Progress, grid: Grid) -> int:
+    """Return up to where a request must be computed before there is something more to save."""
+    num_whole = progress.num_saved_blocks // grid.chunk_blocks
+    next_chunk = (num_whole + 1) * grid.chunk_tokens
+    num_prompt_tokens = progress.request.num_prompt_tokens
+    if progress.saved_prompt_tokens >= num_prompt_tokens or num_prompt_tokens <= 1:
+        return next_chunk
+    num_prompt_blocks = num_prompt_tokens // grid.block_tokens
+    is_part_saved = progress.num_saved_blocks >= num_prompt_blocks
+    prompt_end = num_prompt_tokens if is_part_saved else num_prompt_blocks * grid.block_tokens
+    return min(next_chunk, prompt_end)

@@ -398,22 +398,23 @@ class KVScheduler:
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
+        tracked, num_scheduled = self._tracked, output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._tracked:
-                progress = self._tracked[new.req_id].progress
+            if new.req_id in tracked:
+                progress = tracked[new.req_id].progress
                 progress.block_ids = [list(ids) for ids in new.block_ids]
-                end = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+                end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            if request_id not in self._tracked:
+            # All that run pass here in each step: for most of them there is nothing to do.
+            if request_id not in tracked:
                 continue
-            progress = self._tracked[request_id].progress
-            if request_id in cached.resumed_req_ids or not progress.block_ids:
-                progress.block_ids = [[] for _ in block_ids or ()]
-            for known, new_ids in zip(progress.block_ids, block_ids or (), strict=False):
-                known += new_ids
-            end = num_computed_tokens + output.num_scheduled_tokens[request_id]
+            progress = tracked[request_id].progress
+            if block_ids:
+                is_resumed = request_id in cached.resumed_req_ids
+                progress.add_blocks(block_ids, is_anew=is_resumed)
+            end = num_computed_tokens + num_scheduled[request_id]
             yield from self._saves.computed(progress, num_computed_tokens, end)

@@ -408,6 +408,50 @@ def test_an_item_is_let_go_when_the_prefill_has_passed_it(start: Start, store: S
     assert counted(scheduler)["misses/missing"] == 1, "it asked twice for the later one"
 
 
+class Counted(list[MultiModalFeatureSpec]):
+    """Counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[MultiModalFeatureSpec]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_items_of_a_request_that_is_past_them_are_not_gone_through_in_each_step(
+    start: Start,
+) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature(offset=2), feature("later", offset=50))
+    asked.mm_features = features = Counted(asked.mm_features)
+    assert scheduler.ready(asked, 66)
+    features.times = 0
+    for num_computed_tokens in range(66, 166):
+        assert scheduler.ready(asked, num_computed_tokens)
+    assert not features.times
+
+
+def test_who_is_past_its_items_and_begins_anew_holds_them_until_it_is_past_them_again(
+    start: Start, store: Store
+) -> None:
+    scheduler = start("ec_consumer")
+    store()
+    asked = request(feature(offset=2))
+    assert scheduler.ready(asked, 18)
+    assert until_ready(scheduler, asked)
+    assert scheduler.has("picture")
+    assert scheduler.ready(asked, 18)
+    assert not scheduler.has("picture")
+
+
+def test_a_session_that_goes_on_with_another_picture_asks_for_it(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    asked = request(feature(offset=2))
+    assert scheduler.ready(asked, 18)
+    asked.mm_features.append(feature("next", offset=10))
+    assert not scheduler.ready(asked, 18)
+
+
 def test_the_same_picture_further_on_keeps_the_item(start: Start, store: Store) -> None:
     scheduler = start("ec_consumer")
     store()
