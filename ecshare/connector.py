@@ -3,7 +3,10 @@
 
 A role-routed shell, one instance a process. The scheduler half decides and fetches; the worker half
 moves embeddings between the encoder cache and this host. Each hook below is one call to the half of
-this process; the other half does not exist here, and asking for it is an AttributeError.
+this process; the other half does not exist here.
+
+A hook never raises (ecshare.plugin.guard). vLLM takes "has the item" as a promise: a half that has
+given up still loads what was promised, and fails requests whose items can no longer be had.
 
 vLLM imports this module in its front-end process too, so nothing heavy is imported at the top.
 """
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorRole
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.messages import Orders, Report
+from ecshare.plugin.guard import Guard, guarded
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
 
@@ -23,9 +28,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
 
-    from ecshare.messages import Orders, Report
     from ecshare.scheduler import EncoderScheduler
     from ecshare.worker import EncoderWorker
+
+
+def _none() -> None:
+    return None
 
 
 class ECShareConnector(ECConnectorBase):
@@ -50,12 +58,15 @@ class ECShareConnector(ECConnectorBase):
             from ecshare.scheduler import EncoderScheduler
 
             self.scheduler = EncoderScheduler(vllm_config, config)
+            self.guard = Guard(self.scheduler.give_up)
         else:
             from ecshare.plugin.ranks import worker_rank
             from ecshare.worker import EncoderWorker
 
             self.worker = EncoderWorker(vllm_config, config, worker_rank(vllm_config))
+            self.guard = Guard(self.worker.give_up)
 
+    @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
         """Let what is in flight end, briefly, and stop the I/O thread."""
         half = self.scheduler if self.role is ECConnectorRole.SCHEDULER else self.worker
@@ -63,14 +74,20 @@ class ECShareConnector(ECConnectorBase):
 
     # --- worker processes ---
 
+    @guarded(_none)
     def start_save_caches(self, **kwargs: Any) -> None:
         """Take this step's save orders; store what `encoder_cache` holds already."""
         self.worker.begin_saves(self._orders(), kwargs["encoder_cache"])
 
+    def _load_promised(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
+        self.worker.load_rest(self._orders(), encoder_cache)
+
+    @guarded(_none, _load_promised)
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         """Fill the encoder cache with this step's loads."""
         self.worker.load(self._orders(), encoder_cache)
 
+    @guarded(_none)
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
@@ -78,25 +95,43 @@ class ECShareConnector(ECConnectorBase):
         if self.is_producer:
             self.worker.save(mm_hash, encoder_cache)
 
+    def _tell(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        self.worker.tell()
+        return None, None
+
+    @guarded(lambda: (None, None), _tell)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
         """End of the step: on a producer-only engine, what was saved in it is stored by now."""
         self.worker.settle()
         return None, None
 
-    def build_connector_worker_meta(self) -> "Report | None":
+    @guarded(lambda: Report({0: {"gave_up/worker": 1}}), goes_on=True)
+    def build_connector_worker_meta(self) -> Report | None:
         """Return what the worker counted since its last report."""
         return self.worker.report()
 
     # --- scheduler process ---
 
+    def _can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
+        return self.scheduler.can_do_without(request, num_computed_tokens)
+
+    @guarded(lambda: True, _can_do_without)
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
         """Return False while an item that `request` still needs is on its way to this host."""
         return self.scheduler.ready(request, num_computed_tokens)
 
+    def _is_promised(self, identifier: str) -> bool:
+        return self.scheduler.is_promised(identifier)
+
+    @guarded(lambda: False, _is_promised)
     def has_cache_item(self, identifier: str) -> bool:
         """Return True if the item need not be encoded: its bytes are verified and pinned here."""
         return self.scheduler.has(identifier)
 
+    def _has_no_caches(self, request: "Request") -> list[bool]:
+        return [False] * len(request.mm_features)
+
+    @guarded(list, _has_no_caches)
     def has_caches(self, request: "Request") -> list[bool]:
         """Answer the older interface: for each media item of `request`, what `has_cache_item` says.
 
@@ -105,18 +140,31 @@ class ECShareConnector(ECConnectorBase):
         self.scheduler.ready(request, 0)
         return [self.scheduler.has(feature.identifier) for feature in request.mm_features]
 
+    def _keep_promise(self, request: "Request", index: int) -> None:
+        self.scheduler.keep_promise(request.mm_features[index].identifier)
+
+    @guarded(_none, _keep_promise)
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
         """Note that item `index` of `request` is to be encoded, or loaded, in this step."""
         self.scheduler.allocated(request, index)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "Orders":
-        """Return this step's orders for the workers."""
-        return self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+    def _promised_orders(self, scheduler_output: "SchedulerOutput") -> Orders:
+        return self.scheduler.promised_orders()
 
+    @guarded(Orders, _promised_orders)
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Orders:
+        """Return this step's orders for the workers."""
+        orders = self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+        if self.scheduler.has_lost_worker:
+            self.guard.give_up()
+        return orders
+
+    @guarded(_none)
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
         """Take the workers' report."""
         self.scheduler.reported(connector_output.ec_connector_worker_meta)
 
+    @guarded(lambda: (False, None))
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Let go of the request's items; a producer announces them to the client.
 
@@ -124,6 +172,10 @@ class ECShareConnector(ECConnectorBase):
         """
         return False, self.scheduler.finished(request)
 
+    def _take_lost(self) -> set[str]:
+        return self.scheduler.take_lost()
+
+    @guarded(set, _take_lost)
     def take_unavailable_requests(self) -> set[str]:
         """Return the requests whose embedding is gone and that carry nothing to encode from."""
         return self.scheduler.take_unavailable()
@@ -133,6 +185,7 @@ class ECShareConnector(ECConnectorBase):
     # vLLM's own types for statistics are younger than the oldest release that is served; these
     # have the same methods.
 
+    @guarded(_none, goes_on=True)
     def get_ec_connector_stats(self) -> Any:
         """Return the counts since the last call. Workers report theirs to the scheduler half."""
         if self.role is not ECConnectorRole.SCHEDULER:
@@ -162,8 +215,7 @@ class ECShareConnector(ECConnectorBase):
             "ecshare", METRICS, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _orders(self) -> "Orders":
+    def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
-        if TYPE_CHECKING:
-            assert isinstance(orders, Orders)
+        assert isinstance(orders, Orders)
         return orders

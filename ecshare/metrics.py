@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the encoder connector counts."""
 
-from ecshare.plugin.metrics import MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
+from ecshare.plugin.metrics import HALF_METRICS, MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
 
 METRICS: MetricTable = {
     "items": Metric(
@@ -18,4 +18,5 @@ METRICS: MetricTable = {
     "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
     "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed."),
     **TRANSFER_METRICS,
+    **HALF_METRICS,
 }

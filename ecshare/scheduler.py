@@ -121,6 +121,7 @@ class EncoderScheduler:
         # Of requests that need no item any more: how many they have, and where the last one ends.
         self._passed: dict[str, tuple[int, int]] = {}
         self._loads: dict[str, LoadOrder] = {}
+        self._promises: dict[str, LoadOrder] = {}  # of items that a request of this step may load
         self._loading: Recent[str, None] = Recent(_MAX_UNREPORTED_LOADS)  # keys not reported yet
         # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
         # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
@@ -183,10 +184,9 @@ class EncoderScheduler:
     def orders(self, scheduled: dict[str, int]) -> Orders:
         """Return what the workers shall do in a step that runs the requests of `scheduled`."""
         self._items.flush()
-        loads, self._loads = tuple(self._loads.values()), {}
         saves = self._save_orders(scheduled) if self._role.is_producer else ()
         self._unpin(time.monotonic())
-        return Orders(loads, saves)
+        return Orders(self._take_loads(), saves)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
         """Let go of what `request` still holds; return the announcement of a producer, else None.
@@ -207,10 +207,9 @@ class EncoderScheduler:
 
     def take_unavailable(self) -> set[str]:
         """Return the requests to fail, once each; re-sending one runs its encode again."""
-        lost, self._lost = self._lost, set()
-        if lost:
-            self._stats.add("items/failed", len(lost))
-        return lost
+        if self._lost:
+            self._stats.add("items/failed", len(self._lost))
+        return self.take_lost()
 
     def reported(self, report: Any) -> None:
         """Take the workers' counts and note what they loaded; what is no report is ignored."""
@@ -229,6 +228,50 @@ class EncoderScheduler:
             self._engine.submit(Handle(Run("ledger", self._ledger.read), self._ledger_read))
         return counter_stats(self._engine.take_counts("scheduler"))
 
+    # --- in place of hooks, once this half has given up ---
+
+    def give_up(self) -> None:
+        """Let go of all items. What was promised stays pinned until it must have been loaded."""
+        self._stats.add("gave_up/scheduler")
+        for request_id in list(self._wanted):
+            self._release(request_id, set())
+        self._items.flush()
+
+    @property
+    def has_lost_worker(self) -> bool:
+        """Whether a worker has said that it has given up: nothing more is to be promised."""
+        return any("gave_up/worker" in sums for sums in self._known_totals.values())
+
+    def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
+        """As `ready`, where nothing is shared: what cannot be encoded is lost."""
+        return self._is_idle or all(
+            self._placeholders.can_encode(feature) or self._lose(request)
+            for feature in request.mm_features
+            if _end(feature) > num_computed_tokens
+        )
+
+    def is_promised(self, identifier: str) -> bool:
+        """Whether the item was said to be here in this step."""
+        return identifier in self._promises
+
+    def keep_promise(self, identifier: str) -> None:
+        """Order the item to be loaded if it was promised, or else nothing: it is encoded."""
+        if identifier in self._promises:
+            self._loads[identifier] = self._promises[identifier]
+
+    def promised_orders(self) -> Orders:
+        """Return orders for what was promised in this step."""
+        orders = Orders(self._take_loads())
+        self._unpin(time.monotonic())
+        return orders
+
+    def take_lost(self) -> set[str]:
+        """As `take_unavailable`; counts nothing."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    # --- the rest ---
+
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""
         for request_id in list(self._wanted):
@@ -237,6 +280,10 @@ class EncoderScheduler:
         self._engine.close()
         if self._ledger is not None:
             self._ledger.close()
+
+    def _take_loads(self) -> tuple[LoadOrder, ...]:
+        loads, self._loads, self._promises = tuple(self._loads.values()), {}, {}
+        return loads
 
     def _ledger_read(self, done: Done[Totals]) -> None:
         if done.value:
@@ -272,6 +319,8 @@ class EncoderScheduler:
         # not fit its placeholders. vLLM fails such a request too.
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
             return self._lose(request)
+        if item.phase is Phase.READY:
+            self._promises[item.identifier] = LoadOrder(item.identifier, item.object_key)
         return True
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:

@@ -131,7 +131,7 @@ class EncoderWorker:
             self._engine.poll()
         elif self._engine.in_flight:
             self._engine.drain(self._timeout_s)
-        self._tell()
+        self.tell()
 
     def report(self) -> Report | None:
         """Return the sums, and what was loaded since the last report; None if nothing is new."""
@@ -141,6 +141,24 @@ class EncoderWorker:
         if not is_new and not loaded:
             return None
         return Report({self._rank: dict(self._totals)}, loaded)
+
+    def give_up(self) -> None:
+        """Count it, for the scheduler half to promise nothing more."""
+        self._stats.add("gave_up/worker")
+
+    def load_rest(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
+        """Do the simplest way what `load` has not done, once this half has given up."""
+        for order in orders.loads:
+            if order.identifier in encoder_cache:
+                continue
+            stored = open_object(self._engine.host, order.key)
+            if stored is None:
+                logger.error("embedding %s was promised and cannot be loaded", order.key)
+                continue
+            tensor = as_tensor(stored.payload, stored.spec)
+            encoder_cache[order.identifier] = tensor.to(self._device, copy=True)
+            stored.release()
+            self._loaded.add(order.key)
 
     def close(self) -> None:
         """Let uploads end, briefly, and stop the I/O thread."""
@@ -210,7 +228,7 @@ class EncoderWorker:
             self._totals = merged(self._totals, news)
             self._has_news = self._is_untold = True
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Write the sums down, now and then, where a report would not arrive."""
         self._add_up()
         now_s = time.monotonic()

@@ -3,7 +3,11 @@
 
 A role-routed shell, one instance a process. The scheduler half plans what to load and what to save;
 the worker half moves blocks between the cache tensors and the store. Each hook below is one call to
-the half of this process; the other half does not exist here: asking for it is an AttributeError.
+the half of this process; the other half does not exist here.
+
+A hook never raises (ecshare.plugin.guard). A request that vLLM was promised a load for waits until
+the load is reported. So this class remembers such requests itself, and those that a half which has
+given up can no longer serve are reported as failed, once nothing is written to their blocks.
 
 vLLM imports this module in its front-end process too, so nothing heavy is imported at the top.
 """
@@ -18,9 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ecshare.plugin.guard import Guard, guarded
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
 from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.messages import Orders, Report
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +42,18 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ecshare.plugin.metrics import CounterStats
-    from kvshare.messages import Orders, Report
     from kvshare.scheduler import KVScheduler
     from kvshare.worker import KVWorker
 
 logger = logging.getLogger(__name__)
+
+
+def _none() -> None:
+    return None
+
+
+def _nothing_to_say() -> tuple[bool, None]:
+    return False, None
 
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
@@ -66,6 +79,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             from kvshare.scheduler import KVScheduler
 
             self.scheduler = KVScheduler.start(vllm_config, kv_cache_config, config)
+            self.guard = Guard(self.scheduler.give_up)
+            self._promised: set[str] = set()  # requests whose load no worker was told of yet
             if transfer.kv_load_failure_policy != "recompute":
                 # vLLM's scheduler reads it right after it has made this object.
                 transfer.kv_load_failure_policy = "recompute"
@@ -78,6 +93,10 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             from kvshare.worker import KVWorker
 
             self.worker = KVWorker.start(vllm_config, kv_cache_config, config)
+            self.guard = Guard(self.worker.give_up)
+            self._owed: set[str] = set()  # requests whose load was ordered and is not reported yet
+            self._refused: set[str] = set()  # requests that are to be reported as failed
+            self._invalid_blocks: set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,6 +108,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """True: the worker half lets go of the cache before vLLM gives its memory away."""
         return True
 
+    @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
         """Let what is in flight end, briefly, and stop the I/O thread."""
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
@@ -96,26 +116,39 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker processes ---
 
+    @guarded(_none)
     def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata") -> None:
         """Save what lies in blocks that were freed; called before this step can refill them."""
-        if TYPE_CHECKING:
-            assert isinstance(kv_connector_metadata, Orders)
+        assert isinstance(kv_connector_metadata, Orders)
         self.worker.save_leaving(kv_connector_metadata)
 
+    @guarded(_none)
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Take hold of vLLM's cache tensors, one a layer."""
         self.worker.register(kv_caches)
 
+    def _stop_loads(self) -> None:
+        self.worker.has_stopped_loads()
+
+    @guarded(_none, _stop_loads)
     def unregister_kv_caches(self) -> None:
         """Neither read nor write the cache until `restore_kv_caches`: vLLM goes to sleep."""
         self.worker.unregister()
 
+    @guarded(_none)
     def restore_kv_caches(self) -> None:
         """Use the cache again: vLLM has woken up, and its tensors lie where they lay."""
         self.worker.restore()
 
+    def _refuse_loads(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        orders = self._orders()
+        self._refused |= orders.refused
+        self._owed.update(order.request_id for order in orders.loads)
+
+    @guarded(_none, _refuse_loads)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads; `get_transfer_results` says when they have ended."""
+        self._refuse_loads(forward_context)
         self.worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -130,27 +163,44 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Do nothing: blocks are saved after the forward pass, for CUDA graphs skip this hook."""
 
+    @guarded(_none)
     def wait_for_save(self) -> None:
         """Start this step's saves. The blocks may be refilled, in stream order, on return."""
         self.worker.save(self._orders())
 
+    def _failed_loads(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker.has_stopped_loads():
+            self._refused |= self._owed
+            self._owed = set()
+        failed, self._refused = self._refused, set()
+        return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
+
+    @guarded(KVConnectorTransferResults, _failed_loads)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load ended, and of which nothing was loaded; each once."""
         finished = self.worker.settle()
+        # Together with the requests: whoever is reported without its lost blocks runs on noise.
+        self._invalid_blocks |= self.worker.take_invalid_blocks()
+        self._owed -= finished.requests
+        refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(
-            finished_recving=finished.requests, failed_recving=finished.failed
+            finished_recving=finished.requests | refused, failed_recving=finished.failed | refused
         )
 
+    @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not filled; vLLM keeps what lies before them."""
-        return self.worker.take_invalid_blocks()
+        taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
 
-    def build_connector_worker_meta(self) -> "Report | None":
+    @guarded(lambda: Report(frozenset(), is_idle=True), goes_on=True)
+    def build_connector_worker_meta(self) -> Report | None:
         """Return what the scheduler half must know; None if there is nothing."""
         return self.worker.report()
 
     # --- scheduler process ---
 
+    @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -158,21 +208,38 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         num_tokens = self.scheduler.num_loadable_tokens(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
+    def _promise(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._promised.add(request.request_id)
+
+    @guarded(_none, _promise)
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
         """Note the blocks that the load, if there is one, is to fill."""
+        self._promise(request, blocks, num_external_tokens)
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "Orders":
-        """Return this step's orders for the workers."""
-        return self.scheduler.orders(scheduler_output)
+    def _refuse_promised(self, scheduler_output: "SchedulerOutput") -> Orders:
+        promised, self._promised = self._promised, set()
+        return Orders("", refused=frozenset(promised))
 
+    @guarded(lambda: Orders(""), _refuse_promised)
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Orders:
+        """Return this step's orders for the workers."""
+        orders = self.scheduler.orders(scheduler_output)
+        self._promised.clear()
+        return orders
+
+    @guarded(_none)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take the workers' report."""
         self.scheduler.reported(connector_output)
 
+    @guarded(_nothing_to_say)
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -183,12 +250,14 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return False, self.scheduler.finished(request)
 
+    @guarded(_nothing_to_say)
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, for a caller that knows one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded(dict)
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
@@ -198,14 +267,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         sources = self.scheduler.hit_sources(request, num_external_tokens)
         return {cache_hit_source(name): count for name, count in sources.items()}
 
+    @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Return whether an idle engine is to step on, for the workers to say what is stored."""
         return self.scheduler.is_crowded
 
+    @guarded(list)
     def take_events(self) -> "list[KVCacheEvent]":
         """Return which blocks were stored, or found lost, where vLLM's KV events are on."""
         return self.scheduler.take_events()
 
+    @guarded(lambda: True)
     def reset_cache(self) -> bool:
         """Forget what is in the cache; the store keeps what it has."""
         self.scheduler.reset()
@@ -213,6 +285,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- statistics; both processes ---
 
+    @guarded(_none, goes_on=True)
     def get_kv_connector_stats(self) -> "CounterStats | None":
         """Return the counts of this half since the last call."""
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
@@ -241,8 +314,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             "kvshare", METRICS, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _orders(self) -> "Orders":
+    def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
-        if TYPE_CHECKING:
-            assert isinstance(orders, Orders)
+        assert isinstance(orders, Orders)
         return orders

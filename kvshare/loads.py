@@ -173,6 +173,7 @@ class Loads:
         self._fetching_bytes = {False: 0, True: 0}
         self._inflow = inflow
         self._lock = threading.Lock()
+        self._has_stopped = False
         self._is_paused = False
         self._num_writing = 0  # load threads
         self._nobody_writes = threading.Condition(self._lock)
@@ -234,6 +235,12 @@ class Loads:
         for wanted in self._wanted.values():
             if wanted.job.is_announced and not wanted.is_wanted:
                 self._engine.cancel(wanted.handle)
+
+    def has_stopped(self) -> bool:
+        """Begin to write to no block any more; return whether no load thread does now."""
+        with self._lock:
+            self._has_stopped = True
+            return not self._num_writing
 
     def _arrived(self, wanted: _Wanted, done: Done[StoredObject]) -> None:
         """Take note of what became of a fetch for all who waited for it, and go on."""
@@ -342,6 +349,8 @@ class Loads:
         if wanted.misfit:
             return
         with self._lock:
+            if self._has_stopped:
+                return
             self._num_writing += 1
             waiters = tuple(wanted.waiters)
             wanted.num_served = len(waiters)

@@ -68,6 +68,8 @@ class Orders(KVConnectorMetadata):
     leaving: tuple[Piece, ...] = ()
     """To be copied out before this step's forward pass: vLLM has freed their blocks, and requests
     of this step may fill them."""
+    refused: frozenset[str] = frozenset()
+    """Requests that vLLM was promised a load for, and that get none: to be reported as failed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Report(KVConnectorWorkerMetadata):
     lost: frozenset[ChunkKey]
     """Ordered to be saved or loaded, but not in the store: to be saved when next seen."""
     is_idle: bool = False
-    """This worker can neither save nor load: its cache has a layout it does not understand."""
+    """This worker can neither save nor load: its cache has a layout it does not understand, or it
+    has given up after a bug."""
     ended: Mapping[ChunkKey, int] = field(default_factory=dict)
     """For how many of their objects the save has ended, successfully or not."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the KV connector counts."""
 
-from ecshare.plugin.metrics import MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
+from ecshare.plugin.metrics import HALF_METRICS, MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
 
 _WAITS = {"stage": ("look_up", "load")}
 METRICS: MetricTable = {
@@ -28,4 +28,5 @@ METRICS: MetricTable = {
     ),
     "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),
     **TRANSFER_METRICS,
+    **HALF_METRICS,
 }

@@ -346,6 +346,12 @@ class KVScheduler:
         """Return the counts since the last call; None if there are none."""
         return counter_stats(self._engine.take_counts("scheduler"))
 
+    def give_up(self) -> None:
+        """Share nothing from now on: no hook but `take_stats` and `close` is called any more."""
+        self._stats.add("gave_up/scheduler")
+        self._tracked.clear()
+        self._loading.clear()
+
     def close(self) -> None:
         """Stop the I/O thread."""
         self._engine.close()

@@ -291,6 +291,15 @@ class KVWorker:
             self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
         return counter_stats(self._engine.take_counts("worker"))
 
+    def give_up(self) -> None:
+        """Share nothing from now on, and have the scheduler half told."""
+        self._stats.add("gave_up/worker")
+        self._tells_idle = True
+
+    def has_stopped_loads(self) -> bool:
+        """Begin to write to no block any more; return whether none is being written to."""
+        return self._loads is None or self._loads.has_stopped()
+
     def close(self) -> None:
         """Let saves end, briefly, and stop the I/O thread."""
         self._engine.close()

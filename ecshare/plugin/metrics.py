@@ -57,6 +57,14 @@ TRANSFER_METRICS = {
     ),
 }
 
+HALF_METRICS = {
+    "gave_up": Metric(
+        "gave_up",
+        "Halves that gave up after a bug of ours: they share nothing until a restart.",
+        {"half": ("scheduler", "worker")},
+    ),
+}
+
 
 @dataclass
 class CounterStats(KVConnectorStats):

@@ -47,8 +47,7 @@ def test_the_other_half_does_not_exist(vllm_config: VllmConfig, tmp_path: Path) 
     connector = connect(
         vllm_config, {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
     )
-    with pytest.raises(AttributeError, match="worker"):
-        connector.get_finished(set())
+    assert not hasattr(connector, "worker")
     connector.shutdown()
 
 

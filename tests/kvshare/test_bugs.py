@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bug of ours in any hook: every request ends, with the tokens of an engine without us."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvshare.blocks import BlockCaches
+from kvshare.scheduler import KVScheduler
+from kvshare.worker import KVWorker
+from lab.vllm_loop import RUNNERS, RunnerName
+from tests.kvshare.conftest import StartEngine, spin
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
+
+PROMPTS = [[number, *range(5 * BLOCK + 2)] for number in range(3)]
+NUM_TOKENS = 6
+SCHEDULER_HOOKS = (
+    "num_loadable_tokens",
+    "allocated",
+    "hit_sources",
+    "orders",
+    "reported",
+    "finished",
+    "take_events",
+    "take_stats",
+    "close",
+)
+WORKER_HOOKS = (
+    "save_leaving",
+    "register",
+    "load",
+    "save",
+    "settle",
+    "take_invalid_blocks",
+    "report",
+    "take_stats",
+    "close",
+)
+HALVES: list[tuple[type, str]] = [(KVScheduler, name) for name in SCHEDULER_HOOKS]
+HALVES += [(KVWorker, name) for name in WORKER_HOOKS]
+
+
+def fails_from(hook: Callable[..., Any], nth_call: int) -> Callable[..., Any]:
+    """The same hook, with a bug: it raises when it has done its work, in that call and later."""
+    calls = 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < nth_call:
+            return hook(*args, **kwargs)
+        if calls % 2:
+            hook(*args, **kwargs)
+        raise RuntimeError("a bug")
+
+    return broken
+
+
+def serve_all(engine: ToyEngine, name: str) -> None:
+    """Serve all prompts together, as vLLM would; check their tokens."""
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(make_request(f"{name}{number}", prompt, NUM_TOKENS))
+    deadline_s = time.monotonic() + GIVE_UP_S
+    while engine.has_work:
+        engine.step()
+        assert time.monotonic() < deadline_s, "the engine hangs"
+    for number, prompt in enumerate(PROMPTS):
+        answer = engine.answers[f"{name}{number}"]
+        assert answer.tokens == expected_answer(prompt, NUM_TOKENS)
+    assert engine.scheduler.kv_cache_manager.block_pool.get_usage() == 0.0
+    assert not engine.scheduler.requests
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("nth_call", [1, 2, 5])
+@pytest.mark.parametrize(("half", "hook"), HALVES)
+def test_requests_end_with_the_right_tokens(
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    half: type,
+    hook: str,
+    nth_call: int,
+    runner: RunnerName,
+) -> None:
+    serve_all(start(), "stored")
+    monkeypatch.setattr(half, hook, fails_from(getattr(half, hook), nth_call))
+    engine = start(runner=runner, is_async=runner == "v2")
+    serve_all(engine, "first")
+    serve_all(engine, "second")
+
+
+@pytest.mark.parametrize("hook", ["orders", "settle"])
+def test_a_bug_is_logged_once_and_counted(
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+) -> None:
+    half, name = (KVScheduler, "scheduler") if hook == "orders" else (KVWorker, "worker")
+    monkeypatch.setattr(half, hook, fails_from(getattr(half, hook), 2))
+    engine = start()
+    serve_all(engine, "r")
+    serve_all(engine, "s")
+    assert engine.counts[f"gave_up/{name}"] == 1
+    errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert [bool(each.exc_info) for each in errors] == [True]
+
+
+def test_a_worker_that_has_given_up_stops_the_other_half(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(start(), PROMPTS[0])
+    monkeypatch.setattr(KVWorker, "save", fails_from(KVWorker.save, 1))
+    engine = start()
+    serve_all(engine, "first")
+    engine.counts.clear()
+    serve_all(engine, "second")
+    assert "tokens/queried" not in engine.counts
+    assert engine.answers["second0"].kv_transfer_params is None
+
+
+def test_nobody_computes_in_blocks_that_are_being_written_to(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(start(), PROMPTS[0])
+    write, begun, may_end = BlockCaches.write, threading.Event(), threading.Event()
+    num_written = 0
+
+    def slow(*args: Any) -> None:
+        nonlocal num_written
+        begun.set()
+        assert may_end.wait(GIVE_UP_S)
+        num_written += 1
+        write(*args)
+
+    monkeypatch.setattr(BlockCaches, "write", slow)
+    engine = start()
+    engine.add(make_request("r", PROMPTS[0], NUM_TOKENS))
+    spin(engine, begun.is_set)
+    monkeypatch.setattr(KVWorker, "settle", fails_from(KVWorker.settle, 1))
+    for _ in range(20):
+        engine.step()
+    assert engine.answers["r"].computed_prompt_tokens == 0
+    may_end.set()
+    spin(engine, lambda: not engine.has_work)
+    assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
+    assert engine.answers["r"].computed_prompt_tokens == len(PROMPTS[0])
+
+
+def test_what_arrives_after_its_worker_has_given_up_is_not_written(
+    gated: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(gated(), PROMPTS[0])
+    engine = gated("kv_consumer", engine={"num_blocks": 10})
+    GatedFileSystem.close_gate("get")
+    engine.add(make_request("r", PROMPTS[0], NUM_TOKENS))
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    spin(engine, lambda: pool.get_usage() > 0)
+    monkeypatch.setattr(KVWorker, "settle", fails_from(KVWorker.settle, 1))
+    spin(engine, lambda: not engine.has_work)
+    assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
+    others = PROMPTS[0][::-1]
+    engine.add(make_request("in the same blocks", others, NUM_TOKENS))
+    spin(engine, lambda: bool(engine.answers["in the same blocks"].tokens))
+    GatedFileSystem.open_gates()
+    engine.transfer.drain(GIVE_UP_S)
+    spin(engine, lambda: not engine.has_work)
+    tokens = engine.answers["in the same blocks"].tokens
+    assert tokens == expected_answer(others, NUM_TOKENS)
