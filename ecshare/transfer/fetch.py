@@ -21,6 +21,7 @@ from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
 from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
+from ecshare.transfer.host_watch import HostWatch
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
 from ecshare.transfer.priority import Priority
@@ -38,17 +39,15 @@ _SOUNDNESS: Verdicts = (
 _Load = Callable[[], tuple[StoredObject, Moved]]
 _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 
-# How often the host cache is asked for an object that another process fetches or stores.
+# How often it is tried whether the process that downloads has given up.
 _FIRST_POLL_S = 0.001
-_LONGEST_POLL_S = 0.01
-# The part of a job's time that it waits for another process's download. Less than half, so that
-# the rest is enough to see whether the store answers (see StoreClient.ask).
+_LONGEST_POLL_S = 0.05
+# The part of a job's time that it waits for another process's download. Less than half: what is
+# left shows whether the store answers (see StoreClient.ask).
 _PATIENCE = 0.45
 # How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
-# Looks at the host cache are cheaper, so all waits together may do four times as many.
-_HOST_POLLS_A_STORE_POLL = 4
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -108,6 +107,7 @@ class Fetcher:
         self._damage_breaker = CircuitBreaker("loads")
         self._removal = Removal(client, loads, integrity, Allowance())
         self._poll_rate = PollRate()
+        self._watch = HostWatch(host)
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +133,7 @@ class Fetcher:
         missing: ObjectMissing | None = None
         while True:
             try:
-                return await self._fetch(job, deadline_s, member)
+                return await self._fetch(job, deadline_s)
             except ObjectCorrupt:
                 raise  # it was stored, and is gone now
             except (StoreError, TimeoutError) as exc:
@@ -143,10 +143,13 @@ class Fetcher:
                 if left_s <= 0:
                     raise missing or exc from None
             waited_s = min(max(pause_s, self._poll_rate.pause_s(member)), left_s)
-            await self._appearance(job, waited_s, member)
+            if job.in_store:
+                await asyncio.sleep(waited_s)  # the store alone can tell
+            else:
+                await self._watch.appears(job.key, waited_s)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
 
-    async def _fetch(self, job: Fetch, deadline_s: float, member: Member | None = None) -> _Served:
+    async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:
         """As `serve`, in one round."""
         started_s = time.monotonic()
         # Whoever holds the claim may have been stopped; then go without.
@@ -161,7 +164,7 @@ class Fetcher:
                 found = self._host.claim(job.key)
             if found is not None or time.monotonic() >= patience_s:
                 break
-            await self._appearance(job, patience_s - time.monotonic(), member, is_claimed=True)
+            await self._download_elsewhere(job, patience_s - time.monotonic())
         try:
             return await self._from_store(job, started_s, deadline_s)
         finally:
@@ -204,28 +207,16 @@ class Fetcher:
         self._host.discard(here.key)
         return None
 
-    async def _appearance(
-        self, job: Fetch, timeout_s: float, member: Member | None, *, is_claimed: bool = False
-    ) -> None:
-        """Wait until the object is in the host cache, at most `timeout_s`.
-
-        Look as often as `member` may. `is_claimed`: return also when the process that downloads it
-        has released its claim.
-        """
-        if job.in_store and not is_claimed:
-            await asyncio.sleep(timeout_s)  # the store alone can tell
-            return
+    async def _download_elsewhere(self, job: Fetch, timeout_s: float) -> None:
+        """Return when the object is in the host cache, or the process that downloads it has let go
+        of its claim, or after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         poll_s = _FIRST_POLL_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            least_s = self._poll_rate.pause_s(member) / _HOST_POLLS_A_STORE_POLL if member else 0.0
-            await asyncio.sleep(min(max(poll_s, least_s), left_s))
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-            entry = self._host.open(job.key)
-            if entry is not None:
-                entry.close()
+            if await self._watch.appears(job.key, min(poll_s, left_s)):
                 return
-            if is_claimed and (claim := self._host.claim(job.key)) is not None:
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            if (claim := self._host.claim(job.key)) is not None:
                 claim.release()
                 return
 

@@ -28,7 +28,7 @@ def test_few_are_not_held_back(clock: Clock) -> None:
         (one, *_) = joined(stack, poll_rate, 5)
         assert poll_rate.pause_s(one) <= 0.01
         joined(stack, poll_rate, 20)
-        clock.now_s += 3
+        clock.now_s += 1
         assert poll_rate.pause_s(one) == pytest.approx(0.05)
 
 
@@ -39,8 +39,21 @@ def test_however_many_they_are_they_ask_500_times_a_second(clock: Clock, number:
         members = []
         for _ in range(4):
             members += joined(stack, poll_rate, -(-number // 4))
-            clock.now_s += 0.5
+            clock.now_s += 0.25
         assert sum(1 / poll_rate.pause_s(each) for each in members) == pytest.approx(500)
+
+
+def test_many_that_have_waited_long_ask_less_often(clock: Clock) -> None:
+    poll_rate = PollRate(clock)
+    with ExitStack() as stack:
+        (one, *_) = joined(stack, poll_rate, 5)
+        clock.now_s += 1.5
+        assert poll_rate.pause_s(one) == pytest.approx(0.05)
+        joined(stack, poll_rate, 195)
+        clock.now_s += 1.5
+        assert poll_rate.pause_s(one) == pytest.approx(1.5), "half its age"
+        clock.now_s += 2
+        assert poll_rate.pause_s(one) == pytest.approx(2.0), "100 a second together"
 
 
 def test_those_that_come_at_one_moment_count_at_once(clock: Clock) -> None:
