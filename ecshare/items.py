@@ -15,6 +15,7 @@ step and submitted together at its end, because waking the I/O thread is what co
 """
 
 import logging
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from msgspec import Struct
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
 from ecshare.plugin.model_facts import Namespace
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec
+from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
@@ -45,6 +47,10 @@ from ecshare.transfer.jobs import (
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP_AT_ONCE = 256
+# Each item that is fetched or pinned holds a descriptor. This part of those that the process may
+# have is enough for many steps, and leaves the rest to vLLM, to connections and to later pins.
+_DESCRIPTORS_PART = 4
+_FEWEST_ITEMS, _MOST_ITEMS = 64, 4096
 
 
 class Phase(Enum):
@@ -107,7 +113,8 @@ class Item:
     key: Key | None = None
     """Its object's; empty for an item that cannot be shared, or not yet."""
     phase: Phase = Phase.ASKED
-    stored: StoredObject | None = None
+    pin: Entry | None = None
+    """What keeps it in the host cache."""
     handle: Handle[Any] | None = None
     """The job that finds out about it, if one does."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -150,8 +157,15 @@ class Items:
         self._submit: list[Handle[Any]] = []
         self._cancel: list[Handle[Any]] = []
         self._adapters = AdapterContents()
+        self.limit = _most_items()
+        """So many items, and what one request more needs, are known at a time."""
         self.unsaved: dict[str, Item] = {}
         """The absent ones that nobody was told to store yet, by identifier."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may ask. A producer alone holds nothing, and always has room."""
+        return len(self._items) < self.limit or not self._role.is_consumer
 
     def __len__(self) -> int:
         return len(self._items)
@@ -185,7 +199,7 @@ class Items:
             self._start(item, Handle(job, partial(self._identified, item)))
         return item
 
-    def drop(self, item: Item) -> StoredObject | None:
+    def drop(self, item: Item) -> Entry | None:
         """Forget an item that nobody needs any more; return what it pins, for the caller to let go.
 
         What is still on its way is cancelled.
@@ -195,8 +209,8 @@ class Items:
         self.unsaved.pop(item.identifier, None)
         if item.handle is not None:
             self._cancel.append(item.handle)
-        stored, item.stored = item.stored, None
-        return stored
+        pin, item.pin = item.pin, None
+        return pin
 
     def retry_for(self, item: Item, request_id: str) -> bool:
         """Whether a request that cannot do without an absent item shall wait for it still.
@@ -301,7 +315,7 @@ class Items:
 
     def _take(self, item: Item, stored: StoredObject, done: Done[StoredObject]) -> None:
         self._found(item, Phase.READY)
-        item.stored = stored
+        item.pin = stored.keep_pin()
         is_from_host = any(moved.tier is Tier.HOST for moved in done.moved)
         if self._role.is_producer and is_from_host and not self._in_store:
             # It will be announced to other hosts, and the store may have lost it.
@@ -331,6 +345,13 @@ class Items:
     def _count_wait(self, item: Item) -> None:
         self._stats.add("waits")
         self._stats.add("wait_seconds", time.monotonic() - item.asked_s)
+
+
+def _most_items() -> int:
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return _MOST_ITEMS
+    return min(max(soft_limit // _DESCRIPTORS_PART, _FEWEST_ITEMS), _MOST_ITEMS)
 
 
 def _reason(outcome: Outcome) -> str:

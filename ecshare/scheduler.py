@@ -29,7 +29,8 @@ from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.plugin.start import start_with_namespace
-from ecshare.transfer.jobs import Done, Handle, Run, StoredObject
+from ecshare.store.hostcache.cache import Entry
+from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.recent import Recent
 from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import is_gauge
@@ -130,7 +131,7 @@ class EncoderScheduler:
         self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         self._lost: set[str] = set()
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
-        self._unpinning: list[tuple[float, int, StoredObject]] = []
+        self._unpinning: list[tuple[float, int, Entry]] = []
         self._num_let_go = 0
 
     # --- hooks ---
@@ -156,6 +157,8 @@ class EncoderScheduler:
             return True
         self._passed.pop(request_id, None)  # preempted, or a session that goes on
         self._engine.poll()
+        if request_id not in self._wanted and not self._items.has_room:
+            return False  # nothing is asked yet, so its time does not run
         # A list: every item is asked for at once, not one after the other.
         return all([self._is_settled(request, feature) for feature in needed])
 
@@ -382,18 +385,20 @@ class EncoderScheduler:
             item.retried_for.discard(request_id)
             if item.waiters:
                 continue
-            stored = self._items.drop(item)
-            if stored is not None:
+            pin = self._items.drop(item)
+            if pin is not None:
                 is_unreported = item.key in self._loading
                 pinned_s = _UNPIN_UNREPORTED_S if is_unreported else _UNPIN_LOADED_S
                 self._num_let_go += 1
-                entry = (time.monotonic() + pinned_s, self._num_let_go, stored)
+                entry = (time.monotonic() + pinned_s, self._num_let_go, pin)
                 heapq.heappush(self._unpinning, entry)
 
     def _unpin(self, now_s: float) -> None:
-        """Unpin what is due."""
-        while self._unpinning and self._unpinning[0][0] <= now_s:
-            heapq.heappop(self._unpinning)[2].release()
+        """Unpin what is due, and what is due next where there is too much."""
+        num_spare = len(self._unpinning) - self._items.limit
+        while self._unpinning and (self._unpinning[0][0] <= now_s or num_spare > 0):
+            num_spare -= 1
+            heapq.heappop(self._unpinning)[2].close()
 
     # --- producer ---
 

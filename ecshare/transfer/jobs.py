@@ -50,6 +50,13 @@ class StoredObject(Struct, frozen=True):
     payload: memoryview
     entry: Entry | None
 
+    def keep_pin(self) -> Entry | None:
+        """Let go of all but the pin, which the caller closes. `payload` must not be used then."""
+        self.payload.release()
+        if self.entry is not None:
+            self.entry.unmap()
+        return self.entry
+
     def release(self) -> None:
         """Unpin; `payload` must not be used any more. The second call does nothing."""
         self.payload.release()

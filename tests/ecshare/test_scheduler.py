@@ -3,6 +3,7 @@
 
 import fcntl
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -496,6 +497,65 @@ def is_pinned(host: Path, key: Key) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def num_descriptors(tmp_path: Path) -> int:
+    """How many of this process's lead to entries of the host cache."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += str(link.readlink()).startswith(f"{tmp_path}/host/")
+    return found
+
+
+def test_an_item_that_is_here_holds_one_descriptor(
+    start: Start, tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    before = num_descriptors(tmp_path)
+    assert until_ready(scheduler, request(feature()))
+    assert scheduler.has("picture")
+    assert num_descriptors(tmp_path) == before + 1
+
+
+def few_descriptors(kind: int) -> tuple[int, int]:
+    return 256, 256
+
+
+def test_items_that_were_let_go_do_not_pile_up(
+    start: Start, tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", few_descriptors)
+    scheduler = start("ec_consumer")
+    store(scheduler, tmp_path, shape)
+    for number in range(80):
+        asked = request(feature(), name=f"r{number}")
+        assert until_ready(scheduler, asked)
+        scheduler.finished(asked)
+    scheduler.orders({})
+    assert 60 < num_descriptors(tmp_path) < 80
+
+
+def test_requests_beyond_what_may_be_open_wait_for_their_turn_and_lose_no_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", few_descriptors)
+    scheduler = start("ec_consumer")
+    requests = [request(feature(f"p{number}"), name=f"r{number}") for number in range(65)]
+    for asked in requests[:64]:
+        assert until_ready(scheduler, asked)
+    counted(scheduler)
+    late = requests[64]
+    for _ in range(3):
+        assert not scheduler.ready(late, 0)
+        scheduler.orders({})
+        scheduler._engine.drain(10)
+    assert counted(scheduler) == {}
+    assert scheduler.ready(requests[0], 0), "who has asked is not put off"
+    scheduler.finished(requests[0])
+    assert until_ready(scheduler, late)
+    assert counted(scheduler) == {"waits": 1, "items/missed": 1, "misses/missing": 1}
 
 
 def test_one_identifier_with_two_lengths_fails_the_second_request(start: Start) -> None:

@@ -87,6 +87,15 @@ class Entry:
         # Not populated: the kernel maps 16 pages at a fault, and madvise was seen to take longer.
         return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
 
+    def unmap(self) -> None:
+        """Keep the pin alone: a map holds another descriptor. No view of `body` may be left."""
+        mapped, self._map = self._map, None
+        self._body.release()
+        self._body = memoryview(b"")
+        if mapped is not None:
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
     def close(self) -> None:
         """Unpin. Existing views stay readable; the memory is freed with the last of them."""
         if self._fd < 0:
