@@ -127,11 +127,12 @@ def test_what_a_load_finds_lost_is_withdrawn(
     subscriber.wait(lambda now: len(now.stored) == NUM_FULL and hashes(PROMPT)[0] in withdrawn(now))
 
 
-def test_nothing_is_told_where_events_are_off(start: StartEngine) -> None:
+def test_nothing_is_kept_or_told_where_events_are_off(start: StartEngine) -> None:
     engine = start()
     serve(engine, PROMPT, max_tokens=1)
     tell(engine)
     assert engine.connector.take_events() == []
+    assert engine.connector.scheduler._events is None  # what it would keep nobody could see
 
 
 # --- the bookkeeping alone ---
@@ -186,6 +187,8 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     events.take()
     events.lost(chunk.key for chunk in chunks)
     assert len(events.take()) == 3, "what was announced long ago is forgotten"
+    events.stored({chunk.key: 1 for chunk in chunks})
+    assert events.take() == [], "no save was ordered anew"
     for chunk in chunks:
         events.ordered(request, chunk)
         events.stored({chunk.key: 1})
