@@ -9,7 +9,6 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from vllm import __version__ as vllm_version
 
@@ -211,13 +210,11 @@ class KVWorker:
         with the next step. What is ordered meanwhile is not saved, and fails to load. Waits for
         copies between host and device, and never for the store. The second call does nothing.
         """
-        if self._loads is None or not self._has_cache:
+        if self._loads is None or self._staging is None or not self._has_cache:
             return
         self._has_cache = False
         self._loads.pause()
-        device = self._blocks[0].device
-        if is_gpu(device):
-            torch.cuda.synchronize(device)  # copies out that were queued read the cache
+        self._staging.wait_copied()
 
     def restore(self) -> None:
         """Take hold of the cache again, after `unregister`: its tensors have memory again."""

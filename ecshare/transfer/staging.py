@@ -337,6 +337,11 @@ class Staging:
                 slab.copied = copied
             compute.wait_event(copied)
 
+    def wait_copied(self) -> None:
+        """Block until the device has carried out all copies to slabs that were launched so far."""
+        if self._outward is not None:
+            _recorded(self._outward).synchronize()
+
     def bring(self, tensor: Tensor) -> Tensor:
         """Return a copy on the GPU of `tensor`, which lies in host memory, contiguous.
 

@@ -110,6 +110,18 @@ def test_kv_is_copied_out_before_later_kernels_overwrite_it(gpu: Gpu) -> None:
     assert slab.payload.all()
 
 
+def test_memory_that_is_given_away_has_been_copied_out(gpu: Gpu) -> None:
+    """Its next owner does not launch on vLLM's stream."""
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.ones(4)
+    slab = staging.reserve(facts(4))
+    assert slab is not None
+    staging.copy_out(slab, tensor)
+    staging.wait_copied()
+    tensor.zero_()
+    slab.arrived()
+    assert slab.payload.all()
+
+
 def test_a_slab_that_is_let_go_early_is_not_used_before_its_copy_has_arrived(gpu: Gpu) -> None:
     staging = Staging(torch.device("cpu"), MIB)
     slab = staging.reserve(facts(4))
