@@ -19,6 +19,7 @@ from itertools import permutations
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from ecshare.plugin.compat import device_copier
@@ -150,9 +151,10 @@ class BlockCaches:
             and (self._erase is None or tokens == self._kernel_tokens)
         )
 
-    def is_of_another_page(self, stored: TensorSpec) -> bool:
-        """Whether what has filled the blocks of `stored` lays them out in another way."""
-        return stored.attributes.get("page") != self.page
+    def is_of_another_page(self, stored: TensorSpec, piece: Piece) -> bool:
+        """Whether `stored` is an object of `piece` whose blocks were laid out in another way."""
+        own = structs.replace(stored, attributes={**stored.attributes, "page": self.page})
+        return isinstance(stored.attributes.get("page"), str) and self.can_use(own, piece)
 
     def layers_at(self, block_ids: Sequence[int]) -> list[tuple[str, int, Tensor]]:
         """Return the name of each layer, the one of `block_ids` that is its group's, and a view of

@@ -322,7 +322,7 @@ class Loads:
         blocks = self._blocks[piece.layer_set]
         if blocks.can_use(stored.spec, piece):
             return ""
-        if blocks.is_of_another_page(stored.spec):
+        if blocks.is_of_another_page(stored.spec, piece):
             self._tell_of_layout(stored)
             return "layout"
         # Out of the host cache with it: what is computed and saved instead is to be found there.

@@ -164,7 +164,10 @@ def fill_cache(layer: Any, known: Callable[[str, int], Any], slots: Any) -> int:
     """Have `layer` write known keys and values, equal ones for each head, to `slots` of its cache.
 
     `known`: returns a tensor [slot, element] by its name and the number of elements. Returns how
-    many elements were written for one token and head. Raises whatever vLLM's operation raises.
+    many elements were written for one token and head.
+
+    Raises:
+        Exception: whatever vLLM's operation raises.
     """
     update = layer.impl.do_kv_cache_update
     if hasattr(layer, "kv_lora_rank"):  # MLA: one latent vector a token, and a part with positions

@@ -120,6 +120,7 @@ class Runner:
             _replaced(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.kv_connector),
             _replaced(parallel_state, "_TP", ranks),
             _replaced(parallel_state, "_PP", first),
+            _replaced(parallel_state, "_PCP", first),
         ):
             yield
 

@@ -509,10 +509,10 @@ def num_descriptors(tmp_path: Path) -> int:
 
 
 def test_an_item_that_is_here_holds_one_descriptor(
-    start: Start, tmp_path: Path, shape: tuple[int, int]
+    start: Start, store: Store, tmp_path: Path
 ) -> None:
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
+    store()
     before = num_descriptors(tmp_path)
     assert until_ready(scheduler, request(feature()))
     assert scheduler.has("picture")
@@ -524,11 +524,11 @@ def few_descriptors(kind: int) -> tuple[int, int]:
 
 
 def test_items_that_were_let_go_do_not_pile_up(
-    start: Start, tmp_path: Path, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    start: Start, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", few_descriptors)
     scheduler = start("ec_consumer")
-    store(scheduler, tmp_path, shape)
+    store()
     for number in range(80):
         asked = request(feature(), name=f"r{number}")
         assert until_ready(scheduler, asked)

@@ -34,7 +34,6 @@ from ecshare.store.hostcache.folder import (
     default_roots,
     fitting,
     floor_bytes,
-    free_bytes,
     make_private,
     temporary_root,
 )
@@ -465,8 +464,11 @@ class HostCache:
 
     def _shortage(self, num_bytes: int) -> int:
         """Return how many bytes are missing, for so many more, to leave the floor free."""
-        free = free_bytes(self.root)
-        return 0 if free is None else max(0, num_bytes + self._floor_bytes - free)
+        try:
+            disk = os.statvfs(self.root)
+        except OSError:
+            return 0  # it is unknown
+        return max(0, num_bytes + self._floor_bytes - disk.f_bavail * disk.f_frsize)
 
     def drop(self, draft: _DraftFile) -> None:
         """Remove `draft`, unless it has become an entry."""

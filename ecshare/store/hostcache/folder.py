@@ -119,15 +119,6 @@ def floor_bytes(root: Path) -> int:
     return int(min(_FLOOR_BYTES, _FLOOR_SHARE * _disk_bytes(root)))
 
 
-def free_bytes(root: Path) -> int | None:
-    """Return how much of the file system of `root` is free. None: it is unknown."""
-    try:
-        disk = os.statvfs(root)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
-
-
 def _size(folder: Path) -> int:
     """Return how many bytes a cache may use of the disk of `folder`; 0 if none, or unknown."""
     if not os.access(folder, os.W_OK | os.X_OK):
