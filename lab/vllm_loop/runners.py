@@ -124,9 +124,12 @@ class Runner:
         ):
             yield
 
-    def _forward_context(self) -> contextlib.AbstractContextManager[None]:
-        self.config.compilation_config.static_forward_context = self._layers
-        return set_forward_context(self._attention, self.config)
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        # Afterwards vLLM's own layers are back: connectors that start later look at them.
+        layers = _replaced(self.config.compilation_config, "static_forward_context", self._layers)
+        with layers, set_forward_context(self._attention, self.config):
+            yield
 
     def _encode(self, features: Iterable[MultiModalFeatureSpec]) -> dict[str, Tensor]:
         made = {each.identifier: self.model.encode(each) for each in features}

@@ -120,6 +120,16 @@ def test_v2_zeroes_blocks_before_it_saves_what_was_in_them(tmp_path: Path) -> No
     assert seen == {"v1": 7.0, "v2": 0.0}
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_after_a_step_vllm_has_its_own_layers_again(tmp_path: Path, runner: RunnerName) -> None:
+    """A connector that starts later with the same configuration looks at them."""
+    with kv_engine(tmp_path, runner) as engine:
+        vllms = engine.config.compilation_config.static_forward_context
+        engine.add(make_request("r", [1, 2, 3]))
+        engine.run_out()
+        assert engine.config.compilation_config.static_forward_context is vllms
+
+
 @contextmanager
 def kv_engine(folder: Path, runner: RunnerName, **engine_args: Any) -> Iterator[ToyEngine]:
     config = vllm_config(write_model(folder / "model"), options(folder), **engine_args)
