@@ -78,7 +78,7 @@ async def show_objects() -> None:
 
 
 def show_answers(url: str) -> None:
-    """Ask the same twice; the second time the picture is not encoded."""
+    """Ask the same twice; the second time nothing is encoded, and decode alone is asked."""
     body = client.question("Describe this picture.", [client.picture(1)])
     for _ in range(2):
         answer = client.ask(url, body)
