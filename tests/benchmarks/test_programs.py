@@ -25,6 +25,7 @@ EXCUSE = "cannot use S3"
         pytest.param("kv_cache", marks=pytest.mark.engine),
         pytest.param("encoder_engines", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("kv_engines", marks=[pytest.mark.engine, pytest.mark.models]),
+        pytest.param("epd", marks=[pytest.mark.engine, pytest.mark.models]),
     ],
 )
 def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Each turn's prompt is all that was said before and something new. Whichever pref
 finds the earlier prompts, and the answers too, which the decode engine has saved.
 """
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from lab.servers import openai_client as client
 from lab.servers.engines import EngineProcess, ec_argument, kv_argument
 from lab.servers.processes import Server
+from lab.servers.router import RouterProcess
 from tests.conftest import LOGS, engines
 from tests.engines.chat import ask, picture, text
 from tests.releases import HAS_ENCODER_METRICS
@@ -38,24 +38,6 @@ QUESTIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-class Router(Server):
-    """In front of one encode, two prefill and one decode engine."""
-
-    def __init__(self, logs: Path, fleet: "Fleet") -> None:
-        super().__init__("router", logs)
-        self._fleet = fleet
-
-    def command(self) -> list[str]:
-        engines = (
-            f"--encoder={self._fleet.encoder.base_url}",
-            *(f"--prefiller={engine.base_url}" for engine in self._fleet.prefillers),
-            f"--decoder={self._fleet.decoder.base_url}",
-        )
-        # Beside P, D may answer first: P's request is cancelled then, and vLLM counts none of it.
-        options = ("--hand-over=after", "--prefill=always", f"--port={self.port.number}")
-        return [sys.executable, "-m", "ecshare.router", *engines, *options]
-
-
 class Fleet(NamedTuple):
     plain: EngineProcess
     encoder: EngineProcess
@@ -67,6 +49,20 @@ class Fleet(NamedTuple):
     @property
     def prefillers(self) -> tuple[EngineProcess, EngineProcess]:
         return self.first, self.second
+
+    def router(self) -> RouterProcess:
+        return RouterProcess(
+            "router",
+            LOGS / __name__,
+            {
+                "encoder": [self.encoder],
+                "prefiller": self.prefillers,
+                "decoder": [self.decoder],
+            },
+            # Beside P, D may answer first: P's request is cancelled then, and vLLM counts none of
+            # it.
+            options=("--hand-over=after", "--prefill=always"),
+        )
 
     def wait_stored(self) -> None:
         """Return when nothing has been added to the store for a while."""
@@ -119,7 +115,7 @@ def test_five_turns(fleet: Fleet) -> None:
     messages: list[dict[str, Any]] = []
     num_said = 0  # tokens of the latest prompt and its answer
     taken = [0, 0]
-    with Router(LOGS / __name__, fleet) as router:
+    with fleet.router() as router:
         for turn, question in enumerate(QUESTIONS):
             messages.append({"role": "user", "content": question})
             more = {"messages": messages, "max_tokens": ANSWER_TOKENS}

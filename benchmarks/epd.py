@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the split answers: encode, prefill and decode engines with a router before them.
+
+Ours, and vLLM's own example connectors behind vLLM's own example proxy, on this CPU, in turns and
+with the same requests: new pictures, then four of five requests that were asked before, then all
+of them again. Medians over the rounds.
+
+    python -m benchmarks.epd --proxy disagg_epd_proxy.py
+
+The proxy is part of vLLM's source distribution: examples/disaggregated/disaggregated_encoder.
+Without it only our stack is measured.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import in_turn
+from benchmarks.report import Report, Table, arguments, command_line
+from lab.models import make_qwen25_vl
+from lab.servers.engines import (
+    SMALL_ENGINE,
+    EngineProcess,
+    ec_argument,
+    example_argument,
+    kv_argument,
+    kv_example_argument,
+)
+from lab.servers.openai_client import Answer, RequestFailed, ask, picture, question
+from lab.servers.processes import LOOPBACK, Server
+from lab.servers.router import RouterProcess
+
+MODULE = "benchmarks.epd"
+OURS, IN_TREE = "ecshare, kvshare, our router", "vLLM's example connectors and proxy"
+NEW, MIXED, AGAIN = "new pictures", "80 % asked before", "all asked before"
+PHASES = (NEW, MIXED, AGAIN)
+CLIENTS = 8
+PICTURE_PIXELS = 448
+ANSWER_TOKENS = 8
+TEXT = "What is to be seen here, and what will happen next? Answer in a few words."
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Engines of all stages, and what stands before them."""
+
+    front: Server
+    engines: Sequence[EngineProcess]
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that all its processes have used until now."""
+        servers: tuple[Server, ...] = (self.front, *self.engines)
+        return sum(_cpu_s(process) for server in servers for process in server.processes())
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How one stack answered the requests of one phase of one round."""
+
+    wall_s: float
+    cpu_s: float
+    seconds: Sequence[float]
+    """Of each request that was answered."""
+    tokens: Sequence[tuple[int, ...] | None]
+    """Of each request; None: it was lost."""
+
+    @property
+    def per_s(self) -> float:
+        """Answered requests a second."""
+        return len(self.seconds) / self.wall_s
+
+    @property
+    def cpu_each_s(self) -> float:
+        """CPU seconds an answered request."""
+        return self.cpu_s / max(1, len(self.seconds))
+
+
+class ExampleProxy(Server):
+    """vLLM's example proxy, with its defaults."""
+
+    def __init__(self, script: Path, log_dir: Path, engines: Sequence[EngineProcess]) -> None:
+        super().__init__("in-tree-proxy", log_dir)
+        stages = zip(("encode", "prefill", "decode"), engines, strict=True)
+        urls = [f"--{stage}-servers-urls={engine.base_url}" for stage, engine in stages]
+        self._command = [sys.executable, str(script), f"--host={LOOPBACK}", *urls]
+
+    def command(self) -> list[str]:
+        """The script as its README runs it."""
+        return [*self._command, f"--port={self.port.number}"]
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, print, write the result files."""
+    parser = arguments(__doc__ or "", MODULE)
+    parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
+    options = parser.parse_args(words)
+    rounds = options.rounds or (1 if options.quick else 5)
+    num_requests = CLIENTS if options.quick else 96
+    settings = {"rounds": rounds, "requests a phase": num_requests, "clients": CLIENTS}
+    report = Report("epd", command_line(MODULE, options), settings)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
+        stacks = stack.enter_context(_stacks(folder, options.proxy))
+        phases = _measure(stacks, rounds, num_requests)
+        report.add(_table(list(stacks), phases))
+    print(f"\nwritten: {report.write(options.results).name}")
+
+
+@contextmanager
+def _stacks(folder: Path, proxy: Path | None) -> Iterator[dict[str, Stack]]:
+    """Start both stacks, each with a store of its own, and have each answer once."""
+    model = make_qwen25_vl(folder / "model")
+    with ExitStack() as stack:
+
+        def start(name: str, *extra: str) -> EngineProcess:
+            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra))
+            stack.callback(engine.stop)
+            engine.start()
+            return engine
+
+        started = {OURS: _our_engines(folder, start)}
+        if proxy is not None:
+            started[IN_TREE] = _example_engines(folder, start)
+        stacks = {}
+        for name, engines in started.items():
+            for engine in engines:
+                engine.wait_ready()
+            front = _front(folder, engines, None if name == OURS else proxy)
+            stacks[name] = Stack(stack.enter_context(front), engines)
+        for each in stacks.values():
+            _ask_all(each, [_request(-number) for number in range(1, CLIENTS + 1)])
+        yield stacks
+
+
+def _our_engines(folder: Path, start: Any) -> list[EngineProcess]:
+    """E, P and D, which share a folder and, as on one host, a host cache."""
+    url, host = f"{folder}/ours", {"host_cache_dir": f"{folder}/ours-host"}
+    consumer = ec_argument("consumer", url, **host)
+    # What README tells of P and D: requests come with and without their picture.
+    sharing = (consumer, kv_argument("both", url, **host), "--mm-processor-cache-gb=0")
+    return [
+        start("our-encode", ec_argument("producer", url, **host)),
+        start("our-prefill", *sharing),
+        start("our-decode", *sharing),
+    ]
+
+
+def _example_engines(folder: Path, start: Any) -> list[EngineProcess]:
+    """The same with vLLM's connectors. D has both: what KV does not cover needs the embedding."""
+    embeddings, blocks = folder / "in-tree-ec", folder / "in-tree-kv"
+    sharing = (
+        example_argument("consumer", embeddings),
+        kv_example_argument("both", blocks),
+        "--disable-hybrid-kv-cache-manager",
+    )
+    return [
+        start("in-tree-encode", example_argument("producer", embeddings)),
+        start("in-tree-prefill", *sharing),
+        start("in-tree-decode", *sharing),
+    ]
+
+
+def _front(folder: Path, engines: Sequence[EngineProcess], proxy: Path | None) -> Server:
+    if proxy is not None:
+        return ExampleProxy(proxy, folder, engines)
+    stages = zip(("encoder", "prefiller", "decoder"), engines, strict=True)
+    return RouterProcess("our-router", folder, {stage: [engine] for stage, engine in stages})
+
+
+# --- measuring ---
+
+
+def _request(number: int) -> dict[str, Any]:
+    """Return a request about a picture of its own for each `number`."""
+    return question(f"Number {number}. {TEXT}", [picture(number, PICTURE_PIXELS)], ANSWER_TOKENS)
+
+
+def _measure(
+    stacks: dict[str, Stack], rounds: int, num_requests: int
+) -> dict[tuple[str, str], list[Phase]]:
+    found: dict[tuple[str, str], list[Phase]] = {
+        (name, phase): [] for name in stacks for phase in PHASES
+    }
+    for turn in range(rounds):
+        first = 2 * turn * num_requests
+        asked = [_request(first + number) for number in range(num_requests)]
+        mixed = [
+            each if number % 5 else _request(first + num_requests + number)
+            for number, each in enumerate(asked)
+        ]
+        for phase, bodies in zip(PHASES, (asked, mixed, asked), strict=True):
+            for name in in_turn(list(stacks), turn):
+                found[name, phase].append(_ask_all(stacks[name], bodies))
+    return found
+
+
+def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
+    """Send all by CLIENTS at once."""
+    seconds: list[float] = []
+
+    def ask_one(body: dict[str, Any]) -> tuple[int, ...] | None:
+        start_s = time.perf_counter()
+        try:
+            answer: Answer = ask(stack.front.base_url, body)
+        except RequestFailed:
+            return None
+        seconds.append(time.perf_counter() - start_s)
+        return answer.token_ids
+
+    cpu_s, start_s = stack.cpu_s(), time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        tokens = list(clients.map(ask_one, bodies))
+    return Phase(time.perf_counter() - start_s, stack.cpu_s() - cpu_s, seconds, tokens)
+
+
+def _cpu_s(process: int) -> float:
+    """Return what `process` has used, user and system; 0 if it has ended meanwhile."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    except OSError:
+        return 0.0
+    fields = stat.rpartition(")")[2].split()  # proc_pid_stat(5): the third field is the first here
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+# --- telling ---
+
+
+def _table(names: Sequence[str], found: dict[tuple[str, str], list[Phase]]) -> Table:
+    table = Table(
+        "Requests through encode, prefill and decode",
+        (
+            *("requests", "stack", "requests/s", "x vLLM's", "CPU s a request", "x vLLM's CPU"),
+            *("p50 ms", "lost", "other tokens"),
+        ),
+        f"A picture of {PICTURE_PIXELS} x {PICTURE_PIXELS} and a short question each, "
+        f"{ANSWER_TOKENS} tokens answered, {CLIENTS} clients. Engines, router and clients share "
+        "the cores. `x`: the median over the rounds of each round's ratio. CPU seconds of engines "
+        "and router together. `lost`: no answer, or an error, in all rounds. `other tokens`: "
+        "answers, of all rounds, that differ from the other stack's.",
+    )
+    for phase in PHASES:
+        for name in names:
+            ours = found[name, phase]
+            base = found.get((IN_TREE, phase)) or ours
+            pairs = list(zip(ours, base, strict=True))
+            is_alone = len(names) == 1
+            table.add(
+                *(phase, name, statistics.median(each.per_s for each in ours)),
+                None if is_alone else statistics.median(a.per_s / b.per_s for a, b in pairs),
+                statistics.median(each.cpu_each_s for each in ours),
+                None
+                if is_alone
+                else statistics.median(a.cpu_each_s / b.cpu_each_s for a, b in pairs),
+                1e3 * statistics.median(took_s for each in ours for took_s in each.seconds),
+                sum(tokens is None for each in ours for tokens in each.tokens),
+                None if is_alone else sum(_num_different(a, b) for a, b in pairs),
+            )
+    return table
+
+
+def _num_different(phase: Phase, other: Phase) -> int:
+    pairs = zip(phase.tokens, other.tokens, strict=True)
+    return sum(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
