@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in S3, Azure and Google Cloud through obstore: the fast road.
+"""Objects in S3, Azure and Google Cloud through obstore.
 
 obstore's blocking calls in our own threads cost less than half the CPU of its coroutines, and
 an eighth to a thirtieth of what s3fs costs. Bodies go out as they lie in memory, without a copy,
@@ -16,17 +16,21 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import obstore
-from obstore import exceptions as foreign
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ecshare.store.azure_options import AzurePlan
+from ecshare.store.cloud_errors import (
+    FOREIGN,
+    InvalidKey,
+    Misunderstood,
+    mapped_errors,
+    status_of,
+)
 from ecshare.store.cloud_options import CloudPlan
 from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
     ObjectMissing,
-    StoreBusy,
-    StoreDenied,
     StoreUnavailable,
 )
 from ecshare.store.gcs_options import GCSPlan
@@ -70,58 +74,15 @@ _BACKOFF: "BackoffConfig" = {
 _LISTED = 1000  # a page of S3
 # A server may send pages for ever, or ever more keys that obstore refuses.
 _MOST_PAGES = 10_000
-_MOST_ODD_KEYS = 64
+_MOST_INVALID_KEYS = 64
 _NOT_SATISFIABLE = 416
 _TOO_SHORT = "but object was only"
 
 # Ends where a key stops being one that `is_safe_key` knows: with another character, or with a level
 # that is empty, "." or "..". Keys sort by their characters, and levels are made of _LETTERS.
-_ODD_BEGINNING = re.compile(r"[^a-z0-9._/-]|(?<![^/])\.{0,2}/")
+_INVALID_PART = re.compile(r"[^a-z0-9._/-]|(?<![^/])\.{0,2}/")
 _LETTERS = "-0123456789_abcdefghijklmnopqrstuvwxyz"
 _LONGEST_SHOWN = 200
-_SERVER_ERRORS = range(500, 600)
-_TOO_MANY_REQUESTS = 429
-# obstore's own words for what became of a request that got no answer.
-_NO_ANSWER = re.compile(r"kind: (?:Timeout|Interrupted),|IncompleteMessage")
-_ODD_KEY = re.compile(r'invalid path: (?:Error parsing )?Path "(.*?)"(?: contained|: )', re.DOTALL)
-_STATUS = re.compile(r"status code: (\d{3})")
-_ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
-_DENIED = {
-    "AccessDenied", "AccountProblem", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId",
-    "InvalidAuthenticationInfo", "InvalidToken", "PublicAccessNotPermitted",
-    "RequestTimeTooSkewed", "SignatureDoesNotMatch",
-}  # fmt: skip
-
-_NO_BUCKET = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
-_ARCHIVED = {"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"}
-# Azure answers 409 to more than a create-only write of what is there.
-_OTHER_CONFLICTS = _ARCHIVED | {
-    "AccountBeingCreated", "ContainerBeingDeleted", "ContainerDisabled", "PublicAccessNotPermitted",
-}  # fmt: skip
-
-# Answered with 400 too, but it says nothing about what the server understands.
-_BROKEN_ON_THE_WAY = {
-    "BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentChecksumMismatch",
-    "XAmzContentSHA256Mismatch",
-}  # fmt: skip
-
-MEANING: dict[type[Exception], type[Exception]] = {
-    foreign.AlreadyExistsError: FileExistsError,
-    foreign.PreconditionError: FileExistsError,
-    foreign.NotFoundError: ObjectMissing,
-    FileNotFoundError: ObjectMissing,
-    foreign.PermissionDeniedError: StoreDenied,
-    foreign.UnauthenticatedError: StoreDenied,
-    foreign.GenericError: StoreUnavailable,
-    foreign.InvalidPathError: StoreUnavailable,
-    foreign.JoinError: StoreUnavailable,
-    foreign.NotModifiedError: StoreUnavailable,
-    foreign.NotSupportedError: StoreUnavailable,
-    foreign.UnknownConfigurationKeyError: StoreUnavailable,
-    NotImplementedError: StoreUnavailable,
-    OSError: StoreUnavailable,
-}
-"""What each exception of obstore, and each builtin that it raises, becomes here."""
 
 Cloud = S3Store | AzureStore | GCSStore
 _KINDS: dict[type[CloudPlan], type[Cloud]] = {
@@ -129,7 +90,6 @@ _KINDS: dict[type[CloudPlan], type[Cloud]] = {
     AzurePlan: AzureStore,
     GCSPlan: GCSStore,
 }
-_FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
 
 
 def open_cloud(
@@ -148,7 +108,7 @@ def open_cloud(
             checked = _open(plan, io_timeout_s, checksum_algorithm="crc64nvme")
         else:
             plain = checked = _open(plan, io_timeout_s)
-    except (*_FOREIGN, ValueError, TypeError) as exc:
+    except (*FOREIGN, ValueError, TypeError) as exc:
         words = masked_text(str(exc).partition("\n")[0][:300], secrets)
         # Without what obstore said: it may quote a secret.
         raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from None
@@ -225,10 +185,10 @@ class CloudStore:
     async def _pieces(
         self, key: Key, pieces: Sequence[ByteRange], first: "_Answer", sink: Sink
     ) -> None:
-        lanes = asyncio.Semaphore(_PIECES)
+        limit = asyncio.Semaphore(_PIECES)
 
         async def fetch(piece: ByteRange) -> None:
-            async with lanes:
+            async with limit:
                 await self._threads.run(self._piece, key, piece, first, sink)
 
         await gather_all(map(fetch, pieces))
@@ -255,17 +215,21 @@ class CloudStore:
         """See ObjectStore. Ends where `close` is called meanwhile."""
         below = Key(prefix.removesuffix("/")) if prefix else None
         pages = obstore.list(self._plain, below, chunk_size=_LISTED)
-        odd: list[str] = []
+        invalid: list[str] = []
         for _ in range(_MOST_PAGES):
             try:
                 page = await self._next_page(pages)
-            except _OddKey as exc:
+            except InvalidKey as exc:
                 offset = offset_behind(exc.key.removeprefix(f"{self._plain.prefix or ''}/"))
                 # Azure knows no offset: it comes to the same key again.
-                if exc.key in odd or len(odd) == _MOST_ODD_KEYS or not offset.startswith(prefix):
+                if (
+                    exc.key in invalid
+                    or len(invalid) == _MOST_INVALID_KEYS
+                    or not offset.startswith(prefix)
+                ):
                     return
-                odd.append(exc.key)
-                self._complain(prefix, exc.key)
+                invalid.append(exc.key)
+                self._warn_of_key(prefix, exc.key)
                 pages = obstore.list(self._plain, below, chunk_size=_LISTED, offset=offset)
                 continue
             if not page or self._is_closed:
@@ -281,7 +245,7 @@ class CloudStore:
             async with bounded(self._io_timeout_s):
                 return await anext(pages, [])
 
-    def _complain(self, prefix: str, key: str) -> None:
+    def _warn_of_key(self, prefix: str, key: str) -> None:
         logger.warning(
             "store: the listing of %s may lack keys before the key %s, because obstore cannot read "
             "the page with that key. No engine made the key: remove it",
@@ -330,7 +294,7 @@ class CloudStore:
                 logger.info("the server ignores byte ranges: each object is fetched by one request")
                 raise _RangesIgnored(str(exc)) from exc
             # The words: obstore's own, where a server answers with no bytes instead.
-            if _status(exc.__cause__) == _NOT_SATISFIABLE or _TOO_SHORT in str(exc.__cause__):
+            if status_of(exc.__cause__) == _NOT_SATISFIABLE or _TOO_SHORT in str(exc.__cause__):
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
@@ -343,7 +307,7 @@ class CloudStore:
                     obstore.put(store, key, memoryview(body), use_multipart=False, mode=how)
             except FileExistsError:
                 return False
-            except _Misunderstood:
+            except Misunderstood:
                 if n == len(ways) - 1:
                     raise
                 continue
@@ -376,7 +340,7 @@ class CloudStore:
             # S3 does not mind; others stop there, and what comes behind is not deleted yet.
             for key in keys if len(keys) > 1 else ():
                 self._delete([key])
-        except _Misunderstood:
+        except Misunderstood:
             # Some servers know no request that deletes many; this store asks for one at a time.
             with contextlib.suppress(ObjectMissing), mapped_errors(keys[0]):
                 obstore.delete(self._plain, keys)
@@ -447,82 +411,13 @@ class _RangesIgnored(StoreUnavailable):
     """The server sends all of an object when it is asked for a part."""
 
 
-class _OddKey(StoreUnavailable):
-    """A page of a listing holds a key that obstore refuses, and the page with it."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"a listing contains the invalid key {ascii(key)[:_LONGEST_SHOWN]}")
-        self.key = key
-
-
-class _Misunderstood(StoreUnavailable):
-    """The server does not know this kind of request."""
-
-
-@contextlib.contextmanager
-def mapped_errors(key: str) -> Iterator[None]:
-    """Turn what obstore raises into the errors of ecshare.
-
-    FileExistsError passes: it is the answer to a create-only write.
-    """
-    try:
-        yield
-    except _FOREIGN as exc:
-        raise _meant(exc, key) from exc
-
-
-def _meant(exc: Exception, key: str) -> Exception:
-    meaning = next(MEANING[kind] for kind in (*type(exc).__mro__, OSError) if kind in MEANING)
-    status, answer = _status(exc), _ANSWER.search(str(exc))
-    code = answer[1] if answer else ""
-    odd = _ODD_KEY.search(str(exc)) if isinstance(exc, foreign.InvalidPathError) else None
-    if odd:
-        return _OddKey(odd[1])
-    # obstore has one class for everything a listing may suffer, and one for both kinds of 404.
-    if code in _NO_BUCKET:
-        what = _NO_BUCKET[code]
-        return StoreUnavailable(f"the {what} does not exist; make it first, or name another")
-    if meaning is ObjectMissing:
-        return ObjectMissing(f"no object {key}")
-    if meaning is FileExistsError and code not in _OTHER_CONFLICTS:
-        return FileExistsError(key)
-    if answer:
-        said = (answer[2] or "").partition("\n")[0].strip()  # Azure's goes on with a number
-        words = f"the store answered {status} {code}: {said or 'no more'}"
-    else:
-        words = str(exc).partition("\n")[0]
-    words = masked_text(words)
-    if code in _ARCHIVED:  # of no use to anybody
-        return ObjectCorrupt(f"{key} cannot be read: {words}")
-    if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
-        return StoreDenied(words)
-    if code in _BROKEN_ON_THE_WAY:
-        return StoreUnavailable(words)
-    if status in (400, 405, 501) or isinstance(
-        exc, NotImplementedError | foreign.NotSupportedError
-    ):
-        return _Misunderstood(words)
-    return StoreBusy(words) if _may_pass(exc, status) else StoreUnavailable(words)
-
-
-def _may_pass(exc: Exception, status: int | None) -> bool:
-    if status is None:
-        return bool(_NO_ANSWER.search(str(exc)))
-    return status in _SERVER_ERRORS or status == _TOO_MANY_REQUESTS
-
-
-def _status(exc: BaseException | None) -> int | None:
-    found = _STATUS.search(str(exc))
-    return int(found[1]) if found else None
-
-
 def offset_behind(key: str) -> str:
-    """Return what sorts behind the odd `key` and before the next key that `is_safe_key` knows.
+    """Return what sorts behind the invalid `key` and before the next key that `is_safe_key` knows.
 
     "": there is none. Pure.
     """
-    odd = _ODD_BEGINNING.search(f"{key}/")
-    begin = f"{key}/"[: odd.end()] if odd else key
+    invalid = _INVALID_PART.search(f"{key}/")
+    begin = f"{key}/"[: invalid.end()] if invalid else key
     while begin:
         begin, last = begin[:-1], begin[-1]
         following = next((c for c in _LETTERS if c > last), "")

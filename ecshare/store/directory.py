@@ -29,6 +29,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
+from ecshare.store.folder_access import check_access, let_group_in, make_root
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
@@ -79,8 +80,8 @@ class DirectoryStore:
         """
         root = os.path.normpath(folder)
         try:
-            _make_root(root, is_shared)
-            _check_access(root, option, is_shared)
+            make_root(root, is_shared)
+            check_access(root, option, is_shared)
         except FileExistsError as exc:
             raise ConfigError(f"{option}: {root} is a file, a folder is needed") from exc
         except (OSError, ValueError) as exc:
@@ -271,7 +272,7 @@ class DirectoryStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(level, 0o700, dir_fd=folder)
                 if self._is_shared:
-                    return _let_group_in(os.open(level, flags, dir_fd=folder))
+                    return let_group_in(os.open(level, flags, dir_fd=folder))
             return os.open(level, flags, dir_fd=folder)
         except OSError as exc:
             exc.filename = path
@@ -447,61 +448,3 @@ def _sync_folder(folder: int) -> None:
     """Make a new name survive a power cut. Some network file systems refuse; their server cares."""
     with contextlib.suppress(OSError):
         os.fsync(folder)
-
-
-def _make_root(path: str, is_shared: bool) -> None:
-    """Make the folder `path`, and its missing parents.
-
-    Raises:
-        OSError: it cannot be made.
-        ValueError: the path contains a null character.
-    """
-    if os.path.isdir(path):
-        return
-    if not os.path.lexists(parent := os.path.dirname(path)):
-        _make_root(parent, is_shared)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if os.path.isdir(path):  # somebody else was faster
-            return
-        raise
-    if is_shared:
-        os.close(_let_group_in(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)))
-
-
-def _let_group_in(fd: int) -> int:
-    """Let the group use the open folder, and what is made in it belong to that group."""
-    try:
-        os.fchmod(fd, 0o2770)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _check_access(root: str, option: str, is_shared: bool) -> None:
-    """Warn where the mode of `root` is not what was asked for: it may be so on purpose."""
-    mode = os.stat(root).st_mode
-    is_open = mode & (0o007 if is_shared else 0o077)
-    if is_open:
-        logger.warning(
-            "%s: other users may %s %s (mode %o), where prompts are stored; run: chmod -R %s %s%s",
-            option,
-            "write to" if is_open & 0o022 else "read",
-            root,
-            stat.S_IMODE(mode),
-            "o=" if is_shared else "go=",
-            root,
-            "" if is_shared else "; or set folder_access to 'group' if you share it",
-        )
-    if is_shared and mode & 0o2070 != 0o2070:
-        logger.warning(
-            "%s: folder_access is 'group', but the group cannot use all of %s (mode %o); "
-            "run: chgrp GROUP %s && chmod 2770 %s",
-            option,
-            root,
-            stat.S_IMODE(mode),
-            root,
-            root,
-        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects behind any fsspec filesystem: the general road, complete rather than fast.
+"""Objects behind any fsspec filesystem: complete rather than fast.
 
 Asynchronous filesystems (s3fs, gcsfs, adlfs, ...) run on the event loop that calls this store;
 the others (memory, sftp, smb, ...) in a few threads.
@@ -10,7 +10,7 @@ import base64
 import contextlib
 import inspect
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -21,13 +21,11 @@ import fsspec
 from ecshare.store.config import StoreConfig, suggestion
 from ecshare.store.errors import (
     ConfigError,
-    ObjectCorrupt,
     ObjectMissing,
     ObjectUnreadable,
-    StoreBusy,
-    StoreDenied,
     StoreUnavailable,
 )
+from ecshare.store.fsspec_errors import mapped_errors
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
@@ -56,7 +54,7 @@ _NEEDS_GENERAL = {"s3": _S3FS, "s3a": _S3FS, "gs": _GCSFS, "gcs": _GCSFS, "az": 
 # final name, so objects are written beside it and moved.
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
 _PIECE_BYTES = 8 << 20
-_LANES = 32  # look-ups in flight
+_LOOK_UPS = 32  # in flight
 _WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
 _CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enough for loads
 _LONGEST_WORDS = 300
@@ -64,21 +62,6 @@ _Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
 # A server may send pages for ever, or a filesystem folders in folders.
 _MOST_PAGES = 10_000
 _MOST_LEVELS = 8  # see keys.py
-_CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
-# Of one object: S3 has moved it to an archive; it is shorter than expected.
-_UNUSABLE = {"InvalidObjectState", "InvalidRange"}
-_NO_BUCKET = "NoSuchBucket"
-# Whatever the class of the client's error: none of its many is among the builtins.
-_BUSY = {
-    "ConnectTimeoutError", "ConnectionClosedError", "ConnectionResetError", "FSTimeoutError",
-    "InternalError", "ReadTimeoutError", "ServerDisconnectedError", "ServiceUnavailable",
-    "SlowDown", "TimeoutError",
-}  # fmt: skip
-_SERVER_ERRORS = range(500, 600)
-_DENIED = {
-    "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
-    "PartialCredentialsError", "SignatureDoesNotMatch", "403",
-}  # fmt: skip
 
 
 def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStore":
@@ -106,7 +89,7 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
         )
     except Exception as exc:  # noqa: BLE001 — any class may come; each is this sentence
         words = masked_text(f"{type(exc).__name__}: {exc}", config.secrets())[:_LONGEST_WORDS]
-        # Without what it said: it may quote a secret.
+        # Without its own message: it may quote a secret.
         raise ConfigError(
             f"{path}.storage_options: {protocol} does not open with these options ({words})"
         ) from None
@@ -246,7 +229,7 @@ class FsspecStore:
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
         path = self._path(key)
-        # Most filesystems take nothing but bytes: this is the one copy of the general road.
+        # Most filesystems take nothing but bytes: this is the one copy that this store makes.
         value = body if isinstance(body, bytes) else bytes(body)
         try:
             with mapped_errors(key):
@@ -261,12 +244,12 @@ class FsspecStore:
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See ObjectStore."""
-        lanes = asyncio.Semaphore(_LANES)
+        limit = asyncio.Semaphore(_LOOK_UPS)
 
         async def one(key: Key) -> bool:
             path = self._path(key)
             try:
-                async with lanes:
+                async with limit:
                     with mapped_errors(key):
                         # Not `exists`: fsspec's answers False for a store that is down.
                         found = await self._call("info", path)
@@ -386,66 +369,6 @@ class FsspecStore:
             return await threads.run(partial(getattr(self._fs, verb), *args, **options))
         async with bounded(self._io_timeout_s):
             return await method(*args, **options)
-
-
-@contextlib.contextmanager
-def mapped_errors(key: str) -> Iterator[None]:
-    """Turn any error of a filesystem in the body into those of ecshare.
-
-    Raises:
-        FileExistsError: a create-only write found the object.
-        ObjectMissing: there is no such object.
-        ObjectUnreadable: it is a folder.
-        ObjectCorrupt: this one object cannot be read.
-        StoreDenied: credentials or permissions forbid it.
-        StoreBusy: the fault may pass.
-        StoreUnavailable: any other error.
-    """
-    try:
-        yield
-    except StoreUnavailable:
-        raise
-    except FileNotFoundError as exc:
-        if _code(exc) == _NO_BUCKET:
-            words = "the bucket does not exist; make it first, or name another"
-            raise StoreUnavailable(words) from exc
-        raise ObjectMissing(f"no object {key}") from exc
-    except FileExistsError:
-        raise
-    except Exception as exc:
-        # Any class may come: filesystems are third-party code over third-party clients.
-        if isinstance(exc, IsADirectoryError):
-            raise ObjectUnreadable(f"{key} cannot be read: {_words(exc)}") from exc
-        if _code(exc) in _UNUSABLE:
-            raise ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}") from exc
-        if _code(exc) in _CREATE_REFUSED:
-            raise FileExistsError(key) from exc
-        if isinstance(exc, PermissionError) or _code(exc) in _DENIED:
-            raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
-        words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
-        raise (StoreBusy if _may_pass(exc) else StoreUnavailable)(words) from exc
-
-
-def _may_pass(exc: Exception) -> bool:
-    for each in (exc.__cause__, exc):
-        response = getattr(each, "response", None)
-        if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if status in _SERVER_ERRORS:
-                return True
-    return bool({_code(exc), type(exc.__cause__).__name__} & _BUSY)
-
-
-def _words(exc: Exception) -> str:
-    """What it says, as far as it suits a log: a client may quote all that a server sent."""
-    return masked_text(" ".join(str(exc).split()))[:_LONGEST_WORDS]
-
-
-def _code(exc: BaseException) -> str:
-    """The S3 error code behind an exception of s3fs, which itself says little more than EINVAL."""
-    response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
-    error = response.get("Error", {}) if isinstance(response, dict) else {}
-    return str(error.get("Code", type(exc).__name__))
 
 
 def _md5(entry: dict[str, Any]) -> str:

@@ -42,10 +42,10 @@ def open_store(config: StoreConfig, path: str) -> ObjectStore:
             f"{path}.url: chained urls ('::') are not supported; name the store alone"
         )
     if protocol in ("file", "local"):
-        store, road = _directory(config, rest, path), "files"
+        store, backend = _directory(config, rest, path), "files"
     else:
-        store, road = _bucket(config, protocol, path)
-    logger.info("store %s is accessed through %s", masked_url(config.url), road)
+        store, backend = _bucket(config, protocol, path)
+    logger.info("store %s is accessed through %s", masked_url(config.url), backend)
     return store
 
 

@@ -43,18 +43,18 @@ class Threads:
             StoreBusy: it takes too long.
             Exception: any error of `call`.
         """
-        lanes = min(self._limit, len(items))
-        if lanes == 0:
+        num_threads = min(self._limit, len(items))
+        if num_threads == 0:
             return []
 
-        def lane(first: int) -> list[R]:
-            return [call(item) for item in items[first::lanes]]
+        def every_nth(first: int) -> list[R]:
+            return [call(item) for item in items[first::num_threads]]
 
         results: list[R | None] = [None] * len(items)
         for first, part in enumerate(
-            await gather_all(self.run(lane, first) for first in range(lanes))
+            await gather_all(self.run(every_nth, first) for first in range(num_threads))
         ):
-            results[first::lanes] = part
+            results[first::num_threads] = part
         return results  # type: ignore[return-value]  # every slot was filled
 
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:

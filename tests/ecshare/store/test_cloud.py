@@ -14,7 +14,8 @@ import pytest
 from obstore import exceptions as foreign
 
 from ecshare.store import cloud
-from ecshare.store.cloud import MEANING, PIECE_BYTES
+from ecshare.store.cloud import PIECE_BYTES
+from ecshare.store.cloud_errors import MEANING
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key

@@ -18,7 +18,8 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.fsspec_store import FsspecStore, _modified_s, mapped_errors, open_fsspec
+from ecshare.store.fsspec_errors import mapped_errors
+from ecshare.store.fsspec_store import FsspecStore, _modified_s, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store

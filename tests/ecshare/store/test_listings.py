@@ -167,7 +167,7 @@ async def test_a_server_that_cannot_begin_behind_a_key_is_asked_twice() -> None:
 
 
 async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud, "_MOST_ODD_KEYS", 3)
+    monkeypatch.setattr(cloud, "_MOST_INVALID_KEYS", 3)
     odd = [f"ec/2/{n}\t" for n in range(9)]
     with bucket(Bucket(*odd, page=1)) as (server, store):
         assert await names(store, "ec/2/") == []
