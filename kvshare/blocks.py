@@ -25,7 +25,8 @@ from torch import Tensor
 from ecshare.plugin.compat import device_copier
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
-from ecshare.transfer.staging import Lane, Slab, dtype_name, is_gpu
+from ecshare.transfer.load_streams import LoadStream
+from ecshare.transfer.staging import Slab, dtype_name, is_gpu
 from kvshare.device_copies import BlockTable, Copier, copy_runs
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece
@@ -191,11 +192,13 @@ class BlockCaches:
             slab.finish = partial(self._finish, piece, payload)
         copy_runs(self._copier, copies)
 
-    def write(self, piece: Piece, stored: Tensor, order: JSON, lane: Lane | None = None) -> None:
+    def write(
+        self, piece: Piece, stored: Tensor, order: JSON, stream: LoadStream | None = None
+    ) -> None:
         """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`.
 
-        `order`: its attribute of that name. `lane`: how to get to a GPU, see `Inflow.after`. The
-        bytes have been read on return: `stored` may be released.
+        `order`: its attribute of that name. `stream`: to the GPU, see `LoadStreams.after`; None on
+        a CPU. The bytes have been read on return: `stored` may be released.
         """
         is_head_first = order == _order(is_head_first=True)
         tokens = stored.shape[3 if is_head_first else 2]
@@ -206,9 +209,9 @@ class BlockCaches:
         if heads is not None:
             own = own.narrow(self._head_axis + 1, heads.first, heads.count)
         layers = [(self._of_heads(pages, heads), group) for pages, group in self._layers]
-        if self._copier is not None and lane is not None:
+        if self._copier is not None and stream is not None:
             table = self._table if heads is None else BlockTable.of(layers)
-            _send(own, piece, table, lane, self._copier)
+            _send(own, piece, table, stream, self._copier)
             return
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         for number, (pages, group) in enumerate(layers):
@@ -301,26 +304,27 @@ def _can_erase(erase: Erase, pages: Tensor) -> bool:
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
 
 
-def _send(own: Tensor, piece: Piece, table: BlockTable, lane: Lane, copier: Copier) -> None:
+def _send(own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copier: Copier) -> None:
     """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
 
-    By way of the lane's pinned memory, a buffer at a time: as many layers as fit, or blocks of one.
+    It goes through the stream's pinned memory, a buffer at a time: as many layers as fit, or blocks
+    of one.
     """
     num_layers, num_blocks = own.shape[:2]
-    blocks_at_once = min(num_blocks, lane.buffer_bytes // table.block_bytes)
-    layers_at_once = max(1, lane.buffer_bytes // (num_blocks * table.block_bytes))
+    blocks_at_once = min(num_blocks, stream.buffer_bytes // table.block_bytes)
+    layers_at_once = max(1, stream.buffer_bytes // (num_blocks * table.block_bytes))
     for layer in range(0, num_layers, layers_at_once):
         layers = slice(layer, layer + layers_at_once)
         for block in range(0, num_blocks, blocks_at_once):
             blocks = slice(block, block + blocks_at_once)
             part = own[layers, blocks]
-            pinned = lane.buffer()
+            pinned = stream.buffer()
             packed = pinned[: part.nbytes].view(part.dtype).view(part.shape)
             _bits(packed)[...] = _bits(part)
             targets = table.places(piece.block_ids, layers, blocks)
             sources = table.packed(pinned.data_ptr(), len(targets))
             copy_runs(copier, [(sources, targets, table.run_bytes)])
-            lane.sent()
+            stream.sent()
 
 
 def _scatter(rows: Tensor, pages: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:

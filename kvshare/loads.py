@@ -16,7 +16,8 @@ from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Moved, Outcome, StoredObject
-from ecshare.transfer.staging import Inflow, as_tensor
+from ecshare.transfer.load_streams import LoadStreams
+from ecshare.transfer.staging import as_tensor
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
 from kvshare.messages import LoadOrder, Piece
@@ -27,12 +28,12 @@ logger = logging.getLogger(__name__)
 # How many chunks behind the next one a load asks for that waits for what is being computed. It
 # begins with the first number; each that comes adds one, and one that is not there yet takes all.
 _FIRST_AHEAD = 8
-_MOST_AHEAD = 32  # as many as the store's lanes take
+_MOST_AHEAD = 32  # as many loads as the store is asked for at once
 # What was announced may come after these.
 _NOT_YET = (Outcome.MISSING, Outcome.UNAVAILABLE, Outcome.CANCELLED)
 # Between two questions for the next one: a client waits for the last of them.
 _LONGEST_PAUSE_S = 0.05
-# More than the store's lanes take at once, so that they never run dry; and little enough that
+# More than the store is asked for at once, so that it is never idle; and little enough that
 # what waits here, and not there, does not use up the time-out of one object.
 _MAX_BYTES = 256 << 20
 
@@ -147,12 +148,12 @@ class Loads:
         config: KVConfig,
         engine: TransferEngine,
         blocks: Sequence[BlockCaches],
-        inflow: Inflow,
+        streams: LoadStreams,
         *,
         keeps_prefix: bool,
         arrived_from: Callable[[Key, Sequence[Moved]], None],
     ) -> None:
-        """`blocks`: of each layer set. `inflow`: how load threads write to them.
+        """`blocks`: of each layer set. `streams`: how load threads write to them.
 
         `arrived_from`: told of the key of each fetch that ended, and what was moved for it.
         `keeps_prefix`: vLLM can keep what leads up to a piece that failed. It cannot for layers
@@ -171,7 +172,7 @@ class Loads:
         # What is wanted and not submitted yet: what was found, and what is guessed.
         self._queues: dict[bool, deque[_Name]] = {False: deque(), True: deque()}
         self._fetching_bytes = {False: 0, True: 0}
-        self._inflow = inflow
+        self._streams = streams
         self._lock = threading.Lock()
         self._has_stopped = False
         self._is_paused = False
@@ -184,7 +185,7 @@ class Loads:
         """Fill the blocks of `order` and note it in `finished`, once."""
         pieces, count = order.pieces, len(order.pieces)
         keys = tuple(key_of(piece) for piece in pieces)
-        missing, begun = set(range(count)), self._inflow.mark()
+        missing, begun = set(range(count)), self._streams.mark()
         load = _Load(order.request_id, pieces, keys, count, missing, ahead=count, begun=begun)
         if order.is_announced:
             load.ahead = _FIRST_AHEAD
@@ -361,8 +362,8 @@ class Loads:
             tensor, order = as_tensor(stored.payload, stored.spec), stored.spec.attributes["order"]
             for load, number in wanting:
                 piece = load.pieces[number]
-                with self._inflow.after(load.begun) as lane:
-                    self._blocks[piece.layer_set].write(piece, tensor, order, lane)
+                with self._streams.after(load.begun) as stream:
+                    self._blocks[piece.layer_set].write(piece, tensor, order, stream)
         finally:
             with self._nobody_writes:
                 self._num_writing -= 1

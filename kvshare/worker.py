@@ -20,7 +20,8 @@ from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
-from ecshare.transfer.staging import Inflow, Slab, Staging, is_gpu
+from ecshare.transfer.load_streams import LoadStreams
+from ecshare.transfer.staging import Slab, Staging, is_gpu
 from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, layer_sets_of, refusal
@@ -189,7 +190,7 @@ class KVWorker:
             self._config,
             self._engine,
             blocks,
-            Inflow(device, max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))),
+            LoadStreams(device, max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))),
             keeps_prefix=shape.keeps_prefix,
             arrived_from=self._make_up_for,
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ecshare import worker as encoder_worker
-from ecshare.transfer import staging
+from ecshare.transfer import load_streams, staging
 from kvshare import blocks
 from kvshare import worker as kv_worker
 
@@ -142,7 +142,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    for module in (staging, blocks, encoder_worker, kv_worker):
+    for module in (staging, load_streams, blocks, encoder_worker, kv_worker):
         monkeypatch.setattr(module, "is_gpu", lambda device: True)
     monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: False)
     monkeypatch.setattr(blocks, "device_copier", lambda: gpu.copy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory to host slabs and back.
+"""Device memory to host slabs and back; see `load_streams` for KV that is loaded.
 
 A slab is host memory that holds one whole object: room for the prologue, then the payload. The
 device copies straight to the payload's place, the store layer writes the prologue before it, and
@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -47,9 +46,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Slabs begin on pages of memory, so that no two share one.
 _PAGE_BYTES = mmap.PAGESIZE
-# As many threads write to a GPU at a time, each with two buffers: one is filled while the other is
-# copied to the device.
-_NUM_LANES = 2
 
 
 def slab_bytes(num_bytes: int) -> int:
@@ -312,7 +308,7 @@ class Staging:
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outward):
             slab.payload.copy_(source, non_blocking=True)
-            slab.copied = _recorded(self._outward)
+            slab.copied = recorded(self._outward)
         # The allocator must not hand this memory out again before the side stream has read it.
         source.record_stream(self._outward)
 
@@ -332,7 +328,7 @@ class Staging:
             with torch.cuda.stream(self._outward):
                 yield
         finally:
-            copied = _recorded(self._outward)
+            copied = recorded(self._outward)
             for slab in slabs:
                 slab.copied = copied
             compute.wait_event(copied)
@@ -340,7 +336,7 @@ class Staging:
     def wait_copied(self) -> None:
         """Block until the device has carried out all copies to slabs that were launched so far."""
         if self._outward is not None:
-            _recorded(self._outward).synchronize()
+            recorded(self._outward).synchronize()
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return a copy on the GPU of `tensor`, which lies in host memory, contiguous.
@@ -361,7 +357,7 @@ class Staging:
         # Memory from the side stream's own pool: what compute has freed may still be in use there.
         with torch.cuda.stream(self._inward):
             brought = slab.payload.to(self._device, non_blocking=True)
-            slab.copied = _recorded(self._inward)
+            slab.copied = recorded(self._inward)
         brought.record_stream(compute)
         compute.wait_event(slab.copied)
         return brought
@@ -406,86 +402,12 @@ def _allocated(num_bytes: int) -> Tensor | None:
         return None
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Return a point in `stream`: after all that was launched there so far.
 
-    Who waits for it sleeps: a thread that spins takes a core, and the driver's lock, from vLLM.
+    A thread that waits for it sleeps: one that spins takes a core, and the driver's lock, from
+    vLLM.
     """
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
-
-
-class Lane:
-    """A stream to a GPU, and the pinned memory that copies on it come from.
-
-    Ownership: one thread at a time, see `Inflow.after`.
-    """
-
-    def __init__(self, device: torch.device, buffers: Sequence[Tensor]) -> None:
-        """Take turns with `buffers`, uint8 and all of one size."""
-        self.stream = torch.cuda.Stream(device)
-        self.buffer_bytes = buffers[0].nbytes
-        self._buffers = deque((buffer, _recorded(self.stream)) for buffer in buffers)
-
-    def buffer(self) -> Tensor:
-        """Block until a buffer may be filled, and return it; to be followed by `sent`."""
-        buffer, sent = self._buffers[0]
-        sent.synchronize()
-        return buffer
-
-    def sent(self) -> None:
-        """Take note that the copies from the last `buffer` have been launched."""
-        buffer, _ = self._buffers.popleft()
-        self._buffers.append((buffer, _recorded(self.stream)))
-
-    def wait(self) -> None:
-        """Block until all that was launched is done."""
-        _recorded(self.stream).synchronize()
-
-
-class Inflow:
-    """Writes to one device on threads that are not vLLM's, in order with what vLLM has launched."""
-
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        """On a GPU, pin memory for copies of up to `buffer_bytes` each: four times that, in all.
-
-        Raises:
-            OSError: the system gives no process so much.
-        """
-        self._device = device
-        self._lanes: SimpleQueue[Lane] = SimpleQueue()
-        if is_gpu(device):
-            self._arena = Arena(2 * _NUM_LANES * slab_bytes(buffer_bytes), device)
-            while (one := self._arena.take(buffer_bytes)) is not None:
-                other = self._arena.take(buffer_bytes)
-                assert other is not None
-                self._lanes.put(Lane(device, (one[:buffer_bytes], other[:buffer_bytes])))
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
-        if not is_gpu(self._device):
-            return None
-        return _recorded(torch.cuda.current_stream(self._device))
-
-    @contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[Lane | None]:
-        """Have what the body launches come after `mark`; return when it is done. Load threads.
-
-        Also if the body raises: nothing is written to the device after this. The body launches its
-        copies while the lane's stream is the current one. On a CPU there is no lane: the body does
-        its work itself, and at once.
-        """
-        if mark is None:
-            yield None
-            return
-        lane = self._lanes.get()
-        try:
-            with torch.cuda.stream(lane.stream):
-                lane.stream.wait_event(mark)
-                try:
-                    yield lane
-                finally:
-                    lane.wait()
-        finally:
-            self._lanes.put(lane)

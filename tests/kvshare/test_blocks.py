@@ -21,7 +21,8 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
-from ecshare.transfer.staging import Inflow, Staging
+from ecshare.transfer.load_streams import LoadStreams
+from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
@@ -130,9 +131,9 @@ def write(
     like = blocks.spec(piece)
     spec = TensorSpec(like.dtype, tuple(payload.shape), {**like.attributes, "order": order})
     assert blocks.can_use(spec, piece)
-    inflow = Inflow(blocks.device, num_buffered * blocks.block_bytes)
-    with inflow.after(inflow.mark()) as lane:
-        blocks.write(piece, payload, order, lane)
+    streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
+    with streams.after(streams.mark()) as stream:
+        blocks.write(piece, payload, order, stream)
 
 
 def page(caches: list[Tensor], layer: int, block_id: int) -> Tensor:
