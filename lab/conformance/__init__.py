@@ -21,8 +21,9 @@ As tests of your own connector:
 """
 
 from lab.conformance.harness import Subject
-from lab.conformance.rules import RULES, Effect, Rule, Violation
+from lab.conformance.rules import RULES, Rule
 from lab.conformance.runner import ROLES, Result, Verdict, play, play_all
+from lab.conformance.violations import Effect, Violation
 from lab.vllm_loop import RUNNERS
 
 __all__ = [

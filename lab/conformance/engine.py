@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from lab.conformance.pictures import Picture, PictureModel, embedding, request_for
-from lab.conformance.rules import Effect, Violation
+from lab.conformance.violations import Effect, Violation
 from lab.vllm_loop import EngineLoop, HookFailed, RunnerName
 
 BLOCK_TOKENS = 16

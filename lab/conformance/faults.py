@@ -21,7 +21,8 @@ from lab.conformance.harness import (
     with_a_bit_flipped,
 )
 from lab.conformance.pictures import picture
-from lab.conformance.rules import Effect, Violation, require, rule
+from lab.conformance.rules import rule
+from lab.conformance.violations import Effect, Violation, require
 
 # A hook that is stuck on a pipe is let go after this long, and then counts as blocked.
 _STUCK_S = 3.0

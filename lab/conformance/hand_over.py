@@ -6,7 +6,8 @@ from dataclasses import replace
 from lab.conformance.engine import Engine, Ticket
 from lab.conformance.harness import Place
 from lab.conformance.pictures import Picture, picture
-from lab.conformance.rules import Effect, NotApplicable, require, rule
+from lab.conformance.rules import rule
+from lab.conformance.violations import Effect, NotApplicable, require
 
 
 def must_answer(ticket: Ticket) -> None:

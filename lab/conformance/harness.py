@@ -13,7 +13,7 @@ from vllm.config import ECTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from lab.conformance.engine import Engine, Ticket
-from lab.conformance.rules import Effect, NotApplicable, require
+from lab.conformance.violations import Effect, NotApplicable, require
 from lab.vllm_loop import RunnerName
 
 Roles = Literal["apart", "both"]

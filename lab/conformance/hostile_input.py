@@ -6,7 +6,8 @@ from typing import Any
 from lab.conformance.hand_over import hand_over, must_answer
 from lab.conformance.harness import Place
 from lab.conformance.pictures import picture
-from lab.conformance.rules import Effect, require, rule
+from lab.conformance.rules import rule
+from lab.conformance.violations import Effect, require
 
 IDENTIFIERS = (
     "",

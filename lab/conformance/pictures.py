@@ -23,7 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from lab.conformance.rules import Effect, Violation, require
+from lab.conformance.violations import Effect, Violation, require
 from lab.vllm_loop import Model
 
 # Qwen2-VL merges 2 x 2 patches into one embedding.

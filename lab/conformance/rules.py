@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a check: a rule in one sentence, its reason, and the effect of breaking it.
+"""A rule in one sentence, its reason, and the check that plays it.
 
 A check is a function that plays one situation in a `Place`, and raises `Violation` if the connector
 breaks its rule. The decorator `rule` adds it to `RULES`, the list that `play_all` works through.
@@ -7,38 +7,10 @@ breaks its rule. The decorator `rule` adds it to `RULES`, the list that `play_al
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lab.conformance.harness import Place
+from lab.conformance.harness import Place
 
-
-class Effect(Enum):
-    """What a broken rule does to an engine; the worst effect first."""
-
-    ENGINE_DIES = "the engine dies, for all its users"
-    WRONG_ROWS = "wrong answers without an error"
-    ESCAPES = "a client writes outside of the connector's folder"
-    HANGS = "a request hangs"
-    EVERYONE_WAITS = "delays every request of the engine"
-    REQUEST_FAILS = "a request fails unnecessarily"
-    NO_USE = "an embedding is computed again"
-
-
-class Violation(Exception):
-    """A connector broke a rule. The message says what happened."""
-
-    def __init__(self, effect: Effect, happened: str) -> None:
-        super().__init__(happened)
-        self.effect = effect
-
-
-class NotApplicable(Exception):
-    """The rule cannot be checked with this connector. The message says why."""
-
-
-Check = Callable[["Place"], None]
+Check = Callable[[Place], None]
 
 
 @dataclass(frozen=True)
@@ -65,13 +37,3 @@ def rule(*, why: str) -> Callable[[Check], Check]:
         return check
 
     return put
-
-
-def require(holds: object, effect: Effect, happened: str) -> None:
-    """Check `holds`; `happened` says what happened otherwise.
-
-    Raises:
-        Violation: `holds` is false.
-    """
-    if not holds:
-        raise Violation(effect, happened)

@@ -14,7 +14,8 @@ from lab.conformance import (  # noqa: F401 - their checks put themselves on the
     scheduling,
 )
 from lab.conformance.harness import Place, Roles, Subject
-from lab.conformance.rules import RULES, Effect, NotApplicable, Rule, Violation
+from lab.conformance.rules import RULES, Rule
+from lab.conformance.violations import Effect, NotApplicable, Violation
 from lab.vllm_loop import RUNNERS, HookFailed, RunnerName
 
 ROLES: tuple[Roles, ...] = ("apart", "both")

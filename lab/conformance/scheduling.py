@@ -5,7 +5,8 @@ from lab.conformance.engine import Engine
 from lab.conformance.hand_over import hand_over, must_answer
 from lab.conformance.harness import Place
 from lab.conformance.pictures import picture
-from lab.conformance.rules import Effect, NotApplicable, require, rule
+from lab.conformance.rules import rule
+from lab.conformance.violations import Effect, NotApplicable, require
 
 
 @rule(
