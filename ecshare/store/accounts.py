@@ -30,19 +30,19 @@ class AzureAccount(Struct, frozen=True):
 def azure_account(url: str, options: Mapping[str, Any]) -> AzureAccount:
     """The account of `url`: written there, in the options, or in the environment; in this order."""
     host = account_in_url(url)
-    said = connection_fields(url, options)
+    fields = connection_fields(url, options)
     name = (
         (host.name if host else "")
         or _text(options, "account_name")
-        or said.get("accountname", "")
+        or fields.get("accountname", "")
         or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
     )
     own_host = _text(options, "account_host")
     endpoint = (
         (f"https://{own_host}" if own_host else "")
-        or said.get("blobendpoint", "")
+        or fields.get("blobendpoint", "")
         or (host.endpoint if host else "")
-        or _of_parts(name, said)
+        or _of_parts(name, fields)
         or os.environ.get("AZURE_STORAGE_ENDPOINT", "")
         or os.environ.get("AZURE_ENDPOINT", "")
     )
@@ -80,10 +80,10 @@ def gcs_endpoint(options: Mapping[str, Any]) -> str:
     return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
-def _of_parts(name: str, said: Mapping[str, str]) -> str:
+def _of_parts(name: str, fields: Mapping[str, str]) -> str:
     """The endpoint that a connection string names by its parts."""
-    protocol = said.get("defaultendpointsprotocol", "https")
-    suffix = said.get("endpointsuffix", _PUBLIC)
+    protocol = fields.get("defaultendpointsprotocol", "https")
+    suffix = fields.get("endpointsuffix", _PUBLIC)
     return "" if (protocol, suffix) == ("https", _PUBLIC) else f"{protocol}://{name}.blob.{suffix}"
 
 

@@ -61,10 +61,10 @@ def plan(config: StoreConfig, path: str) -> AzurePlan | str:
         return f"only adlfs knows the option {only}"
     for name in sorted(_TRANSLATED - {"anon"}):
         options.text(name)
-    said = connection_fields(config.url, config.storage_options)
-    account = _account(config, options, said)
+    fields = connection_fields(config.url, config.storage_options)
+    account = _account(config, options, fields)
     endpoint = checked_endpoint(account.endpoint, options.where("connection_string"))
-    credentials = _credentials(options, said)
+    credentials = _credentials(options, fields)
     service = _service(options)
     anonymous = options.flag("anon") and credentials is None and not service
     return AzurePlan(
@@ -95,7 +95,7 @@ def _container(url: str, option: str) -> tuple[str, str]:
     return bucket_and_prefix(f"{container}/{prefix}", _CONTAINER, refusal, option)
 
 
-def _account(config: StoreConfig, options: Options, said: Mapping[str, str]) -> AzureAccount:
+def _account(config: StoreConfig, options: Options, fields: Mapping[str, str]) -> AzureAccount:
     account = azure_account(config.url, config.storage_options)
     if not account.name:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _account(config: StoreConfig, options: Options, said: Mapping[str, str]) -> 
         )
     given = {
         "account_name": options.text("account_name"),
-        "connection_string": said.get("accountname", ""),
+        "connection_string": fields.get("accountname", ""),
     }
     for option, name in given.items():
         if name not in ("", account.name):
@@ -115,17 +115,17 @@ def _account(config: StoreConfig, options: Options, said: Mapping[str, str]) -> 
     return account
 
 
-def _credentials(options: Options, said: Mapping[str, str]) -> Credentials | None:
+def _credentials(options: Options, fields: Mapping[str, str]) -> Credentials | None:
     """Return the options' credentials as a provider: otherwise the environment's would win."""
     named = "connection_string" if "account_key" not in options else "account_key"
-    key = options.text("account_key") or said.get("accountkey", "")
+    key = options.text("account_key") or fields.get("accountkey", "")
     if key:
         try:
             base64.b64decode(key, validate=True)
         except binascii.Error:
             raise ConfigError(f"{options.where(named)}: its key is not base64") from None
         return lambda: {"access_key": key, "expires_at": None}
-    token = (options.text("sas_token") or said.get("sharedaccesssignature", "")).lstrip("?")
+    token = (options.text("sas_token") or fields.get("sharedaccesssignature", "")).lstrip("?")
     if token:
         return lambda: {"sas_token": token, "expires_at": None}
     return None

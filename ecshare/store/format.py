@@ -98,11 +98,11 @@ class _Header(Struct, forbid_unknown_fields=True):
 
 _header_decoder = msgspec.json.Decoder(_Header)
 _attributes_decoder = msgspec.json.Decoder(dict[str, Any])
-_ODD_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
+_MALFORMED_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 class _Front(Struct, frozen=True):
-    """What the first bytes of an object say."""
+    """The parsed prologue of an object."""
 
     prologue: bytes
     header: _Header
@@ -113,7 +113,7 @@ class _Front(Struct, frozen=True):
 class StreamingChecksum:
     """The checksum of an object that comes in pieces, of those that come in order.
 
-    To add up what a CPU's cache still holds costs a fraction of reading it again. One thread, or
+    To add what a CPU's cache still holds costs a fraction of reading it again. One thread, or
     several in turn.
     """
 
@@ -123,7 +123,7 @@ class StreamingChecksum:
     _is_in_order: bool = True
 
     def take(self, offset: int, piece: memoryview) -> None:
-        """Add the bytes from `offset` on. Never raises: what is odd is for `unseal` to say."""
+        """Add the bytes from `offset` on. Never raises: `unseal` reports malformed bytes."""
         if not self._is_in_order or offset != self._num_bytes:
             self._is_in_order = False
             return
@@ -132,7 +132,7 @@ class StreamingChecksum:
             try:
                 header = _header(piece)
                 spec = _spec(header)
-                self._digest = xxhash.xxh3_128(_believed(spec, header.metadata))
+                self._digest = xxhash.xxh3_128(_signed_fields(spec, header.metadata))
                 self._front = _Front(bytes(piece[:PROLOGUE_BYTES]), header, spec)
             except ObjectCorrupt:
                 self._is_in_order = False
@@ -179,10 +179,10 @@ def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | No
         producer=__version__,
     )
     payload = raw[PROLOGUE_BYTES:]
-    believed = _believed(spec, metadata)
-    metadata.checksum = _checksum(believed, payload)
+    signed = _signed_fields(spec, metadata)
+    metadata.checksum = _checksum(signed, payload)
     if integrity is not None:
-        metadata.mac = integrity.mac(believed, payload)
+        metadata.mac = integrity.mac(signed, payload)
     tensor = _Tensor(dtype=spec.dtype, shape=spec.shape, data_offsets=(0, spec.num_bytes))
     header = msgspec.json.encode(_Header(metadata=metadata, tensor=tensor))
     if len(header) > _HEADER_BYTES:
@@ -208,7 +208,7 @@ def unseal(
     write. `streamed` has taken these very bytes: what it knows of them is not computed again.
 
     Raises:
-        ObjectCorrupt: anything odd; a sound object of another key, too.
+        ObjectCorrupt: it is malformed or damaged, or an intact object of another key.
     """
     raw = body.cast("B") if body.format != "B" or body.ndim != 1 else body
     front = streamed.front(raw) if streamed else None
@@ -225,7 +225,7 @@ def unseal(
         raise ObjectCorrupt("corrupt object: the tensor does not begin at byte 0 of the payload")
     if verify:
         checksum = streamed.digest(len(raw)) if streamed and front else ""
-        checksum = checksum or _checksum(_believed(spec, metadata), payload)
+        checksum = checksum or _checksum(_signed_fields(spec, metadata), payload)
         if checksum != metadata.checksum:
             raise ObjectCorrupt("corrupt object: the checksum differs")
         if integrity is not None:
@@ -236,13 +236,13 @@ def unseal(
 def _authenticate(
     spec: TensorSpec, metadata: _Metadata, payload: memoryview, integrity: Integrity
 ) -> None:
-    if not integrity.accepts(metadata.mac, _believed(spec, metadata), payload):
+    if not integrity.accepts(metadata.mac, _signed_fields(spec, metadata), payload):
         wrong = "the MAC is not made with our integrity_key" if metadata.mac else "it has no MAC"
         raise ObjectCorrupt(f"corrupt object: {wrong}")
 
 
 def _check_key(header: _Header, key: str) -> None:
-    """A sound object may have been copied from elsewhere."""
+    """An intact object may have been copied from elsewhere."""
     stored = header.metadata.key
     if stored != key:
         raise ObjectCorrupt(f"corrupt object: it was stored as {stored[:200]!r}, not as {key}")
@@ -255,7 +255,7 @@ def _header(raw: memoryview) -> _Header:
         raise ObjectCorrupt("corrupt object: it does not begin with an ecshare prologue")
     try:
         header = _header_decoder.decode(bytes(raw[_LENGTH.size : PROLOGUE_BYTES]))
-    except _ODD_JSON as exc:
+    except _MALFORMED_JSON as exc:
         raise ObjectCorrupt(f"corrupt object: malformed header, {exc}") from exc
     if header.metadata.format != str(FORMAT_VERSION):
         raise ObjectCorrupt(
@@ -280,7 +280,7 @@ def _spec(header: _Header) -> TensorSpec:
 def _attributes(text: str) -> dict[str, JSON]:
     try:
         return _attributes_decoder.decode(text)
-    except _ODD_JSON as exc:
+    except _MALFORMED_JSON as exc:
         raise ObjectCorrupt(f"corrupt object: malformed attributes, {exc}") from exc
 
 
@@ -293,8 +293,8 @@ def _invalid_reason(spec: TensorSpec) -> str | None:
     return None
 
 
-def _believed(spec: TensorSpec, metadata: _Metadata) -> bytes:
-    """All that a reader believes of an object but its payload: a flipped bit in it is caught."""
+def _signed_fields(spec: TensorSpec, metadata: _Metadata) -> bytes:
+    """Return the fields that the checksum and the MAC cover, besides the payload."""
     text = _json(
         [
             FORMAT_VERSION,
@@ -313,7 +313,7 @@ def _json(value: JSON) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _checksum(believed: bytes, payload: memoryview) -> str:
-    digest = xxhash.xxh3_128(believed)
+def _checksum(signed: bytes, payload: memoryview) -> str:
+    digest = xxhash.xxh3_128(signed)
     digest.update(payload)
     return _CHECKSUM_PREFIX + digest.hexdigest()

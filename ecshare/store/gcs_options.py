@@ -35,7 +35,7 @@ _GCSFS_WORDS = ("browser", "cache", "cloud")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
-# A provider, whether anonymous, and what else obstore is told.
+# A provider, whether anonymous, and obstore's other options.
 _Identity = tuple[Credentials | None, bool, dict[str, Any]]
 
 
@@ -127,8 +127,8 @@ def _from_file(file: Path, option: str) -> _Identity | str:
     return _from_account(account, {"service_account": str(file)})
 
 
-def _from_account(account: object, told: dict[str, Any]) -> _Identity | str:
+def _from_account(account: object, options: dict[str, Any]) -> _Identity | str:
     kind = account.get("type") if isinstance(account, dict) else None
     if kind != "service_account":
         return f"only gcsfs knows a token of the type {str(kind)[:40]!r}"
-    return None, False, told
+    return None, False, options

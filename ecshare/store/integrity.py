@@ -37,16 +37,16 @@ class Integrity:
         """16 hex digits that distinguish keys. They are public: they show whether a guess is right,
         but nobody can guess 32 random bytes."""
 
-    def mac(self, believed: bytes, payload: memoryview) -> str:
+    def mac(self, signed: bytes, payload: memoryview) -> str:
         """Return the MAC of an object: of its authenticated header fields and its payload."""
-        digest = blake3(believed, key=self._key)
+        digest = blake3(signed, key=self._key)
         digest.update(payload)
         return _PREFIX + digest.hexdigest()
 
-    def accepts(self, mac: str, believed: bytes, payload: memoryview) -> bool:
+    def accepts(self, mac: str, signed: bytes, payload: memoryview) -> bool:
         """Whether `mac` is what `mac()` returns for this object. Takes constant time."""
         return hmac.compare_digest(
-            mac.encode("utf-8", "surrogatepass"), self.mac(believed, payload).encode()
+            mac.encode("utf-8", "surrogatepass"), self.mac(signed, payload).encode()
         )
 
 

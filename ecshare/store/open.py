@@ -86,7 +86,7 @@ def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore,
 
 
 def _plan(config: StoreConfig, protocol: str, path: str) -> CloudPlan | str | None:
-    """What obstore is to be told; or why it will not do; None: it does not know the protocol."""
+    """Return what obstore needs, or why it cannot serve; None: it does not know the protocol."""
     if protocol in ("s3", "s3a"):
         from ecshare.store import s3_options
 

@@ -265,24 +265,24 @@ def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str
     Such a secret is in the configuration itself, or in a file that others may read. `path`: where
     the user wrote the options. No sentence contains a secret.
     """
-    said = []
+    found = []
     if _PASSWORD.search(url):
-        said.append(
+        found.append(
             f"{path}.url: {_EXPOSED}; leave it out there and give it as {path}.storage_options."
             "password, written as env:NAME or file:/path"
         )
     if integrity_key and not integrity_key.startswith((_ENV, _FILE)):
-        said.append(_literal(f"{path}.integrity_key", "ECSHARE_INTEGRITY_KEY"))
+        found.append(_literal(f"{path}.integrity_key", "ECSHARE_INTEGRITY_KEY"))
     elif integrity_key.startswith(_FILE) and _is_public(integrity_key):
-        said.append(_public(f"{path}.integrity_key", integrity_key))
+        found.append(_public(f"{path}.integrity_key", integrity_key))
     for names, value in _leaves(options, ()):
         where = ".".join((path, "storage_options", *names))
         if isinstance(value, Secret):
             if _is_public(value.source):
-                said.append(_public(where, value.source))
+                found.append(_public(where, value.source))
         elif _is_literal(names, value):
-            said.append(_literal(where, _variable(names[-1])))
-    return said
+            found.append(_literal(where, _variable(names[-1])))
+    return found
 
 
 _EXPOSED = "a secret is written into the configuration, which vLLM logs and the process list shows"

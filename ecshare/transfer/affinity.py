@@ -22,7 +22,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def start_unbound(name: str, work: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread that runs `work(*args)`; what it starts in turn stays aside, too."""
+    """Start a daemon thread that runs `work(*args)`; what it starts in turn has the same cores."""
 
     def run() -> None:
         _unbind()

@@ -18,7 +18,7 @@ _FAILURES_TO_OPEN = 4
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 # A store that fails now and then is no news every second.
-_SAID_EVERY_S = 60.0
+_WARN_EVERY_S = 60.0
 _MAX_WORDS = 300
 # A damaged object that was not removed is not downloaded for every request that asks for it.
 # The pause doubles: what damages all objects, and not this one, may be over soon.
@@ -62,8 +62,8 @@ class CircuitBreaker:
         self._last_begun = 0
         self._last_before_success = 0
         self._probe: int | None = None
-        self._is_told = False
-        self._next_telling_s = 0.0
+        self._is_logged = False
+        self._next_warning_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -114,7 +114,7 @@ class CircuitBreaker:
 
     def _succeeded(self) -> None:
         if self.is_open:
-            level = logging.INFO if self._is_told else logging.DEBUG
+            level = logging.INFO if self._is_logged else logging.DEBUG
             logger.log(level, "store: %s work again", self.what)
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S
@@ -126,7 +126,7 @@ class CircuitBreaker:
         if not self.is_open:
             self._failures += 1
             if self.is_open:
-                self._tell(why)
+                self._log_open(why)
         elif operation == self._probe:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         else:
@@ -134,13 +134,13 @@ class CircuitBreaker:
         if self.is_open:
             self._next_probe_s = self._clock_s() + self._pause_s
 
-    def _tell(self, why: str) -> None:
-        self._is_told = self._clock_s() >= self._next_telling_s
-        if self._is_told:
-            self._next_telling_s = self._clock_s() + _SAID_EVERY_S
+    def _log_open(self, why: str) -> None:
+        self._is_logged = self._clock_s() >= self._next_warning_s
+        if self._is_logged:
+            self._next_warning_s = self._clock_s() + _WARN_EVERY_S
         words = "".join(each if each.isprintable() else "?" for each in why[:_MAX_WORDS])
         logger.log(
-            logging.WARNING if self._is_told else logging.DEBUG,
+            logging.WARNING if self._is_logged else logging.DEBUG,
             "store: %s failed repeatedly, and are paused for a while: %s",
             self.what,
             words,

@@ -36,7 +36,7 @@ class NamespaceWatch:
         self._facts = facts
         self._num_misses = 0
         self._next_look = 1
-        self._last_said = ""
+        self._last_sentence = ""
 
     def is_due(self, *, is_hit: bool) -> bool:
         """Record a hit or a miss of this engine. Return whether to `compare` now."""
@@ -52,7 +52,7 @@ class NamespaceWatch:
         """Log how the most similar other namespace differs, unless it was logged. Never raises."""
         try:
             known, others = await self._client.ask(self._ask, Priority.SAVE)
-            self._tell(others, is_known=known)
+            self._log(others, is_known=known)
         except (StoreError, TimeoutError, RecursionError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)
 
@@ -66,7 +66,7 @@ class NamespaceWatch:
         except ValueError:  # damaged
             return False, others
 
-    def _tell(self, others: list[Manifest], *, is_known: bool) -> None:
+    def _log(self, others: list[Manifest], *, is_known: bool) -> None:
         other = nearest(self._facts, others)
         if other is None:
             return
@@ -74,21 +74,22 @@ class NamespaceWatch:
         fields = {line.partition(":")[0] for line in lines}
         # Two models in one bucket are no mistake.
         is_mistake = not is_known and not {"model", "weights"} <= fields
-        said = self._sentence(is_known=is_known, lines=lines)
-        if said != self._last_said:
-            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", said)
-        self._last_said = said
+        sentence = self._sentence(is_known=is_known, lines=lines)
+        if sentence != self._last_sentence:
+            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", sentence)
+        self._last_sentence = sentence
 
     def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
         what = _WHAT[self._kind]
         if is_known:
-            said = f"{what} are shared in namespace {self._namespace}"
+            sentence = f"{what} are shared in namespace {self._namespace}"
         else:
-            said = (
+            sentence = (
                 # A manifest is renewed while engines store, and may expire when none does.
                 f"no engine has stored {what} in this engine's namespace {self._namespace}, at "
                 "least not lately; this engine does not find what others store in other namespaces"
             )
         more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        told = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])
-        return f"{said}; the most similar other namespace differs in (this engine != other):{told}"
+        shown = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])
+        differs = "the most similar other namespace differs in (this engine != other)"
+        return f"{sentence}; {differs}:{shown}"

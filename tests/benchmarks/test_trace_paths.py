@@ -16,7 +16,7 @@ LINE = re.compile(r"(.+): (\d+) calls, (\d+) files, (\d+) changes of file, .* (\
 
 def counted(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[int, ...]]:
     trace_paths.main([])
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for line in capsys.readouterr().out.splitlines():
         said = LINE.fullmatch(line)
         assert said is not None, line

@@ -93,7 +93,7 @@ def with_fitting_checksum(raw: bytes) -> bytes:
         return raw
     header = json.loads(raw[8:PROLOGUE_BYTES])
     header["__metadata__"]["ecshare.checksum"] = fmt._checksum(
-        fmt._believed(facts, said.metadata), memoryview(raw)[PROLOGUE_BYTES:]
+        fmt._signed_fields(facts, said.metadata), memoryview(raw)[PROLOGUE_BYTES:]
     )
     return with_header(raw, header)
 

@@ -264,7 +264,7 @@ class HostCache:
         """
         self.root = root
         self._prefix = f"{store_id}+" if store_id else ""
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         make_private(root)
         self._usage = Usage(root, fitting(root, limit_bytes))
         self._floor_bytes = floor_bytes(root)
@@ -299,7 +299,7 @@ class HostCache:
         except FileNotFoundError:
             return None
         except OSError as exc:
-            self._say_once("open", "the host cache cannot be read: %s", exc)
+            self._warn_once("open", "the host cache cannot be read: %s", exc)
             return None
         try:
             # Who holds it exclusively is about to unlink it.
@@ -311,7 +311,7 @@ class HostCache:
                 return Entry(key, fd, status.st_size)
         except OSError as exc:
             if exc.errno != errno.EWOULDBLOCK:
-                self._say_once("open", "the host cache cannot be read: %s", exc)
+                self._warn_once("open", "the host cache cannot be read: %s", exc)
         unlock_and_close(fd)
         return None
 
@@ -340,7 +340,7 @@ class HostCache:
         try:
             draft.write(0, body)
         except OSError as exc:
-            self._say_once("write", "the host cache cannot be written: %s", exc)
+            self._warn_once("write", "the host cache cannot be written: %s", exc)
             self.drop(draft)
             return None
         return self.admit(key, draft)
@@ -375,7 +375,7 @@ class HostCache:
                 f"{self.root}/{_CLAIMS_NAME}", f"{name}.{purpose}" if purpose else name
             )
         except OSError as exc:
-            self._say_once(
+            self._warn_once(
                 "claim",
                 "the host cache cannot lock: each process fetches objects on its own: %s",
                 exc,
@@ -391,7 +391,7 @@ class HostCache:
     def draft(self, num_bytes: int) -> _DraftFile | None:
         """Return a new file of that size, with its disk space reserved. None: no room."""
         if not 0 < num_bytes <= self.limit_bytes:
-            self._say_once(
+            self._warn_once(
                 "size", "an object of %d bytes does not fit into the host cache", num_bytes
             )
             return None
@@ -417,11 +417,11 @@ class HostCache:
                 evict_bytes = max(num_bytes, self._shortage(num_bytes))
             else:
                 if draft is None:
-                    self._say_once(
+                    self._warn_once(
                         "room", "host cache %s: it is full, and all entries are in use", self.root
                     )
                 return draft
-        self._say_once("write", "the host cache cannot be written: %s", failure)
+        self._warn_once("write", "the host cache cannot be written: %s", failure)
         return None
 
     def admit(self, key: Key, draft: _DraftFile) -> Entry | None:
@@ -441,7 +441,7 @@ class HostCache:
                     # What bears this name and cannot be opened, nobody else would ever replace.
                     self._usage.remove(path)
         except OSError as exc:
-            self._say_once("write", "the host cache cannot be written: %s", exc)
+            self._warn_once("write", "the host cache cannot be written: %s", exc)
         finally:
             self.drop(draft)
         return None
@@ -480,9 +480,9 @@ class HostCache:
         # No key holds a '+', so that two keys never meet in one name.
         return f"{self.root}/{self._prefix}{key.replace('/', '+')}"
 
-    def _say_once(self, topic: str, message: str, *args: object) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
+    def _warn_once(self, topic: str, message: str, *args: object) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             logger.warning(message, *args)
 
 

@@ -214,7 +214,7 @@ class _Scan:
         self._turn = turn
         try:
             with room.usage.counter() as counter:
-                self._believed = counter.read()
+                self._count_before = counter.read()
             self._files = room.files()
             self.first = list(islice(self._files, _RUN_ENTRIES))
         except OSError:
@@ -227,7 +227,7 @@ class _Scan:
         A thread does it if there are very many entries, unless it `is_urgent`, or the number of
         bytes in use is not known.
         """
-        is_known = self._believed.used is not None
+        is_known = self._count_before.used is not None
         if len(self.first) == _RUN_ENTRIES and is_known and not is_urgent:
             threading.Thread(
                 target=self._run_aside, args=(work,), name=THREAD_NAME, daemon=True
@@ -258,7 +258,7 @@ class _Scan:
             os.utime(self._turn)
             run = list(islice(self._files, _RUN_ENTRIES))
         with self._room.usage.counter() as counter:
-            used = counter.correct(total, self._believed.turnover)
+            used = counter.correct(total, self._count_before.turnover)
         return self._room.evict_in_steps(temporary, used, 0)
 
     def _run(self, work: Callable[[], int]) -> int:

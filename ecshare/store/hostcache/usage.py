@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_TALLY = struct.Struct("<qq")
-_TALLY_NAME = ".used"
-# Whoever holds the counter for so long, and it is held for a few milliseconds, was stopped.
-_TALLY_WAIT_S = 1.0
+_COUNTER = struct.Struct("<qq")
+_COUNTER_NAME = ".used"
+# A process that holds the counter for so long was stopped: it is held for a few milliseconds.
+_COUNTER_WAIT_S = 1.0
 _MAX_TURNOVER = 1 << 62
 _LOCK_PAUSE_S = 0.0005
 _MOST_BYTES = 64
@@ -41,7 +41,7 @@ class Usage:
         """Make nothing yet. `limit_bytes`: how many the folder may hold."""
         self.root = root
         self.limit_bytes = limit_bytes
-        self._lock = HostLock(f"{root}/{_TALLY_NAME}", _TALLY_WAIT_S)
+        self._lock = HostLock(f"{root}/{_COUNTER_NAME}", _COUNTER_WAIT_S)
 
     @contextlib.contextmanager
     def counter(self) -> "Iterator[UsageCounter]":
@@ -102,7 +102,7 @@ class Usage:
             counter.add(-status.st_size if stat.S_ISREG(status.st_mode) else 0)
 
 
-class Believed(NamedTuple):
+class Count(NamedTuple):
     """The content of `.used`."""
 
     used: int | None
@@ -116,19 +116,19 @@ class UsageCounter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._read: Believed | None = None
+        self._read: Count | None = None
 
-    def read(self) -> Believed:
+    def read(self) -> Count:
         """Return the content of `.used`."""
         if self._read is None:
-            self._read = self._parsed(os.pread(self._fd, _TALLY.size, 0))
+            self._read = self._parsed(os.pread(self._fd, _COUNTER.size, 0))
         return self._read
 
-    def _parsed(self, raw: bytes) -> Believed:
+    def _parsed(self, raw: bytes) -> Count:
         used = int.from_bytes(raw[:8], "little", signed=True) if len(raw) >= 8 else -1
         # An older release writes the first number alone.
-        turnover = int.from_bytes(raw[8:], "little") if len(raw) == _TALLY.size else 0
-        return Believed(used if used >= 0 else None, turnover)
+        turnover = int.from_bytes(raw[8:], "little") if len(raw) == _COUNTER.size else 0
+        return Count(used if used >= 0 else None, turnover)
 
     def add(self, num_bytes: int, *, turnover: int | None = None) -> None:
         """Add `num_bytes`, which may be negative. `turnover`: bytes changed, if not the same."""
@@ -149,7 +149,7 @@ class UsageCounter:
         return used
 
     def _write(self, used: int, turnover: int) -> None:
-        os.pwrite(self._fd, _TALLY.pack(used, turnover % _MAX_TURNOVER), 0)
+        os.pwrite(self._fd, _COUNTER.pack(used, turnover % _MAX_TURNOVER), 0)
         self._read = None
 
 

@@ -298,7 +298,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
 def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, "_TALLY_WAIT_S", 0.01)
+    monkeypatch.setattr(usage, "_COUNTER_WAIT_S", 0.01)
     cache = HostCache(cache.root, 100 * KIB)
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
@@ -315,7 +315,7 @@ def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Three times as much as there is room for goes through the cache beside the stopped one."""
-    monkeypatch.setattr(usage, "_TALLY_WAIT_S", 0.05)
+    monkeypatch.setattr(usage, "_COUNTER_WAIT_S", 0.05)
     monkeypatch.setattr(eviction, "_TURN_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
     held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
