@@ -2,7 +2,6 @@
 """What an engine has published of its KV cache, asked for as a latecomer asks vLLM's publisher."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+from tests.waiting import wait_until
 
 GIVE_UP_S = 30.0
 _ANSWER_MS = 20_000
@@ -53,10 +54,14 @@ class Subscriber:
 
     def wait(self, until: Callable[["Followed"], bool]) -> "Followed":
         """What the events so far come to, once `until` says yes to it."""
-        deadline_s = time.monotonic() + GIVE_UP_S
-        while not until(followed := Followed(self.events())):
-            assert time.monotonic() < deadline_s, followed.of_store
-            time.sleep(0.1)
+        followed = Followed([])
+
+        def is_so() -> bool:
+            nonlocal followed
+            followed = Followed(self.events())
+            return until(followed)
+
+        wait_until(is_so, pause_s=0.1)
         return followed
 
 

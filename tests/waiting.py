@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tests wait for other threads and processes, and let time pass without waiting."""
 
+import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -8,16 +10,32 @@ _PAUSE_S = 0.002
 _WITHIN_S = 30.0
 
 
-def wait_until(is_so: Callable[[], bool], within_s: float = _WITHIN_S) -> None:
-    """Return as soon as it is so.
+def wait_until(
+    is_so: Callable[[], object],
+    within_s: float = _WITHIN_S,
+    otherwise: str = "",
+    pause_s: float = _PAUSE_S,
+) -> None:
+    """Return as soon as it is so. `pause_s`: between two questions, where each one costs much.
 
     Raises:
-        AssertionError: it is not within `within_s`.
+        AssertionError: it is not within `within_s`; says `otherwise`.
     """
     deadline_s = time.monotonic() + within_s
     while not is_so():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s"
-        time.sleep(_PAUSE_S)
+        assert time.monotonic() < deadline_s, otherwise or f"not within {within_s} s"
+        time.sleep(pause_s)
+
+
+async def until(is_so: Callable[[], object], within_s: float = _WITHIN_S) -> None:
+    """As `wait_until`, without blocking the event loop. `is_so` may return an awaitable.
+
+    Raises:
+        TimeoutError: it is not within `within_s`.
+    """
+    async with asyncio.timeout(within_s):
+        while not (await found if inspect.isawaitable(found := is_so()) else found):
+            await asyncio.sleep(_PAUSE_S)
 
 
 class Clock:

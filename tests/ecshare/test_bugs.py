@@ -2,7 +2,6 @@
 """A bug of ours in any hook: every request that can be answered is, with the right embeddings."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lab.conformance.engine import Engine, Ticket
 from lab.conformance.harness import Place
 from lab.conformance.pictures import picture
 from lab.vllm_loop import RUNNERS, RunnerName
+from tests.bugs import fails_from
 
 OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 SCHEDULER_HOOKS = (
@@ -33,22 +33,6 @@ SCHEDULER_HOOKS = (
 WORKER_HOOKS = ("begin_saves", "load", "save", "settle", "report", "close")
 HALVES: list[tuple[type, str]] = [(EncoderScheduler, name) for name in SCHEDULER_HOOKS]
 HALVES += [(EncoderWorker, name) for name in WORKER_HOOKS]
-
-
-def fails_from(hook: Callable[..., Any], nth_call: int) -> Callable[..., Any]:
-    """The same hook, with a bug: it raises in that call and later, at its end or at its start."""
-    calls = 0
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls < nth_call:
-            return hook(*args, **kwargs)
-        if calls % 2 or hook.__name__ == "close":  # or its threads would outlive this test
-            hook(*args, **kwargs)
-        raise RuntimeError("a bug")
-
-    return broken
 
 
 @pytest.fixture(scope="module")

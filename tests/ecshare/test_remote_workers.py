@@ -4,7 +4,6 @@
 vLLM takes a promise of the scheduler half for all ranks; one that cannot keep it ends the engine.
 """
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.scheduler import EncoderScheduler
 from ecshare.worker import EncoderWorker
 from tests.ecshare.test_scheduler import NUM_EMBEDS, feature, request, until_ready
+from tests.waiting import wait_until
 
 
 class Hosts:
@@ -72,10 +72,7 @@ class Hosts:
         return [path for path in (self.store / "ec").rglob("*") if len(path.name) == 64]
 
     def until_stored(self) -> None:
-        deadline_s = time.monotonic() + 10
-        while not self.objects():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(self.objects)
 
     def close(self) -> None:
         self.scheduler.close()

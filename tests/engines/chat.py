@@ -14,6 +14,7 @@ from typing import Any
 
 from lab.servers import openai_client as client
 from lab.servers.processes import Server
+from tests import waiting
 
 STORED_WITHIN_S = 60.0
 COMES_WITHIN_S = 20.0
@@ -155,10 +156,7 @@ def stored_kv(root: Path, part: str) -> set[Path]:
 
 def wait_until(is_so: Callable[[], bool], otherwise: str, within_s: float = COMES_WITHIN_S) -> None:
     """Return as soon as it is so; fail with the words `otherwise` if it is not in that time."""
-    deadline_s = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, otherwise
-        time.sleep(0.02)
+    waiting.wait_until(is_so, within_s, otherwise, pause_s=0.02)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 
 import itertools
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -11,6 +10,7 @@ from lab.servers import openai_client as client
 from lab.servers.engines import EngineProcess
 from lab.servers.processes import Server
 from tests.engines.chat import Answer, announced, ask, counts, picture, text
+from tests.waiting import wait_until
 
 QUESTION = text("what is to be seen here, and where?")
 LOADED = "ecshare_items/loaded"
@@ -91,15 +91,14 @@ class Fleet:
 
     def check_recovers(self, lost: Item | None = None) -> None:
         """The store is used again: new pictures go through it, and so does `lost`, once encoded."""
-        deadline_s = time.monotonic() + RECOVERS_WITHIN_S
         before = counts(self.consumer).get(LOADED, 0)
-        while not self._goes_through(None):
-            assert time.monotonic() < deadline_s, "nothing goes through the store any more"
-            time.sleep(0.2)
+        self._wait_through(None, "nothing goes through the store any more")
         assert counts(self.consumer)[LOADED] > before
-        while lost is not None and not self._goes_through(lost):
-            assert time.monotonic() < deadline_s, "what was lost is not stored again"
-            time.sleep(0.2)
+        if lost is not None:
+            self._wait_through(lost, "what was lost is not stored again")
+
+    def _wait_through(self, item: Item | None, otherwise: str) -> None:
+        wait_until(lambda: self._goes_through(item), RECOVERS_WITHIN_S, otherwise, pause_s=0.2)
 
     def _goes_through(self, item: Item | None) -> bool:
         sent = self.encode(item.uuid, item.seed) if item else self.encode()

@@ -2,7 +2,6 @@
 """Three engines: a plain one that knows the right tokens, and two that share KV."""
 
 import itertools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,10 +107,11 @@ class KVFleet:
 
         `consumer` must not have met `lost`.
         """
-        deadline_s = time.monotonic() + RECOVERS_WITHIN_S
-        while not self.is_loaded(self.prefill()):
-            assert time.monotonic() < deadline_s, "nothing goes through the store any more"
-            time.sleep(0.2)
+        wait_until(
+            lambda: self.is_loaded(self.prefill()),
+            "nothing goes through the store any more",
+            RECOVERS_WITHIN_S,
+        )
         if lost is not None:
             assert self.is_loaded(self.prefill(lost.prompt)), "what was lost is not stored again"
 

@@ -2,7 +2,6 @@
 """LoRA adapters: what one has computed is for those whose adapter holds the same, by any name."""
 
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from tests.kvshare.toy import (
     objects,
     serve,
 )
+from tests.waiting import wait_until
 
 PROMPT = list(range(100, 100 + 5 * BLOCK + 3))
 OLD, NEW = b"old weights", b"new weights"
@@ -137,8 +137,7 @@ def test_a_change_ends_the_saves_of_running_requests(start: StartEngine, tmp_pat
         engine.step()
     new = make_request("new", [7], 1, lora_request=adapter(folder, NEW))
     # It waits for the new files to be read; the other one runs on only then.
-    while engine.connector.scheduler.num_loadable_tokens(new, 0) is None:
-        time.sleep(0.001)
+    wait_until(lambda: engine.connector.scheduler.num_loadable_tokens(new, 0) is not None)
     engine.add(new)
     engine.run_out()
     assert len(objects(tmp_path)) == 2, "the part and the tail of the prompt, no more"

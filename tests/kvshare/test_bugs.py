@@ -4,7 +4,6 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from kvshare.blocks import BlockCaches
 from kvshare.scheduler import KVScheduler
 from kvshare.worker import KVWorker
 from lab.vllm_loop import RUNNERS, RunnerName
+from tests.bugs import fails_from
 from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
@@ -43,22 +43,6 @@ WORKER_HOOKS = (
 )
 HALVES: list[tuple[type, str]] = [(KVScheduler, name) for name in SCHEDULER_HOOKS]
 HALVES += [(KVWorker, name) for name in WORKER_HOOKS]
-
-
-def fails_from(hook: Callable[..., Any], nth_call: int) -> Callable[..., Any]:
-    """The same hook, with a bug: it raises when it has done its work, in that call and later."""
-    calls = 0
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls < nth_call:
-            return hook(*args, **kwargs)
-        if calls % 2 or hook.__name__ == "close":  # or its threads would outlive this test
-            hook(*args, **kwargs)
-        raise RuntimeError("a bug")
-
-    return broken
 
 
 def serve_all(engine: ToyEngine, name: str) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import json
 import resource
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ from aiohttp import web
 from ecshare.router.app import CHAT
 from ecshare.router.connections import fitting_connections
 from tests.ecshare.router.fake_engine import FakeEngine, chat, decoded, fleet
+from tests.ecshare.router.router_process import router_process
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode()
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -153,41 +153,27 @@ def test_connections_fit_into_the_open_files() -> None:
 
 async def test_more_connections_than_open_files_do_no_harm() -> None:
     limit = 1024
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    async with FakeEngine(decoded).serving() as engine, aiohttp.ClientSession() as client:
-        router = await asyncio.create_subprocess_exec(
-            *("sh", "-c", f'ulimit -n {limit}; ulimit -S -n 64; exec "$0" "$@"'),
-            *(sys.executable, "-m", "ecshare.router", f"--port={port}", f"--decoder={engine.url}"),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert router.stderr is not None
-        try:
-            async with asyncio.timeout(30):
-                said = b""
-                while b"listening" not in said:
-                    said += await router.stderr.readline()
-                async with client.post(url + CHAT, json=chat()) as response:
-                    assert response.status == 200
-                many = [socket.create_connection(("127.0.0.1", port)) for _ in range(limit + 50)]
-                # On a connection that was there before, and on a new one.
-                for number, force_new in enumerate((False, True)):
-                    async with (
-                        aiohttp.ClientSession() as another,
-                        (another if force_new else client).post(
-                            url + CHAT, json=chat()
-                        ) as response,
-                    ):
-                        assert response.status == 200
-                        assert len(engine.bodies) == number + 2
-                for each in many:
-                    each.close()
-        finally:
-            router.terminate()
-            _, rest = await router.communicate()
-    text = (said + rest).decode()
+    few_files = ("sh", "-c", f'ulimit -n {limit}; ulimit -S -n 64; exec "$0" "$@"')
+    async with (
+        FakeEngine(decoded).serving() as engine,
+        router_process(engine.url, *few_files) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        url = f"http://127.0.0.1:{router.port}{CHAT}"
+        async with client.post(url, json=chat()) as response:
+            assert response.status == 200
+        many = [socket.create_connection(("127.0.0.1", router.port)) for _ in range(limit + 50)]
+        # On a connection that was there before, and on a new one.
+        for number, force_new in enumerate((False, True)):
+            async with (
+                aiohttp.ClientSession() as another,
+                (another if force_new else client).post(url, json=chat()) as response,
+            ):
+                assert response.status == 200
+                assert len(engine.bodies) == number + 2
+        for each in many:
+            each.close()
+    text = router.log
     assert "--max-connections 4096 counts as 256: this process may have 1024 open files" in text
     assert "Traceback" not in text
     assert "Too many open files" not in text

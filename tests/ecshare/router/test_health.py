@@ -4,7 +4,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from tests.ecshare.router.fake_engine import (
     fleet,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 TICK_S = 0.02
@@ -39,12 +40,6 @@ Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent engines are asked for their health without much waiting."""
     monkeypatch.setattr(health, "_ASK_EVERY_S", TICK_S)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not is_so():
-            await asyncio.sleep(TICK_S / 2)
 
 
 @asynccontextmanager

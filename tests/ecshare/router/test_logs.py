@@ -4,14 +4,13 @@
 import asyncio
 import io
 import logging
-import socket
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from ecshare.router.logs import OneLineFormatter, RateLimitFilter
 from tests.ecshare.router.fake_engine import Clock, FakeEngine, decoded
+from tests.ecshare.router.router_process import router_process
 
 
 @pytest.fixture
@@ -77,30 +76,17 @@ def test_control_characters_are_shown_as_escapes(written: io.StringIO) -> None:
 
 
 async def test_the_router_writes_its_log_so() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    async with FakeEngine(decoded).serving() as engine:
-        router = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ecshare.router", f"--port={port}", f"--decoder={engine.url}"),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert router.stderr is not None
-        try:
-            async with asyncio.timeout(30):
-                said = b""
-                while b"listening" not in said:
-                    said += await router.stderr.readline()
-                for _ in range(100):
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                    writer.write(b"GET /\x1b[31m HTTP/1.1\r\nA: b\x00\x1b[31m\r\n\r\n")
-                    assert b" 400 Bad Request" in await reader.readline()
-                    writer.close()
-                    await writer.wait_closed()
-        finally:
-            router.terminate()
-            _, rest = await router.communicate()
-    lines = (said + rest).decode().splitlines()
+    async with (
+        FakeEngine(decoded).serving() as engine,
+        router_process(engine.url) as router,
+    ):
+        for _ in range(100):
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            writer.write(b"GET /\x1b[31m HTTP/1.1\r\nA: b\x00\x1b[31m\r\n\r\n")
+            assert b" 400 Bad Request" in await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+    lines = router.log.splitlines()
     assert all(line.isprintable() for line in lines)
     assert 5 <= sum("malformed HTTP" in line for line in lines) < 50
     assert not any("Traceback" in line for line in lines)

@@ -28,6 +28,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
 )
 from tests.ecshare.router.test_encoded import media_of
+from tests.waiting import until
 
 ALL = "encode,prefill,decode"
 SOON_S = 5.0
@@ -198,6 +199,10 @@ async def test_bytes_that_are_gone_when_they_are_needed_are_named() -> None:
         assert b"messages[0].content[2]" in body
 
 
+async def are_waiting(f: Fleet, number: int) -> bool:
+    return bool((await downloads(f))["waiting"] >= number)
+
+
 @asynccontextmanager
 async def at_the_same_moment(
     f: Fleet, host: Host, number: int
@@ -205,12 +210,9 @@ async def at_the_same_moment(
     """Ask several times about one url; the block begins when all wait for the first."""
     host.let_go = asyncio.Event()
     asked = [asyncio.create_task(f.post(host.body("0")))]
-    async with asyncio.timeout(SOON_S):
-        while not host.asked:
-            await asyncio.sleep(0.01)
-        asked += [asyncio.create_task(f.post(host.body(str(n)))) for n in range(1, number)]
-        while (await downloads(f))["waiting"] < number - 1:
-            pass
+    await until(lambda: host.asked)
+    asked += [asyncio.create_task(f.post(host.body(str(n)))) for n in range(1, number)]
+    await until(lambda: are_waiting(f, number - 1))
     yield asked
 
 
@@ -228,9 +230,7 @@ async def test_a_url_is_fetched_once_for_all_who_name_it() -> None:
 async def test_a_client_that_leaves_takes_no_download_from_the_others() -> None:
     async with hosted() as (f, host), at_the_same_moment(f, host, 3) as asked:
         asked[0].cancel()
-        async with asyncio.timeout(SOON_S):
-            while len(host.asked) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(host.asked) >= 2)
         assert host.let_go is not None
         host.let_go.set()
         for each in asked[1:]:
@@ -242,15 +242,12 @@ async def test_a_shared_download_counts_for_each_request() -> None:
     async with hosted(num_e=0, num_p=0, max_media_bytes=20) as (f, host):
         host.let_go = asyncio.Event()
         first = asyncio.create_task(f.post(host.body()))
-        async with asyncio.timeout(SOON_S):
-            while not host.asked:
-                await asyncio.sleep(0.01)
-            both = host.body()
-            other = {"type": "image_url", "image_url": {"url": host.url + "/other"}}
-            both["messages"][0]["content"].append(other)
-            second = asyncio.create_task(f.post(both))
-            while (await downloads(f))["waiting"] < 1:
-                pass
+        await until(lambda: host.asked)
+        both = host.body()
+        other = {"type": "image_url", "image_url": {"url": host.url + "/other"}}
+        both["messages"][0]["content"].append(other)
+        second = asyncio.create_task(f.post(both))
+        await until(lambda: are_waiting(f, 1))
         host.let_go.set()
         assert (await first)[0].status == 200
         assert (await second)[0].status == 413

@@ -20,6 +20,7 @@ from tests.ecshare.router.fake_engine import (
     hang_up,
     picture,
 )
+from tests.waiting import until
 
 ALL = "encode,prefill,decode"
 TOKENS = 100
@@ -216,10 +217,12 @@ async def test_what_p_stores_beside_decode_is_known_too() -> None:
         await ask(f, talk("one"))
         f.d.answer = held = Held(decoded)
         asked = asyncio.create_task(f.post(talk("two")))
-        async with asyncio.timeout(5):
-            await held.asked.wait()
-            while (await f.health())[1]["prefills"]["remembered"] < 2:
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(held.asked.wait(), 5)
+
+        async def are_remembered() -> bool:
+            return bool((await f.health())[1]["prefills"]["remembered"] >= 2)
+
+        await until(are_remembered)
         held.let_go.set()
         assert (await asked)[0].status == 200
         assert not await ask(f, talk("two"))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that share what E has reported, in a folder that others may write to."""
 
-import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +24,7 @@ from tests.ecshare.router.fake_engine import (
     prefilled,
 )
 from tests.ecshare.router.test_encoded import encodes, media_of
+from tests.waiting import until
 
 ALL = "encode,prefill,decode"
 KEY = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
@@ -46,17 +46,13 @@ async def stored(root: Path, number: int = 1, **options: Any) -> AsyncIterator[N
     async with fleet(store=config(root, **options)) as f:
         await f.post(chat(*map(picture, (PNG, PNG_2)[:number])))
         assert len(f.e.bodies) == number
-        async with asyncio.timeout(10):
-            while len(records(root)) < number:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(records(root)) >= number)
     yield
 
 
 async def restored(root: Path, damage: bytes) -> None:
     """Return when the damaged record has been replaced."""
-    async with asyncio.timeout(10):
-        while [path.read_bytes() for path in records(root)] == [damage]:
-            await asyncio.sleep(0.01)
+    await until(lambda: [path.read_bytes() for path in records(root)] != [damage])
 
 
 async def ask(f: Fleet, *contents: bytes) -> web.StreamResponse | Any:
@@ -216,7 +212,5 @@ async def test_a_store_that_fails_costs_nothing_but_hits(
         (tmp_path / "store").mkdir(mode=0o700)
         f.clock.now_s += 10
         await ask(f, b"a third")
-        async with asyncio.timeout(10):
-            while not records(tmp_path):
-                await asyncio.sleep(0.01)
+        await until(lambda: records(tmp_path))
     assert "--store: shared reports cannot be" in caplog.text

@@ -13,6 +13,7 @@ from ecshare.store.directory import temporary_name
 from ecshare.store.keys import Kind, namespace_digest, object_key
 from ecshare.store.temp_files import MARK, sweep
 from ecshare.transfer.engine import TransferEngine
+from tests.waiting import wait_until
 
 DAY_S = 86_400.0
 KEY = object_key(Kind.KV, "0" * 32, "object")
@@ -152,7 +153,4 @@ def test_a_writer_does_it_at_its_start_and_a_reader_does_not(tmp_path: Path) -> 
         engine.start_up(Kind.EC, namespace_digest(facts), facts, write=writes)
         engine.close()
         assert writes or left.exists()
-    deadline_s = time.monotonic() + GIVE_UP_S
-    while left.exists():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: not left.exists())

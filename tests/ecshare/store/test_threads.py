@@ -98,17 +98,18 @@ async def test_together_keeps_the_order_and_takes_none() -> None:
 
 @pytest.mark.parametrize("by", ["failure", "cancellation"])
 async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
-    ended = []
+    ended, all_run = [], asyncio.Barrier(3)
 
     async def goes_on() -> None:
+        await all_run.wait()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
             ended.append(True)
 
     async def fails() -> None:
-        await asyncio.sleep(0.01)
+        await all_run.wait()
         if by == "cancellation":
             caller.cancel()
         else:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks with a bug."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def fails_from(hook: Callable[..., Any], nth_call: int) -> Callable[..., Any]:
+    """The same hook, with a bug: it raises in that call and later, at its end or at its start."""
+    calls = 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls < nth_call:
+            return hook(*args, **kwargs)
+        if calls % 2 or hook.__name__ == "close":  # or its threads would outlive this test
+            hook(*args, **kwargs)
+        raise RuntimeError("a bug")
+
+    return broken
