@@ -284,7 +284,7 @@ class FsspecStore:
                 for entry in page:
                     key = str(entry["name"]).removeprefix(self._root).lstrip("/")
                     if is_safe_key(key):
-                        yield ObjectInfo(Key(key), int(entry.get("size") or 0), _modified_s(entry))
+                        yield ObjectInfo(Key(key), int(entry.get("size") or 0), modified_s(entry))
 
     async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
         """Yield page after page: s3fs itself would bring them all, which takes minutes."""
@@ -378,8 +378,11 @@ def _md5(entry: dict[str, Any]) -> str:
     return md5_of_etag(entry.get("ETag"))
 
 
-def _modified_s(entry: dict[str, Any]) -> float:
-    """Every filesystem has its own name for the time of the last write."""
+def modified_s(entry: dict[str, Any]) -> float:
+    """Return the time of the last write in an entry of a listing; 0.0: unknown.
+
+    Every filesystem has its own name for it.
+    """
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
         value = entry.get(name)
         if isinstance(value, str):

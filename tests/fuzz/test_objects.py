@@ -8,14 +8,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecshare.store import format as fmt
 from ecshare.store.errors import ObjectCorrupt
-from ecshare.store.format import PROLOGUE_BYTES, StreamingChecksum, TensorSpec, seal, unseal
+from ecshare.store.format import (
+    PROLOGUE_BYTES,
+    TENSOR_NAME,
+    Sealed,
+    StreamingChecksum,
+    TensorSpec,
+    seal,
+    unseal,
+)
 from ecshare.store.integrity import Integrity
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
 from tests.fuzz.running import dice, fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, written
 
@@ -85,17 +93,20 @@ def with_header(raw: bytes, header: Any) -> bytes:
 
 
 def with_fitting_checksum(raw: bytes) -> bytes:
-    """As an enemy makes it, who knows the format and no key."""
+    """As an enemy makes it, who knows docs/format.md and no key."""
     try:
-        said = fmt._header(memoryview(raw))
-        facts = fmt._spec(said)
-    except ObjectCorrupt:
-        return raw
-    header = json.loads(raw[8:PROLOGUE_BYTES])
-    header["__metadata__"]["ecshare.checksum"] = fmt._checksum(
-        fmt._signed_fields(facts, said.metadata), memoryview(raw)[PROLOGUE_BYTES:]
-    )
-    return with_header(raw, header)
+        header = json.loads(raw[8:PROLOGUE_BYTES])
+        metadata, tensor = header["__metadata__"], header[TENSOR_NAME]
+        key, attributes, producer = (
+            metadata[f"ecshare.{name}"] for name in ("key", "attributes", "producer")
+        )
+        signed = [FORMAT_VERSION, key, tensor["dtype"], tensor["shape"], attributes, producer]
+        text = json.dumps(signed, sort_keys=True, separators=(",", ":")).encode()
+        digest = xxhash.xxh3_128_hexdigest(text + raw[PROLOGUE_BYTES:])
+        metadata["ecshare.checksum"] = f"xxh3_128:{digest}"
+        return with_header(raw, header)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return raw  # it is refused for more than its checksum
 
 
 # --- damage: what nobody meant to do, or somebody without understanding ---
@@ -249,7 +260,7 @@ def read_with_running_checksum(draw: Draw, raw: bytes, sound: Sound) -> None:
     check(found, sound.facts, sound.payload)
 
 
-def check(found: fmt.Sealed, facts: TensorSpec, payload: bytes) -> None:
+def check(found: Sealed, facts: TensorSpec, payload: bytes) -> None:
     assert bytes(found.payload) == payload, "wrong bytes were taken"
     assert found.spec == facts, "wrong facts were believed"
 

@@ -47,9 +47,10 @@ class Host:
     """One worker on a host of its own."""
 
     def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
-        config = KVConfig(**{"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options)
-        self.engine = TransferEngine(config, "options")
-        self.worker = KVWorker(config, SHAPE, RANK, self.engine, saves=saves)
+        both = {"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options
+        self.config = KVConfig(**both)
+        self.engine = TransferEngine(self.config, "options")
+        self.worker = KVWorker(self.config, SHAPE, RANK, self.engine, saves=saves)
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -753,7 +754,7 @@ def test_a_worker_that_wakes_up_saves_and_loads_again(host: Callable[[], Host]) 
 def test_a_cache_that_was_never_shared_sleeps_too(host: Callable[[], Host]) -> None:
     idle = host()
     idle.worker.register({})
-    other = KVWorker(idle.worker._config, None, RANK, idle.engine)
+    other = KVWorker(idle.config, None, RANK, idle.engine)
     other.unregister()
     other.restore()
     other.load(Orders(NAMESPACE, loads=(LoadOrder("r", (block(A, TOKENS, 0),)),)))

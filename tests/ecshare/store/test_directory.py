@@ -4,12 +4,12 @@ import errno
 import multiprocessing
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ecshare.store import directory
 from ecshare.store.directory import DirectoryStore
 from ecshare.store.errors import (
     ConfigError,
@@ -147,7 +147,13 @@ async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path
     assert [info.key async for info in store.list("")] == []
 
 
-@pytest.mark.parametrize("no_links", sorted(directory._NO_LINKS))
+def refuse_links(*_: object, number: int = errno.EPERM, **__: object) -> None:
+    raise OSError(number, "no")
+
+
+@pytest.mark.parametrize(
+    "no_links", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV]
+)
 async def test_without_hard_links_objects_are_renamed_into_place(
     store: DirectoryStore,
     tmp_path: Path,
@@ -155,10 +161,7 @@ async def test_without_hard_links_objects_are_renamed_into_place(
     caplog: pytest.LogCaptureFixture,
     no_links: int,
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(no_links, "no")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", partial(refuse_links, number=no_links))
     assert await store.put(KEY, b"body")
     assert await store.put(Key(f"{KEY}.p"), b"part")
     assert files(tmp_path / "store") == [KEY, KEY + ".p"]
@@ -214,10 +217,14 @@ async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
 
 @pytest.mark.parametrize("links", [True, False])
 async def test_a_folder_in_place_of_an_object_concerns_no_other(
-    store: DirectoryStore, tmp_path: Path, links: bool
+    store: DirectoryStore, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no object, blocks its own key alone, and stays: it is not ours."""
-    store._links = links
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_links)
+        await store.put(Key(f"{KEY}.p"), b"another")
+        await store.delete([Key(f"{KEY}.p")])
+        assert not store.creates_once
     folder = tmp_path / "store" / KEY
     folder.mkdir(parents=True)
     assert await store.exists([KEY]) == [False]

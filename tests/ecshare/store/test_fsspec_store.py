@@ -19,7 +19,7 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.fsspec_errors import mapped_errors
-from ecshare.store.fsspec_store import FsspecStore, _modified_s, open_fsspec
+from ecshare.store.fsspec_store import FsspecStore, modified_s, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
@@ -90,11 +90,11 @@ def test_our_own_errors_and_cancellation_pass() -> None:
     ],
 )
 def test_the_time_of_a_write_has_many_names(entry: dict[str, Any]) -> None:
-    assert _modified_s(entry) == 1000.0
+    assert modified_s(entry) == 1000.0
 
 
 def test_a_time_nobody_knows_is_the_beginning_of_time() -> None:
-    assert _modified_s({"size": 3}) == 0.0
+    assert modified_s({"size": 3}) == 0.0
 
 
 class Unwell(MemoryFileSystem):  # type: ignore[misc]

@@ -160,10 +160,10 @@ def test_what_somebody_put_in_the_manifests_place_keeps_no_mark_away(
 def no_replacing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As some buckets' policies have it, or a folder of several users with the sticky bit."""
 
-    def refuse(_: str, path: str, *__: object) -> bool:
+    def refuse(_: str, path: str, **__: object) -> None:
         raise PermissionError(1, "Operation not permitted", path)
 
-    monkeypatch.setattr("ecshare.store.directory._rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
 
 
 @pytest.mark.usefixtures("no_replacing")

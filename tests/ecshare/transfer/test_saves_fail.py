@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from ecshare.store import directory
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Key, Kind, object_key
@@ -89,11 +88,10 @@ def on_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fail(fd: int, *_: object) -> None:
-        os.close(fd)
+    def fail(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(directory, "_write", fail)
+    monkeypatch.setattr(os, "fsync", fail)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
