@@ -3,8 +3,9 @@
 
 A slab is host memory that holds one whole object: room for the prologue, then the payload. The
 device copies straight to the payload's place, the store layer writes the prologue before it, and
-that one buffer goes to the wire, so a save copies each byte once. All slabs lie in one arena, made
-at start: of pinned memory on a GPU, as copies from and to other memory wait for the device.
+that one buffer goes to the wire, so no byte is copied again on its way to the store. All slabs lie
+in one arena, made at start: of pinned memory on a GPU, as copies from and to other memory wait for
+the device.
 
 On a GPU copies out run on a side stream, ordered after the kernels that wrote the source. No CPU
 thread waits, except the one that needs the bytes (`Slab.arrived`); it sleeps and does not spin.

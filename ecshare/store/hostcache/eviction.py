@@ -230,7 +230,7 @@ class _Scan:
         is_known = self._count_before.used is not None
         if len(self.first) == _RUN_ENTRIES and is_known and not is_urgent:
             threading.Thread(
-                target=self._run_aside, args=(work,), name=THREAD_NAME, daemon=True
+                target=self._run_in_background, args=(work,), name=THREAD_NAME, daemon=True
             ).start()
             return None
         return self._run(work)
@@ -267,7 +267,7 @@ class _Scan:
         finally:
             unlock_and_close(self._turn)
 
-    def _run_aside(self, work: Callable[[], int]) -> None:
+    def _run_in_background(self, work: Callable[[], int]) -> None:
         # The folder may be gone by now; whoever needs room meets that, too.
         with contextlib.suppress(OSError):
             self._run(work)
