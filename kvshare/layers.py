@@ -165,7 +165,7 @@ def _option_refusal(vllm_config: "VllmConfig") -> str | None:
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
             f"of {_TRUSTED_HASHES}"
         )
-    if getattr(cache, "calculate_kv_scales", False):
+    if option(cache, "calculate_kv_scales"):
         return "calculate_kv_scales is on: each engine scales its KV in its own way"
     if option(cache, "prefix_match_unit") not in (None, cache.block_size):
         return "prefix_match_unit is set: blocks are hashed in pieces"
@@ -207,7 +207,7 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
         return "the attention kernel keeps something else than heads side by side in a block"
     if "ds_mla" in str(option(spec, "cache_dtype_str")):
         return "a KV cache of quantization fp8_ds_mla is not supported"
-    if getattr(spec, "non_causal", False):
+    if option(spec, "non_causal"):
         return "a token's KV depends on later tokens in this model"
     if spec.block_size != block_tokens:
         return (
@@ -317,7 +317,7 @@ def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
 def _context_parallel_size(parallel: object) -> int:
     """Return over how many ranks one sequence is spread; older releases lack the fields."""
     names = ("decode_context_parallel_size", "prefill_context_parallel_size")
-    return max(int(getattr(parallel, name, 1)) for name in names)
+    return max(int(option(parallel, name) or 1) for name in names)
 
 
 def shard_names_of(sets: Sequence[LayerSet], size: int) -> tuple[str, ...]:
