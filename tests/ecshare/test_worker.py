@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half with real tensors and a real folder; no engine."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -187,7 +189,7 @@ def test_an_announced_save_does_not_wait_but_stores(
     start: Start, tmp_path: Path, role: str
 ) -> None:
     worker = start(role)
-    with blocked(worker):
+    with hung_host_cache():
         encode(worker)
         assert not stored(tmp_path).exists()
     worker.close()
@@ -197,7 +199,7 @@ def test_an_announced_save_does_not_wait_but_stores(
 def test_an_engine_that_decodes_gives_a_save_up_rather_than_wait_for_room(start: Start) -> None:
     worker = start("both", buffer_bytes=1)
     other = SaveOrder("other", object_key(Kind.EC, "0" * 32, "other"), {})
-    with blocked(worker):
+    with hung_host_cache():
         cache = {"picture": EMBEDDING, "other": EMBEDDING + 1}
         worker.begin_saves(Orders(saves=(SAVE, other)), cache)
         worker.settle()
@@ -218,17 +220,19 @@ def test_what_reports_do_not_bring_the_ledger_does(
 
 
 @contextmanager
-def blocked(worker: EncoderWorker) -> Iterator[None]:
-    """Let no job of the worker's transfer engine begin.
+def hung_host_cache() -> Iterator[None]:
+    """Let no object get room in the host cache, and so none on to the store."""
+    may_go_on, reserve = threading.Event(), os.posix_fallocate
 
-    No store can: a job seals and publishes its object before the store has it.
-    """
-    barrier = threading.Event()
-    worker._engine._loop.call_soon_threadsafe(barrier.wait)
-    try:
-        yield
-    finally:
-        barrier.set()
+    def held(*of_what: int) -> None:
+        may_go_on.wait()
+        reserve(*of_what)
+
+    with patch("os.posix_fallocate", held):
+        try:
+            yield
+        finally:
+            may_go_on.set()
 
 
 def test_a_promise_that_cannot_be_kept_is_counted(start: Start) -> None:
