@@ -340,17 +340,18 @@ class Staging:
             recorded(self._outward).synchronize()
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the GPU of `tensor`, which lies in host memory, contiguous.
+        """Return a copy on the device of `tensor`, which lies in host memory, contiguous.
 
-        It is on its way by pinned memory, on a stream of its own; kernels that are launched from
-        now on find it. `tensor` has been read on return. Without room for it in pinned memory the
-        caller waits until it is there.
+        `tensor` has been read on return. On a GPU the copy is on its way by pinned memory, on a
+        stream of its own; kernels that are launched from now on find it. Without room for it in
+        pinned memory the caller waits until it is there.
         """
         self.end_brought()
         spec, slab = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)), None
-        if PROLOGUE_BYTES + spec.num_bytes <= self._arena.num_bytes:
+        num_bytes = PROLOGUE_BYTES + spec.num_bytes
+        if self._inward is not None and num_bytes <= self._arena.num_bytes:
             slab = self.reserve(spec)
-        if slab is None or self._inward is None:
+        if self._inward is None or slab is None:
             return tensor.to(self._device, copy=True)
         self._brought.append(slab)
         slab.payload.copy_(tensor)

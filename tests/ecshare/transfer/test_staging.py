@@ -153,6 +153,13 @@ def test_an_embedding_is_brought_without_room_too(gpu: Gpu) -> None:
     assert staging.bring(torch.ones(4)).all()
 
 
+def test_a_cpu_brings_without_host_memory_of_its_own(staging: Staging) -> None:
+    """Nothing is under way after which it could be freed."""
+    for _ in range(3):
+        assert staging.bring(torch.ones(MIB // 2)).all()
+    assert staging.used_bytes == 0
+
+
 def test_idle_slabs_make_room_for_other_sizes(staging: Staging) -> None:
     for _ in range(3):
         slabs = [staging.reserve(facts(MIB // 8)) for _ in range(4)]
