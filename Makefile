@@ -11,13 +11,14 @@ CASES ?= 20
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit packaging engines test-models test-faults fuzz test-matrix constraints docs clean
+.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-gpu fuzz test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
 	@echo "make lint | unit | packaging | engines    one part of the above"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
+	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"
@@ -59,6 +60,10 @@ test-models: setup
 test-faults: setup
 	@if unshare -rm true 2>/dev/null; then own="unshare -rm"; fi; \
 	$$own $(BIN)/python -m pytest -v -m faults
+
+# By the Python that has the GPU's torch, not by .venv, which has the CPU's.
+test-gpu:
+	@$(PYTHON) -m lab.gpu_kit
 
 # The seed makes the cases: the same one makes the same again.
 fuzz: setup

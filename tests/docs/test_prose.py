@@ -213,6 +213,7 @@ def known_flags() -> set[str]:
         ROOT / "ecshare" / "cli.py",
         *(ROOT / "benchmarks").glob("*.py"),
         ROOT / "lab" / "conformance" / "__main__.py",
+        ROOT / "lab" / "gpu_kit" / "__main__.py",
     ]
     for program in programs:
         ours |= set(re.findall(r'"(--[a-z][a-z-]+)"', program.read_text()))

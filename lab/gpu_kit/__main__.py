@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m lab.gpu_kit`: check our code on this machine's GPU; what `make test-gpu` runs.
+
+Exit status 0 if nothing failed, also without a GPU: then nothing is played, and one line says so.
+1 if a check failed, 2 if the command line is wrong or a package is missing.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_NEEDED = ("numpy", "msgspec", "blake3", "xxhash", "fsspec", "prometheus_client")
+_PARTS = ("staging", "kv", "embeddings", "memory", "engines")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.gpu_kit",
+        description="Check staging, KV and embeddings on a GPU; engines too, if there is vLLM.",
+    )
+    parser.add_argument(
+        "--device", default="cuda:0", metavar="NAME", help="cuda:0 (default), cuda:1, ...; or cpu"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=_PARTS, default=_PARTS, help="play these parts alone"
+    )
+    return parser
+
+
+def _no_device(name: str) -> str:
+    """Return why there is no device `name` here; "" if there is one."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if name == "cpu" or torch.cuda.is_available():
+        return ""
+    return "torch finds no CUDA device"
+
+
+def _missing() -> str:
+    """Return what to do about packages that are not there; "" if all are."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    names = " ".join(missing)
+    return (
+        f"missing: {names}. Run `pip install {names}`; for a machine without a package index run "
+        f"`pip install --no-deps --target FOLDER {names}` elsewhere, with the same release of "
+        "Python, and put FOLDER on PYTHONPATH"
+    )
+
+
+def _play(device_name: str, parts: Sequence[str], root: Path) -> int:
+    """Play the checks of `parts`; return how many failed."""
+    import torch
+
+    from lab.gpu_kit import vllm_names
+
+    vllm_names.provide()
+    from lab.gpu_kit.kit import Bench, play
+
+    # The workers say that they cannot ask vLLM's attention layers, which are not there.
+    logging.getLogger("kvshare").setLevel(logging.ERROR)
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device_name
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    verdicts = []
+    for part in parts:
+        if part == "engines" and not vllm_names.has_vllm():
+            print("skipped  engines: needs vLLM")
+            continue
+        module: Any = importlib.import_module(f"lab.gpu_kit.{part}")
+        for check in module.CHECKS:
+            result = play(check, Bench(device, root))
+            verdicts.append(result.verdict)
+            print(result.line(), flush=True)
+    counts = {verdict: verdicts.count(verdict) for verdict in ("ok", "skipped", "FAILED")}
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return counts["FAILED"]
+
+
+def main() -> int:
+    """Run the program; return its exit status."""
+    options = _parser().parse_args()
+    if why_not := _no_device(options.device):
+        print(f"gpu kit: all is skipped: {why_not}")
+        return 0
+    if missing := _missing():
+        print(f"gpu kit: {missing}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="gpu-kit-") as root:
+        return int(_play(options.device, options.only, Path(root)) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

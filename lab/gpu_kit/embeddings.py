@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of embeddings: from the encoder cache to the store and back."""
+
+import torch
+
+from lab.gpu_kit.kit import Bench, Check
+from lab.gpu_kit.layouts import DTYPES, bits
+from lab.gpu_kit.workers import MIB, EncoderHost, drawn
+
+_SHAPE = (1000, 64)
+
+
+def embeddings_are_the_same_in_every_dtype(bench: Bench) -> None:
+    """Also views, of which the store has what they show."""
+    store = bench.folder()
+    embeddings = {str(dtype): drawn(*_SHAPE, dtype, bench.device) for dtype in DTYPES}
+    embeddings["a view"] = drawn(64, 1000, torch.bfloat16, bench.device).T
+    with EncoderHost(bench, store) as writer:
+        for name, embedding in embeddings.items():
+            writer.encode(name, embedding)
+        writer.wait_for("saved", len(embeddings))
+    with EncoderHost(bench, store) as reader:
+        for name, embedding in embeddings.items():
+            reader.load(name)
+            found = reader.cache[name]
+            assert (found.dtype, found.device) == (embedding.dtype, embedding.device)
+            assert torch.equal(bits(found), bits(embedding.contiguous())), name
+
+
+def saves_of_embeddings_wait_for_nothing(bench: Bench) -> None:
+    """Neither the worker thread, nor vLLM's later kernels."""
+    store = bench.folder()
+    with EncoderHost(bench, store) as writer:
+        for number, block in enumerate(bench.rounds()):
+            embedding = drawn(*_SHAPE, torch.bfloat16, bench.device)
+            with block:
+                writer.encode(str(number), embedding)
+                writer.counts()
+        writer.wait_for("saved", 2)
+    with EncoderHost(bench, store) as reader:
+        reader.load("1")
+        assert torch.equal(bits(reader.cache["1"]), bits(embedding))
+
+
+def loads_of_embeddings_wait_for_nothing(bench: Bench) -> None:
+    """And kernels that are launched after the hook find the embedding."""
+    with EncoderHost(bench, bench.folder()) as host:
+        embedding = drawn(*_SHAPE, torch.bfloat16, bench.device)
+        host.encode("picture", embedding)
+        host.wait_for("saved", 1)
+        for block in bench.rounds():
+            host.cache.clear()
+            with block:
+                host.load("picture")
+                used = bits(host.cache["picture"]).clone()
+            assert torch.equal(used, bits(embedding))
+
+
+def a_device_without_memory_costs_one_save(bench: Bench) -> None:
+    """To save a view the device makes a copy of it; the engine goes on without."""
+    bench.needs_gpu()
+    with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
+        view = drawn(1024, 96 * 1024, torch.uint8, bench.device).T  # 96 MiB
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(bench.device).total_memory
+        room = torch.cuda.memory_reserved(bench.device) + 32 * MIB
+        torch.cuda.set_per_process_memory_fraction(room / total, bench.device)
+        try:
+            host.encode("large", view)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+        host.wait_for("dropped", 1)
+        host.encode("small", drawn(*_SHAPE, torch.bfloat16, bench.device))
+        host.wait_for("saved", 1)
+        assert host.counts()["items/dropped"] == 1
+
+
+CHECKS: tuple[Check, ...] = (
+    embeddings_are_the_same_in_every_dtype,
+    saves_of_embeddings_wait_for_nothing,
+    loads_of_embeddings_wait_for_nothing,
+    a_device_without_memory_costs_one_save,
+)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks with real engines, where vLLM is installed: their tokens are those of a plain engine.
+
+tests/engines/test_gpu_kit.py plays them with engines on a CPU.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Self, TypeVar
+
+import torch
+
+from lab.gpu_kit.kit import Bench, Check, Skipped
+from lab.models import FAMILIES, make_qwen2
+from lab.servers import openai_client as client
+from lab.servers.engines import SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
+from lab.servers.openai_client import Answer
+from lab.servers.processes import Server
+
+AnyServer = TypeVar("AnyServer", bound=Server)
+
+LONG_TOKENS = 16_384
+_LONG_ENGINE = (f"--max-model-len={LONG_TOKENS + 1024}",)
+_ON_A_GPU = ("--gpu-memory-utilization=0.2",)  # up to four share a device
+_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # without effect on GPUs
+_STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. "
+
+
+class Fleet:
+    """Engines of one check, with one store. They end with it."""
+
+    def __init__(self, bench: Bench, family: str, **sizes: int) -> None:
+        """Make the model of `family` (lab/models). `sizes`: of a Qwen2, where not the usual."""
+        self._own = _ON_A_GPU if bench.is_gpu else ()
+        self._root = bench.folder()
+        self._stack = ExitStack()
+        path = self._root / "model"
+        self._model = make_qwen2(path, **sizes) if sizes else FAMILIES[family](path, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(
+        self, name: str, *arguments: str, kv: str = "", ec: str = "", ranks: int = 1
+    ) -> EngineProcess:
+        """Start an engine; call `ready` afterwards. `kv`, `ec`: its roles, with default options.
+
+        Each is a host of its own: what it has of others comes by the store.
+        """
+        own = {"host_cache_dir": str(self._root / f"{name}-host")}
+        store = f"file://{self._root}/store"
+        given = [*SMALL_ENGINE, *self._own, *arguments]
+        given += [kv_argument(kv, store, **own)] if kv else []
+        given += [ec_argument(ec, store, **own)] if ec else []
+        given += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
+        environment = _RANKS if ranks > 1 else {}
+        engine = EngineProcess(name, self._model, self._root, given, environment)
+        return self._started(engine)
+
+    def route(self, **stages: Server) -> Server:
+        """Start a router before engines by their stage: encoder, prefiller, decoder."""
+        return self._started(_Router(stages, self._root))
+
+    def _started(self, server: AnyServer) -> AnyServer:
+        self._stack.callback(server.stop)
+        server.start()
+        return server
+
+
+class _Router(Server):
+    """A router with default options."""
+
+    def __init__(self, stages: Mapping[str, Server], logs: Path) -> None:
+        super().__init__("router", logs)
+        self._urls = [f"--{stage}={server.base_url}" for stage, server in stages.items()]
+
+    def command(self) -> Sequence[str]:
+        """See Server."""
+        port = f"--port={self.port.number}"
+        return [sys.executable, "-m", "ecshare.router", port, *self._urls]
+
+
+def _ready(*servers: Server) -> None:
+    for server in servers:
+        server.wait_ready()
+
+
+def stages_apart_answer_like_one_engine(bench: Bench) -> None:
+    """Encode, prefill and decode, behind the router: with nothing stored, and then with all."""
+    with Fleet(bench, "qwen2.5-vl") as fleet:
+        no_inputs = "--mm-processor-cache-gb=0"
+        plain = fleet.start("plain")
+        e = fleet.start("e", ec="producer")
+        p = fleet.start("p", no_inputs, ec="consumer", kv="both")
+        d = fleet.start("d", no_inputs, ec="consumer", kv="both")
+        _ready(plain, e, p, d)
+        router = fleet.route(encoder=e, prefiller=p, decoder=d)
+        _ready(router)
+        for pictures in ([client.picture(1)], [client.picture(1), client.picture(2)], []):
+            asked = client.question(_STORY * 8, pictures)
+            expected = client.ask(plain.base_url, asked).token_ids
+            paths = []
+            for _ in range(2):
+                answer = client.ask(router.base_url, asked)
+                assert answer.token_ids == expected, f"{len(pictures)} pictures"
+                paths.append(answer.path)
+            assert paths[0][-2:] == ("prefill", "decode"), paths
+
+
+def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
+    """What two ranks have computed one rank and two other ranks load."""
+    if bench.is_gpu and torch.cuda.device_count() < 2:
+        raise Skipped("needs two GPUs")
+    with Fleet(bench, "qwen2") as fleet:
+        asked = client.question(_STORY * 24)
+        plain = fleet.start("plain")
+        _ready(plain)
+        expected = client.ask(plain.base_url, asked)
+        for number, ranks in enumerate((2, 1, 2)):
+            # One after the other: an engine that stops has stored what it computed.
+            engine = fleet.start(f"engine-{number}", kv="both", ranks=ranks)
+            _ready(engine)
+            answer = client.ask(engine.base_url, asked)
+            engine.stop()
+            assert answer.token_ids == expected.token_ids, f"{ranks} ranks"
+            if number:
+                _assert_all_but_one_cached(answer)
+
+
+def a_long_prompt_is_handed_over(bench: Bench) -> None:
+    """16,384 tokens from P to D, with default options: D computes one of them."""
+    with Fleet(bench, "qwen2", max_position_embeddings=LONG_TOKENS + 1024) as fleet:
+        plain = fleet.start("plain", *_LONG_ENGINE)
+        p = fleet.start("p", *_LONG_ENGINE, kv="both")
+        d = fleet.start("d", *_LONG_ENGINE, kv="both")
+        _ready(plain, p, d)
+        router = fleet.route(prefiller=p, decoder=d)
+        _ready(router)
+        once = client.ask(plain.base_url, client.question(_STORY * 10, max_tokens=1)).usage
+        per_story = once["prompt_tokens"] / 10
+        asked = client.question(_STORY * int(LONG_TOKENS / per_story - 1))
+        expected = client.ask(plain.base_url, asked)
+        began_s = time.perf_counter()
+        answer = client.ask(router.base_url, asked)
+        took_s = time.perf_counter() - began_s
+        assert answer.token_ids == expected.token_ids
+        _assert_all_but_one_cached(answer)
+        num_tokens = answer.usage["prompt_tokens"]
+        bench.notes.append(f"{num_tokens} tokens: {took_s:.2f} s, by stage {answer.stage_ms} ms")
+
+
+def steps_are_not_held_up_by_saves(bench: Bench) -> None:
+    """The gaps between tokens of one answer while other prompts come; noted, and not judged."""
+    with Fleet(bench, "qwen2") as fleet:
+        plain, saving = fleet.start("plain"), fleet.start("saving", kv="producer")
+        _ready(plain, saving)
+        answers = set()
+        for turn in range(2):  # the first one warms up
+            for engine in (plain, saving):
+                tokens, gaps_s = _answer_beside_prompts(engine, turn)
+                answers.add((turn, tokens))
+                if turn:
+                    bench.notes.append(f"{engine.name}: {_in_words(gaps_s)}")
+        assert len(answers) == 2, "an engine that saves answers otherwise"
+
+
+def _answer_beside_prompts(engine: Server, turn: int) -> tuple[tuple[int, ...], list[float]]:
+    """Return the tokens of a streamed answer, and the seconds between them."""
+
+    def prefill(number: int) -> None:
+        words = f"{turn} {number} {_STORY * 40}"
+        client.ask(engine.base_url, client.question(words, max_tokens=1))
+
+    asked = {**client.question(f"{turn} {_STORY}", max_tokens=128), "ignore_eos": True}
+    tokens: list[int] = []
+    times_s = []
+    with ThreadPoolExecutor(4) as others:
+        for part in client.stream(engine.base_url, asked):
+            times_s.append(time.perf_counter())
+            tokens += part["choices"][0].get("token_ids") or ()
+            if len(times_s) % 8 == 0:
+                others.submit(prefill, len(times_s))
+    return tuple(tokens), [after - before for before, after in pairwise(times_s)]
+
+
+def _in_words(gaps_s: Sequence[float]) -> str:
+    ms = sorted(1e3 * gap_s for gap_s in gaps_s)
+    middle, late = statistics.median(ms), ms[int(len(ms) * 0.95)]
+    return f"gaps between tokens {middle:.1f} ms, p95 {late:.1f} ms, longest {ms[-1]:.1f} ms"
+
+
+def _assert_all_but_one_cached(answer: Answer) -> None:
+    usage = answer.usage
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached == usage["prompt_tokens"] - 1, usage
+
+
+CHECKS: tuple[Check, ...] = (
+    stages_apart_answer_like_one_engine,
+    ranks_share_with_engines_of_another_size,
+    a_long_prompt_is_handed_over,
+    steps_are_not_held_up_by_saves,
+)

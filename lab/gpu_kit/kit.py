@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What checks share: where they are played, and how."""
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+# The device computes for so long beside the hooks that must not wait for it: about a second.
+_BUSY_CYCLES = 2_000_000_000
+WITHIN_S = 60.0
+
+
+class Skipped(Exception):
+    """The check cannot be played here; the message says why."""
+
+
+@dataclass
+class Bench:
+    """Where checks are played. Ownership: the main thread."""
+
+    device: torch.device
+    root: Path
+    """A folder for stores and host caches."""
+    notes: list[str] = field(default_factory=list)
+    """What a check has seen and does not judge."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is a GPU, and no CPU that may be taken for one."""
+        return self.device.type == "cuda"
+
+    def needs_gpu(self) -> None:
+        """Skip the check without one."""
+        if not self.is_gpu:
+            raise Skipped("needs a GPU")
+
+    def folder(self) -> Path:
+        """Return a new, empty folder."""
+        return Path(tempfile.mkdtemp(dir=self.root))
+
+    def finish(self) -> None:
+        """Block until the device has done all that was launched."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def rounds(self) -> Iterator[AbstractContextManager[None]]:
+        """Yield two blocks for one body: in the first one the driver loads what it needs, which may
+        wait for the device; the second one is `without_waits`.
+        """
+        yield nullcontext()
+        yield self.without_waits()
+
+    @contextmanager
+    def without_waits(self) -> Iterator[None]:
+        """Have the device compute meanwhile. The body must not wait for it, and fails if it does.
+
+        What the body launches runs when this is left, at the latest. On a CPU: just the body.
+        """
+        if not self.is_gpu:
+            yield
+            return
+        torch.cuda._sleep(_BUSY_CYCLES)
+        end = torch.cuda.Event()
+        end.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+            has_waited = end.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            self.finish()
+        assert not has_waited, "a hook has waited for the device"
+
+
+Check = Callable[[Bench], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check."""
+
+    name: str
+    verdict: str
+    """ok, skipped or FAILED."""
+    said: str = ""
+    """Why; for a failure with the traceback."""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """Return it as text for the terminal."""
+        reason = f": {self.said}" if self.said else ""
+        notes = "".join(f"\n           {note}" for note in self.notes)
+        return f"{self.verdict:<9}{self.name} ({self.seconds:.1f} s){reason}{notes}"
+
+
+def play(check: Check, bench: Bench) -> Result:
+    """Play one check. Whatever it raises is its result."""
+    bench.notes.clear()
+    start_s = time.perf_counter()
+    verdict, said = "ok", ""
+    try:
+        check(bench)
+    except Skipped as reason:
+        verdict, said = "skipped", str(reason)
+    except Exception:  # noqa: BLE001 — the other checks are to be played too
+        verdict, said = "FAILED", traceback.format_exc()
+    seconds = time.perf_counter() - start_s
+    return Result(check.__name__, verdict, said, tuple(bench.notes), seconds)
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Return as soon as it is so.
+
+    Raises:
+        AssertionError: it is not within a minute; says `what`.
+    """
+    deadline_s = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{what}: not within {WITHIN_S:.0f} s"
+        time.sleep(0.0005)

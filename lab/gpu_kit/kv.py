@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of KV: blocks from the device to the store and back."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lab.gpu_kit.kit import Bench, Check
+from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, bits, fill, make_cache
+from lab.gpu_kit.workers import KVHost, chunks, shuffled
+
+_COUNT = 7
+_TAIL = 5
+
+
+def _loaded(host: KVHost, block_ids: list[int], tp_size: int | None = None) -> None:
+    pieces = chunks(block_ids, 3, SMALL.block_tokens, tail=_TAIL)
+    host.load("r", *(replace(each, tp_size=tp_size) for each in pieces))
+    finished = host.settle()
+    assert finished.requests == {"r"}
+    assert not finished.invalid_blocks, "blocks were not loaded"
+
+
+def _expected(source: Tensor, source_ids: list[int], target: Tensor, ids: list[int]) -> Tensor:
+    """Return the bytes of a cache that was empty, once `ids` of it were loaded."""
+    expected = torch.zeros_like(bits(target))
+    expected[:, ids] = bits(source)[:, source_ids]
+    expected[:, ids[-1], :, _TAIL:] = 0  # bytes of nobody are not stored
+    return expected
+
+
+def kv_is_the_same_in_every_layout_and_dtype(bench: Bench) -> None:
+    """Saved in each layout, and loaded into that layout and another one; no other block changes."""
+    for turn, dtype in enumerate(DTYPES):
+        for number, layout in enumerate(LAYOUTS):
+            other = LAYOUTS[(number + 1 + turn % 5) % len(LAYOUTS)]
+            source = make_cache(SMALL, layout, dtype, bench.device)
+            fill(source, number)
+            source_ids = shuffled(SMALL, _COUNT, number)
+            store = bench.folder()
+            with KVHost(bench, source, store) as host:
+                host.save(*chunks(source_ids, 3, SMALL.block_tokens, tail=_TAIL))
+                host.settle()
+            for target_layout in (layout, other):
+                target = make_cache(SMALL, target_layout, dtype, bench.device)
+                ids = shuffled(SMALL, _COUNT, number + 100)
+                with KVHost(bench, target, store) as host:
+                    _loaded(host, ids)
+                expected = _expected(source, source_ids, target, ids)
+                assert torch.equal(bits(target), expected), f"{dtype} {layout} to {target_layout}"
+
+
+def heads_find_the_ranks_of_another_size(bench: Bench) -> None:
+    """What two ranks have saved one rank loads, in each layout."""
+    half = replace(SMALL, heads=SMALL.heads // 2)
+    for number, layout in enumerate(LAYOUTS):
+        source = make_cache(SMALL, layout, torch.bfloat16, bench.device)
+        fill(source, number)
+        store, source_ids = bench.folder(), shuffled(SMALL, _COUNT, number)
+        for rank in range(2):
+            own = make_cache(half, layout, torch.bfloat16, bench.device)
+            own.copy_(source[:, :, rank * half.heads : (rank + 1) * half.heads])
+            with KVHost(bench, own, store, rank=rank, tp_size=2) as host:
+                host.save(*chunks(source_ids, 3, SMALL.block_tokens, tail=_TAIL))
+                host.settle()
+        target = make_cache(SMALL, layout, torch.bfloat16, bench.device)
+        ids = shuffled(SMALL, _COUNT, number + 100)
+        with KVHost(bench, target, store) as host:
+            _loaded(host, ids, tp_size=2)
+        assert torch.equal(bits(target), _expected(source, source_ids, target, ids)), layout
+
+
+def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
+    """And blocks may be overwritten at once: what was in them before is stored."""
+    for layout in LAYOUTS:
+        cache = make_cache(SMALL, layout, torch.bfloat16, bench.device)
+        ids, store = shuffled(SMALL, 8, 0), bench.folder()
+        with KVHost(bench, cache, store) as host:
+            for number, block in enumerate(bench.rounds()):
+                fill(cache, number)
+                before = bits(cache).clone()
+                pieces = chunks(ids, 2, SMALL.block_tokens, prompt=str(number))
+                with block:
+                    host.save_leaving(*pieces[:2])
+                    host.save(*pieces[2:])
+                    bits(cache).zero_()  # the next step refills them
+                    host.end_step()
+                    host.counts()
+                host.settle()
+        target = make_cache(SMALL, layout, torch.bfloat16, bench.device)
+        with KVHost(bench, target, store) as host:
+            host.load("r", *pieces)
+            assert not host.settle().invalid_blocks
+        assert torch.equal(bits(target)[:, ids], before[:, ids]), layout
+
+
+def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
+    """But their copies come after what vLLM had launched when they were ordered."""
+    source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
+    fill(source, 1)
+    ids, store, host_cache = list(range(8)), bench.folder(), bench.folder()
+    pieces = chunks(ids, 4, SMALL.block_tokens)
+    target = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
+    with (
+        KVHost(bench, source, store, host_cache=host_cache) as writer,
+        KVHost(bench, target, store, host_cache=host_cache) as reader,
+    ):
+        writer.save(*pieces)
+        writer.settle()
+        for number, block in enumerate(bench.rounds()):
+            bits(target).fill_(7)
+            with block:
+                # Kernels of before still use the blocks; ours come behind them.
+                bits(target).fill_(0)
+                reader.load(str(number), *pieces)
+                is_early = reader.end_step().requests and number and bench.is_gpu
+                assert not is_early, "reported before the device had come to it"
+            assert not reader.settle().invalid_blocks
+    assert torch.equal(bits(target)[:, ids], bits(source)[:, ids])
+    assert not bits(target)[:, len(ids) :].any()
+
+
+def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
+    """`unregister` returns when nothing is copied any more."""
+    source = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
+    fill(source, 1)
+    before, store, ids = bits(source).clone(), bench.folder(), list(range(6))
+    pieces = chunks(ids, 3, SMALL.block_tokens)
+    with KVHost(bench, source, store) as host:
+        host.save(*pieces)
+        host.worker.unregister()
+        bits(source).zero_()
+        bench.finish()
+        host.settle()
+        host.load("asleep", *pieces)
+        assert host.settle().invalid_blocks == set(ids)
+        assert not bits(source).any()
+        host.worker.restore()
+        host.load("awake", *pieces)
+        assert not host.settle().invalid_blocks
+    assert torch.equal(bits(source)[:, ids], before[:, ids])
+
+
+CHECKS: tuple[Check, ...] = (
+    kv_is_the_same_in_every_layout_and_dtype,
+    heads_find_the_ranks_of_another_size,
+    saves_of_kv_wait_for_nothing,
+    loads_of_kv_wait_for_nothing,
+    a_cache_that_sleeps_is_not_touched,
+)

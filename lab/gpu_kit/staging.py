@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of slabs: host memory, and copies between it and the device."""
+
+import gc
+
+import torch
+
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
+from ecshare.transfer.staging import Arena, Slab, Staging, as_tensor, dtype_name
+from lab.gpu_kit.driver import Pinned
+from lab.gpu_kit.kit import Bench, Check
+from lab.gpu_kit.layouts import DTYPES, bits
+from lab.gpu_kit.workers import MIB, drawn
+
+
+def _reserved(staging: Staging, tensor: torch.Tensor) -> Slab:
+    slab = staging.reserve(TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape), {}))
+    assert slab is not None, "no room"
+    return slab
+
+
+def slabs_hold_what_was_on_the_device(bench: Bench) -> None:
+    """Of any dtype, and with any strides."""
+    staging = Staging(bench.device, 4 * MIB)
+    for dtype in DTYPES:
+        whole = drawn(300, 64, dtype, bench.device)
+        for tensor in (whole, whole[7:100], whole.T, whole[:, ::2]):
+            slab = _reserved(staging, tensor)
+            staging.copy_out(slab, tensor)
+            slab.arrived()
+            expected = bits(tensor.contiguous()).cpu()
+            assert torch.equal(bits(slab.payload), expected), f"{dtype} {tensor.stride()}"
+            slab.release()
+    assert staging.used_bytes == 0
+
+
+def what_is_brought_is_what_was_stored(bench: Bench) -> None:
+    """From memory that cannot be written, by way of slabs that come back, or without room."""
+    for num_bytes in (4 * MIB, 4096):
+        staging = Staging(bench.device, num_bytes)
+        for dtype in DTYPES:
+            stored = bits(drawn(300, 64, dtype, torch.device("cpu")))
+            view = memoryview(bytes(stored.numpy())).toreadonly()
+            spec = TensorSpec(dtype_name(dtype), (300, 64), {})
+            brought = staging.bring(as_tensor(view, spec))
+            assert brought.device.type == bench.device.type
+            assert torch.equal(bits(brought).cpu(), stored), str(dtype)
+        bench.finish()
+        staging.end_brought()
+        assert staging.used_bytes == 0
+
+
+def slabs_are_pinned_and_unpinned(bench: Bench) -> None:
+    """All of them at start, and none once nobody uses them."""
+    bench.needs_gpu()
+    with Pinned().watching() as pinned:
+        staging = Staging(bench.device, 3 * MIB)
+        assert pinned.num_bytes == 3 * MIB
+        slab = _reserved(staging, drawn(8, 8, torch.float32, bench.device))
+        assert slab.payload.is_pinned()
+        slab.release()
+        del staging, slab
+        gc.collect()
+        assert not pinned.num_bytes, "memory stays pinned that nobody uses"
+
+
+def parts_of_an_arena_do_not_overlap(bench: Bench) -> None:
+    """Not after some came back, either."""
+    arena = Arena(MIB, bench.device)
+    first, second = arena.take(300_000), arena.take(300_000)
+    assert first is not None
+    assert second is not None
+    arena.give_back(first)
+    third, fourth = arena.take(100_000), arena.take(100_000)
+    parts = [each for each in (second, third, fourth) if each is not None]
+    assert len(parts) == 3
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in enumerate(parts))
+    assert arena.take(MIB) is None
+
+
+def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
+    """Whoever has the memory next does not find it overwritten."""
+    staging = Staging(bench.device, PROLOGUE_BYTES + MIB)
+    tensor = torch.ones(MIB // 4, device=bench.device)
+    for _ in range(3):
+        slab = _reserved(staging, tensor)
+        staging.copy_out(slab, tensor)
+        slab.release()
+        again = _reserved(staging, tensor)
+        again.payload.zero_()
+        bench.finish()
+        assert not again.payload.any()
+        again.release()
+
+
+CHECKS: tuple[Check, ...] = (
+    slabs_hold_what_was_on_the_device,
+    what_is_brought_is_what_was_stored,
+    slabs_are_pinned_and_unpinned,
+    parts_of_an_arena_do_not_overlap,
+    a_copy_that_is_on_its_way_keeps_its_slab,
+)

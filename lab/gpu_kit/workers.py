@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker halves of both connectors, each with a device, a store in a folder and a host cache.
+
+They are driven as vLLM drives them. `provide` of vllm_names must have been called before.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ecshare import messages as ec
+from ecshare.config import EncoderConfig
+from ecshare.plugin.ranks import Rank
+from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer.devices import device_selector
+from ecshare.transfer.engine import TransferEngine
+from ecshare.worker import EncoderWorker
+from kvshare.config import KVConfig
+from kvshare.layers import AttentionWindow, LayerSet
+from kvshare.loads import Finished
+from kvshare.messages import LoadOrder, Orders, Piece
+from kvshare.prefix import ChunkKey
+from kvshare.worker import CacheShape, KVWorker
+from lab.gpu_kit.kit import Bench, wait_until
+from lab.gpu_kit.layouts import Sizes
+
+NAMESPACE = "0" * 32
+MIB = 1 << 20
+
+
+class KVHost:
+    """One rank of an engine that shares KV: its worker half over `cache`."""
+
+    def __init__(  # noqa: PLR0913 — all that can differ between two of them
+        self,
+        bench: Bench,
+        cache: Tensor,
+        store: Path,
+        *,
+        host_cache: Path | None = None,
+        buffer_bytes: int = 64 * MIB,
+        rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        """`cache`: [layer, block, head, token, content], of this rank's heads."""
+        self.cache = cache
+        num_layers, num_blocks, num_heads, block_tokens, _ = cache.shape
+        names = [f"layers.{number}" for number in range(num_layers)]
+        layer_set = LayerSet(
+            number=0,
+            groups=(0,),
+            layers=tuple((name, 0) for name in names),
+            window=AttentionWindow(),
+            num_heads=num_heads,
+            total_heads=num_heads * tp_size,
+        )
+        config = KVConfig(
+            url=f"file://{store}",
+            host_cache_dir=str(host_cache or bench.folder()),
+            buffer_bytes=buffer_bytes,
+        )
+        selector = device_selector(bench.device)
+        self.engine = TransferEngine(config, "the kit", on_thread_start=selector)
+        shape = CacheShape(num_blocks, block_tokens, (layer_set,), 1)
+        self.worker = KVWorker(config, shape, Rank(rank, tp_size, 0, 1), self.engine)
+        self.worker.register(dict(zip(names, cache.unbind(), strict=True)))
+        report = self.worker.report()
+        assert report is None or not report.is_idle, "the cache is refused"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close()
+
+    def save(self, *pieces: Piece) -> None:
+        """Order saves as after a forward pass."""
+        self.worker.save(Orders(NAMESPACE, saves=pieces))
+
+    def save_leaving(self, *pieces: Piece) -> None:
+        """Order saves as before a forward pass."""
+        self.worker.save_leaving(Orders(NAMESPACE, leaving=pieces))
+
+    def load(self, request_id: str, *pieces: Piece) -> None:
+        """Order a load."""
+        self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
+
+    def end_step(self) -> Finished:
+        """Call what vLLM calls at the end of each step; return the loads that have ended."""
+        finished = self.worker.settle()
+        self.worker.take_invalid_blocks()
+        self.worker.report()
+        return finished
+
+    def settle(self) -> Finished:
+        """Step until all jobs have ended."""
+        total = Finished()
+
+        def is_idle() -> bool:
+            finished = self.end_step()
+            total.requests.update(finished.requests)
+            total.invalid_blocks.update(finished.invalid_blocks)
+            return not self.engine.in_flight
+
+        wait_until(is_idle, "saves and loads of KV")
+        return total
+
+    def counts(self) -> Mapping[str, float]:
+        """Return what was counted since the last call."""
+        stats = self.worker.take_stats()
+        return stats.data if stats else {}
+
+
+def chunks(
+    block_ids: Sequence[int], size: int, block_tokens: int, *, tail: int = 0, prompt: str = ""
+) -> list[Piece]:
+    """Return a chunk for each `size` of these blocks; of the last block `tail` tokens count.
+
+    As many blocks of the same `prompt` make the same chunks, whatever their ids.
+    """
+    pieces = []
+    for first in range(0, len(block_ids), size):
+        ids = tuple(block_ids[first : first + size])
+        num_tokens = len(ids) * block_tokens
+        if tail and first + size >= len(block_ids):
+            num_tokens += tail - block_tokens
+        key = ChunkKey(f"{prompt} {first} {len(ids)}".encode().ljust(32))
+        pieces.append(Piece(key, len(ids), num_tokens, (ids,)))
+    return pieces
+
+
+def shuffled(sizes: Sizes, count: int, seed: int) -> list[int]:
+    """Return `count` block ids in no order."""
+    return random.Random(seed).sample(range(sizes.blocks), count)
+
+
+class EncoderHost:
+    """The worker half of an engine that shares embeddings, with its encoder cache."""
+
+    def __init__(self, bench: Bench, store: Path, *, buffer_bytes: int = 64 * MIB) -> None:
+        role = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True, engine_id="kit")
+        # What the half reads of a VllmConfig.
+        vllm_config: Any = SimpleNamespace(
+            ec_transfer_config=role,
+            device_config=SimpleNamespace(device=bench.device),
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+        )
+        config = EncoderConfig(
+            url=f"file://{store}", host_cache_dir=str(bench.folder()), buffer_bytes=buffer_bytes
+        )
+        self.worker = EncoderWorker(vllm_config, config, Rank(0, 1, 0, 1))
+        self.cache: dict[str, Tensor] = {}
+        self._totals: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close()
+
+    def encode(self, name: str, embedding: Tensor) -> None:
+        """Play the step in which `embedding` is computed and its save ordered."""
+        order = ec.SaveOrder(name, _key(name), {"num_embeds": len(embedding)})
+        self.worker.begin_saves(ec.Orders(saves=(order,)), self.cache)
+        self.cache[name] = embedding
+        self.worker.save(name, self.cache)
+        self.worker.settle()
+
+    def load(self, name: str) -> None:
+        """Play the step that needs an embedding which is stored."""
+        order = ec.LoadOrder(name, _key(name))
+        self.worker.load(ec.Orders(loads=(order,)), self.cache)
+        self.worker.settle()
+
+    def counts(self) -> Mapping[str, float]:
+        """Return what was counted since the worker began."""
+        report = self.worker.report()
+        for totals in report.totals.values() if report else ():
+            self._totals.update(totals)
+        return self._totals
+
+    def wait_for(self, event: str, count: int) -> None:
+        """Step until so many items had `event`: saved, dropped ..."""
+
+        def is_so() -> bool:
+            self.worker.settle()
+            return self.counts().get(f"items/{event}", 0) >= count
+
+        wait_until(is_so, f"{count} items {event}")
+
+
+def _key(name: str) -> Key:
+    return object_key(Kind.EC, NAMESPACE, name)
+
+
+def drawn(num_embeds: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an embedding of random bytes."""
+    drawn = torch.empty(num_embeds, width * dtype.itemsize, dtype=torch.uint8, device=device)
+    return drawn.random_().view(dtype)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kit for GPUs, as far as it can be played on a CPU, and what it says without a GPU."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from lab.gpu_kit import embeddings, kv, memory, staging
+from lab.gpu_kit.driver import Pinned
+from lab.gpu_kit.kit import Bench, Check, Result, Skipped, play
+from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, make_cache
+from tests.docs.pages import ROOT
+from tests.gpu_stand_in import stand_in
+
+CHECKS = [check for part in (staging, kv, embeddings, memory) for check in part.CHECKS]
+
+
+def run(*arguments: str, without: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the kit in a fresh Python in which some packages are not installed, and no GPU is."""
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({list(without)})); "
+        f"sys.argv[1:] = {list(arguments)}; runpy.run_module('lab.gpu_kit', run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("without", [[], ["torch"], ["blake3", "vllm"]])
+def test_without_a_gpu_nothing_fails_and_one_line_says_so(without: list[str]) -> None:
+    ran = run(without=without)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = ran.stdout.splitlines()
+    assert "all is skipped" in line
+    assert ("torch is not installed" if "torch" in without else "no CUDA device") in line
+
+
+def test_packages_that_are_missing_are_named() -> None:
+    ran = run("--device", "cpu", without=["blake3", "msgspec"])
+    assert ran.returncode == 2
+    assert "pip install msgspec blake3`" in ran.stderr
+
+
+def test_it_needs_no_vllm() -> None:
+    ran = run("--device", "cpu", without=["vllm", "pytest", "transformers"])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " 0 FAILED" in ran.stdout
+    played = [line for line in ran.stdout.splitlines() if line.startswith("ok ")]
+    assert len(played) > 10
+    skipped = [line for line in ran.stdout.splitlines() if line.startswith("skipped")]
+    assert all("needs a GPU" in line or "needs vLLM" in line for line in skipped), skipped
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_checks_pass_with_a_cpu_that_is_taken_for_a_gpu(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    result = play(check, Bench(torch.device("cpu"), tmp_path))
+    if result.verdict == "skipped":
+        pytest.skip(result.said)
+    assert result.verdict == "ok", result.said
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_are_vllms(dtype: torch.dtype) -> None:
+    assert [each.name for each in KVCacheLayout] == list(LAYOUTS)
+    spec = FullAttentionSpec(
+        block_size=SMALL.block_tokens,
+        num_kv_heads=SMALL.heads,
+        head_size=SMALL.content // 2,
+        dtype=dtype,
+    )
+    num_bytes = spec.page_size_bytes * SMALL.blocks * SMALL.layers
+    names = [str(number) for number in range(SMALL.layers)]
+    for layout in KVCacheLayout:
+        strides = compute_layout_strides(spec, SMALL.blocks, SMALL.layers, layout)
+        tensor = KVCacheTensor(
+            size=num_bytes, layers=names, layer_stride=strides[0], block_stride=strides[1]
+        )
+        memory_ = torch.zeros(num_bytes, dtype=torch.int8)
+        theirs = create_kv_cache_views(memory_, spec, SMALL.blocks, layout, tensor, None)
+        ours = make_cache(SMALL, layout.name, dtype, torch.device("cpu"))
+        for layer, view in zip(ours, theirs, strict=True):
+            assert (layer.shape, layer.stride()) == (view.shape, view.stride()), layout.name
+            assert layer.dtype == view.dtype
+        distances = {one.storage_offset() - ours[0].storage_offset() for one in ours}
+        assert distances == {each.storage_offset() - theirs[0].storage_offset() for each in theirs}
+
+
+# --- what only a GPU has, with a driver that is played ---
+
+
+class Cuda:
+    """As much of torch.cuda as the kit itself uses; the device works until somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_working = False
+        self.mode = "default"
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda _: self.work(True))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.work(False))
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.set_mode)
+        event = SimpleNamespace(record=lambda: None, query=lambda: not self.is_working)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+
+    def work(self, is_working: bool) -> None:
+        self.is_working = is_working
+
+    def set_mode(self, mode: str) -> None:
+        self.mode = mode
+
+
+def test_a_hook_that_waits_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cuda = Cuda(monkeypatch)
+    bench = Bench(torch.device("cuda:0"), tmp_path)
+    warm_up, watched = bench.rounds()
+    with warm_up:
+        assert cuda.mode == "default"
+    with watched:
+        assert (cuda.mode, cuda.is_working) == ("error", True)
+    assert (cuda.mode, cuda.is_working) == ("default", False)
+    with pytest.raises(AssertionError, match="waited"), bench.without_waits():
+        torch.cuda.synchronize()
+    with pytest.raises(RuntimeError), bench.without_waits():
+        raise RuntimeError("called a synchronizing CUDA operation")
+    assert (cuda.mode, cuda.is_working) == ("default", False)
+
+
+def test_pinned_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = 3
+    runtime: Any = SimpleNamespace(
+        cudaHostRegister=lambda address, *_: int(address == refused),
+        cudaHostUnregister=lambda _: 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with Pinned().watching() as pinned:
+        for address in (1, 2, refused):
+            runtime.cudaHostRegister(address, 100, 0)
+        runtime.cudaHostUnregister(1)
+        assert (pinned.num_bytes, pinned.most_bytes) == (100, 200)
+    runtime.cudaHostRegister(4, 100, 0)
+    assert pinned.num_bytes == 100
+
+
+def test_a_result_says_what_came_of_a_check(tmp_path: Path) -> None:
+    def fails(bench: Bench) -> None:
+        bench.notes.append("seen")
+        raise ValueError("why")
+
+    def cannot(bench: Bench) -> None:
+        raise Skipped("needs more")
+
+    bench = Bench(torch.device("cpu"), tmp_path)
+    failed, skipped = play(fails, bench), play(cannot, bench)
+    assert (failed.verdict, failed.notes) == ("FAILED", ("seen",))
+    assert "ValueError: why" in failed.line()
+    assert (skipped.verdict, skipped.said, skipped.notes) == ("skipped", "needs more", ())
+    assert Result("it", "ok", seconds=1.25).line() == "ok       it (1.2 s)"
