@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing costs on a GPU: the time of the worker halves' hooks, and how much of the link
+between host and device their copies use.
+
+    python -m benchmarks.gpu
+
+It needs torch, and no vLLM. Without a GPU hooks are timed on a CPU that is taken for one, whose
+driver does nothing, and the link is a copy of host memory.
+"""
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lab.gpu_kit import vllm_names
+
+vllm_names.provide()
+
+from benchmarks import report  # noqa: E402 - what follows may import names of vLLM
+from benchmarks.measure import Readings, percentile  # noqa: E402
+from benchmarks.report import Report, Table  # noqa: E402
+from lab.gpu_kit.kit import Bench  # noqa: E402
+from lab.gpu_kit.layouts import EIGHT_B, Sizes, bits, fill, make_cache  # noqa: E402
+from lab.gpu_kit.workers import MIB, EncoderHost, KVHost, chunks, drawn, shuffled  # noqa: E402
+
+_CHUNK_BLOCKS = 16
+_PICTURE = (1000, 3584)
+_PICTURES = 8
+_LINK_BYTES = 256 * MIB
+# Hooks do the same for few bytes a block as for many, but a CPU copies them.
+_HOOK_SIZES = replace(EIGHT_B, content=8)
+_SAVE, _LOAD, _END = "order saves", "order loads", "end of step"
+_TO_HOST, _TO_DEVICE = "to the host", "to the device"
+
+
+def hook_times(bench: Bench, rounds: int) -> Table:
+    """Time all hooks of a step that saves and loads 8,192 tokens of an 8B-class model."""
+    note = (
+        f"A step of an 8B-class model: {EIGHT_B.blocks * EIGHT_B.block_tokens} tokens in "
+        f"{EIGHT_B.blocks // _CHUNK_BLOCKS} chunks are ordered to be saved and as many to be "
+        "loaded. `end of step`: jobs of before are looked after, and what vLLM asks is told. "
+    )
+    note += "" if bench.is_gpu else "There is no device: the driver's own time is not in it."
+    table = Table(
+        "Hooks of the worker thread, milliseconds a step",
+        ("layout", "blocks", "hook", "median", "p95"),
+        note,
+    )
+    for layout in ("LBHNC", "BHLNC"):
+        for order in ("in order", "in no order"):
+            times = _timed_steps(bench, layout, order, rounds)
+            for hook in (_SAVE, _LOAD, _END):
+                late = percentile(times.values(hook), 95)
+                table.add(layout, order, hook, 1e3 * times.median(hook), 1e3 * late)
+            hooks = [times.values(hook) for hook in (_SAVE, _LOAD, _END)]
+            sums = [sum(step) for step in zip(*hooks, strict=True)]
+            middle, late = percentile(sums, 50), percentile(sums, 95)
+            table.add(layout, order, "all", 1e3 * middle, 1e3 * late)
+    return table
+
+
+def _timed_steps(bench: Bench, layout: str, order: str, rounds: int) -> Readings[str]:
+    sizes, times = _HOOK_SIZES, Readings[str]()
+    ids = list(range(sizes.blocks)) if order == "in order" else shuffled(sizes, sizes.blocks, 1)
+    cache = make_cache(sizes, layout, torch.bfloat16, bench.device)
+    store, host_cache = bench.folder(), bench.folder()
+    with KVHost(bench, cache, store, host_cache=host_cache, buffer_bytes=256 * MIB) as host:
+        stored = chunks(ids, _CHUNK_BLOCKS, sizes.block_tokens, prompt="stored")
+        host.save(*stored)
+        host.settle()
+        for number in range(rounds + 1):
+            step = times if number else Readings[str]()  # the first one warms up
+            saves = chunks(ids, _CHUNK_BLOCKS, sizes.block_tokens, prompt=str(number))
+            with step.timed(_SAVE):
+                host.save(*saves)
+            with step.timed(_LOAD):
+                host.load(str(number), *stored)
+            with step.timed(_END):
+                host.end_step()
+                host.counts()
+            assert not host.settle().invalid_blocks
+    return times
+
+
+def link_shares(bench: Bench, sizes: Sizes, rounds: int) -> Table:
+    """Measure copies of ours as parts of what the link does in the same run."""
+    seconds = Readings[str]()
+    num_bytes: dict[str, int] = {}
+    for number in range(rounds + 1):
+        into = seconds if number else Readings[str]()
+        _time_link(bench, into, num_bytes)
+        _time_kv(bench, sizes, into, num_bytes)
+        _time_embeddings(bench, into, num_bytes)
+    table = Table(
+        "Copies between host and device",
+        ("copies", "direction", "MB", "GB/s", "share of the link"),
+        "KV: from the order until the blocks are copied; loads are read from the host cache, and "
+        f"checked. Embeddings: {_PICTURES} in a step, until the device is done.",
+    )
+    rates = {what: num_bytes[what] / seconds.median(what) / 1e9 for what in num_bytes}
+    for what, rate in rates.items():
+        name, direction = what.split(", ")
+        share = rate / rates[f"pinned memcpy, {direction}"]
+        table.add(name, direction, round(num_bytes[what] / 1e6), rate, share)
+    return table
+
+
+def _time_link(bench: Bench, into: Readings[str], num_bytes: dict[str, int]) -> None:
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=bench.is_gpu)
+    device = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=bench.device)
+    for direction, target, source in ((_TO_HOST, host, device), (_TO_DEVICE, device, host)):
+        target.copy_(source)
+        bench.finish()
+        what = f"pinned memcpy, {direction}"
+        num_bytes[what] = _LINK_BYTES
+        with into.timed(what):
+            target.copy_(source, non_blocking=bench.is_gpu)
+            bench.finish()
+
+
+def _time_kv(bench: Bench, sizes: Sizes, into: Readings[str], num_bytes: dict[str, int]) -> None:
+    source = make_cache(sizes, "LBHNC", torch.bfloat16, bench.device)
+    fill(source, 1)
+    target = torch.zeros_like(source)
+    pieces = chunks(range(sizes.blocks), _CHUNK_BLOCKS, sizes.block_tokens)
+    store, host_cache = bench.folder(), bench.folder()
+    saved, loaded = f"KV, {_TO_HOST}", f"KV, {_TO_DEVICE}"
+    num_bytes[saved] = num_bytes[loaded] = source.nbytes
+    room = source.nbytes + MIB
+    bench.finish()
+    with KVHost(bench, source, store, host_cache=host_cache, buffer_bytes=room) as host:
+        with into.timed(saved):
+            host.save(*pieces)
+            host.worker.unregister()  # returns when all is copied
+        host.worker.restore()
+        host.settle()
+    with KVHost(bench, target, store, host_cache=host_cache, buffer_bytes=room) as host:
+        with into.timed(loaded):
+            host.load("r", *pieces)
+            finished = host.settle()
+        assert not finished.invalid_blocks
+    assert torch.equal(bits(source), bits(target))
+
+
+def _time_embeddings(bench: Bench, into: Readings[str], num_bytes: dict[str, int]) -> None:
+    pictures = [drawn(*_PICTURE, torch.bfloat16, bench.device) for _ in range(_PICTURES)]
+    saved, loaded = f"embeddings, {_TO_HOST}", f"embeddings, {_TO_DEVICE}"
+    num_bytes[saved] = num_bytes[loaded] = sum(each.nbytes for each in pictures)
+    with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
+        bench.finish()
+        with into.timed(saved):
+            for number, picture in enumerate(pictures):
+                host.encode(str(number), picture)
+            bench.finish()
+        host.wait_for("saved", _PICTURES)
+        host.cache.clear()
+        with into.timed(loaded):
+            for number in range(_PICTURES):
+                host.load(str(number))
+            bench.finish()
+
+
+@contextmanager
+def _taken_for_a_gpu() -> Iterator[None]:
+    """Have this CPU be taken for a GPU whose driver copies nothing."""
+    import pytest
+
+    from kvshare import blocks
+    from tests.gpu_stand_in import stand_in
+
+    def copy(*_: object) -> None:
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        patch.setattr(blocks, "device_copier", lambda: copy)
+        yield
+
+
+def main() -> int:
+    """Run the program; return its exit status."""
+    parser = report.arguments(__doc__ or "", "benchmarks.gpu")
+    options = parser.parse_args()
+    # The workers say that they cannot ask vLLM's attention layers, which are not there.
+    logging.getLogger("kvshare").setLevel(logging.ERROR)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    rounds = options.rounds or (2 if options.quick else 20)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    settings = {"device": name, "rounds": rounds}
+    result = Report("gpu", report.command_line("benchmarks.gpu", options), settings)
+    with ExitStack() as stack:
+        bench = Bench(device, Path(stack.enter_context(_memory_folder())))
+        with ExitStack() as hooks:
+            if not bench.is_gpu:
+                hooks.enter_context(_taken_for_a_gpu())
+            result.add(hook_times(bench, rounds))
+        sizes = EIGHT_B if bench.is_gpu else replace(EIGHT_B, blocks=64)
+        result.add(link_shares(bench, sizes, min(rounds, 5)))
+    print(f"\nWritten to {result.write(options.results)}")
+    return 0
+
+
+def _memory_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder in memory, if there is one: as host caches usually are."""
+    memory = Path("/dev/shm")  # noqa: S108
+    return tempfile.TemporaryDirectory(prefix="bench-", dir=memory if memory.is_dir() else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
