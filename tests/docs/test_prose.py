@@ -35,6 +35,7 @@ VLLM_OPTIONS = {
     "--ec-transfer-config",
     "--kv-events-config",
     "--kv-transfer-config",
+    "--max-num-batched-tokens",
     "--middleware",
     "--mm-processor-cache-gb",
     "--model",

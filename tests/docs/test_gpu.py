@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/gpu.md: its numbers are those of the code."""
+
+import re
+
+from ecshare.store.config import GIB
+from ecshare.store.hostcache import folder
+from ecshare.worker import _LOAD_BYTES
+from kvshare.config import KVConfig
+from kvshare.save_budget import slab_sizes
+from kvshare.worker import _LOAD_BUFFER_BYTES
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+BLOCK_TOKENS = 16
+MIB = 1 << 20
+
+
+def test_sizes_are_what_the_budget_of_saves_reckons_with() -> None:
+    config = KVConfig(url="/store")
+    chunk_blocks = config.chunk_blocks(BLOCK_TOKENS)
+    rows = re.findall(
+        r"^\| [\w.-]+ \| (\d+) \| (\d+) x (\d+) \| (\d+) \| (\d+) MiB \| (\d+) \| ([\d,]+) \|$",
+        PAGE,
+        re.M,
+    )
+    assert len(rows) == 7
+    for row in rows:
+        layers, heads, size, ranks, mib, count, tokens = (int(each.replace(",", "")) for each in row)
+        block_bytes = layers * heads // ranks * 2 * size * BLOCK_TOKENS * 2
+        assert block_bytes * chunk_blocks == mib * MIB
+        assert config.buffer_bytes // slab_sizes([block_bytes])(0, chunk_blocks) == count
+        assert count * chunk_blocks * BLOCK_TOKENS == tokens
+
+
+def test_sums_of_memory_add_up() -> None:
+    config = KVConfig(url="/store")
+    for_loads = 4 * _LOAD_BUFFER_BYTES / GIB
+    sums = re.findall(r"(\d+) x ([\d.]+) \+ 1 \+ 7 x ([\d.]+) \+ 4 = (\d+) GiB", PAGE)
+    assert len(sums) == 2
+    for (ranks, each, other, total), buffer_gib in zip(sums, (1, 4), strict=True):
+        assert float(each) == round(buffer_gib + for_loads, 2)
+        assert float(other) == _LOAD_BYTES / GIB
+        assert config.buffer_bytes == GIB
+        assert config.host_cache_bytes == 4 * GIB
+        exact = int(ranks) * float(each) + 1 + 7 * float(other) + 4
+        assert round(exact) == int(total)
+    assert f"{_LOAD_BYTES // MIB} MiB, or `buffer_bytes`" in PAGE
+    assert f"{4 * _LOAD_BUFFER_BYTES // MIB} MiB, or four blocks" in PAGE
+
+
+def test_the_host_caches_part_of_its_disk_is_as_told() -> None:
+    assert folder._SHARE == 0.5
+    assert folder._FLOOR_BYTES == folder._ENOUGH_BYTES == GIB
+
+
+def test_it_is_short() -> None:
+    assert len(PAGE.splitlines()) <= 120
