@@ -2,9 +2,9 @@
 """The router's routes, and the flow of one request through the stages.
 
 The request is read, and its media get their identity. E (encode) encodes each distinct item, P
-(prefill) prefills the conversation, D (decode) answers. If E or P fails, D gets the media and does
-all three; if that D fails too, another one does. D may get its request while P computes. It then
-loads what P has computed so far while P computes the rest.
+(prefill) prefills the conversation, D (decode) answers. Where an engine fails, another one of its
+stage is asked; if E or P has none left, D gets the media and does all three. D may get its request
+while P computes. It then loads what P has computed so far while P computes the rest.
 """
 
 import asyncio
@@ -44,6 +44,7 @@ from ecshare.router.middleware import (
 from ecshare.router.models import ServedModels
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
 from ecshare.router.relay import Relay, Reply
+from ecshare.router.retries import Attempt, Retries, RetryBudget
 from ecshare.router.shared_reports import SharedReports
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ _SHUTDOWN_S = 5.0
 _LOST_STATUSES = (500, 503)
 """What an engine answers to a request of which it has neither pixels nor embeddings, and to others
 that fail."""
-_MAX_DECODERS = 3
-"""How many D's may get one request in full. If all of them fail, the request may be the cause."""
+_MAX_LISTS = 3
+"""How many engines may be asked for the same list of models."""
 
 
 class _Job(NamedTuple):
@@ -117,6 +118,8 @@ class Router:
         self._num_fallbacks = 0
         self._num_repeats = 0
         self._memory = MemoryBudget(config.max_in_flight_bytes)
+        self._retry_budget = RetryBudget(config.retry_share, clock_s)
+        self._retries = Retries(self._pools, self._retry_budget)
         self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
         self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
@@ -218,6 +221,7 @@ class Router:
         body = await read_body(http, self._config, reservation, context.blobs)
         chat = read_chat(body, self._config.max_items)
         del body  # the decoded request takes several times the memory
+        self._retry_budget.note_request()
         await self._check_model(chat, context)
         if not all(is_inline(item.source) for item in chat.items):
             await self._clients.check(context.headers)
@@ -228,7 +232,7 @@ class Router:
             if answer is not None:
                 return answer
         except EngineError as failure:
-            if context.answer is not None:
+            if context.answer is not None or self._is_refused(failure):
                 raise
             logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
             self._num_fallbacks += 1
@@ -236,6 +240,13 @@ class Router:
             context.avoided.clear()
         plain = plan.inline_request(chat, await self._complete(job, media))
         return await self._decode_alone(http, plain, context)
+
+    def _is_refused(self, failure: EngineError) -> bool:
+        """Tell whether a request ends because a stage has too much to do. D must not get its work
+        as well, or the stage that no request can do without fails next.
+        """
+        to_refuse = failure.stage is Stage.DECODE or self._config.when_overloaded == "refuse"
+        return failure.is_overload and to_refuse
 
     async def _load(self, job: _Job) -> list[Media]:
         """Return the request's media, without the bytes that it can do without."""
@@ -331,7 +342,11 @@ class Router:
 
         async def ask(request: Request) -> plan.Metadata | None:
             payload = context.payload(request)
-            answer = await self.relay.ask(Stage.ENCODE, CHAT, payload, context.headers)
+
+            async def by(attempt: Attempt) -> Request:
+                return await self.relay.ask(attempt.engine, CHAT, payload, context.headers)
+
+            answer = await self._retries.run(Stage.ENCODE, by, context.request_id)
             return plan.reported_metadata(answer)
 
         keys = _encoding_keys(chat, media)
@@ -360,25 +375,29 @@ class Router:
         D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
         requests D would hold cache blocks for KV that P has not begun to compute.
         """
-        engine = self._pools[Stage.PREFILL].choose()
         is_streamed = self._config.hand_over == "streamed"
-        if is_streamed and engine is not None and engine.streams and not engine.in_flight:
-            return await self._prefill_and_decode(http, engine, request, context)
-        return plan.decode_request(request, await self._hand_over_of(engine, request, context))
+
+        async def by(attempt: Attempt) -> web.StreamResponse | Request:
+            engine = attempt.engine
+            if is_streamed and engine.streams and not engine.in_flight:
+                return await self._prefill_and_decode(http, engine, request, context)
+            return plan.decode_request(request, await self._hand_over_of(engine, request, context))
+
+        return await self._retries.run(
+            Stage.PREFILL, by, context.request_id, may_move=lambda _: context.answer is None
+        )
 
     async def _hand_over_of(
-        self, engine: Engine | None, request: Request, context: RequestContext
+        self, engine: Engine, request: Request, context: RequestContext
     ) -> Request | None:
-        """Return what P hands over to D. Without an `engine`, any available P computes."""
+        """Return what P hands over to D."""
         with context.timed(Stage.PREFILL):
             payload = context.payload(plan.prefill_request(request))
-            answer = await self.relay.ask(engine or Stage.PREFILL, CHAT, payload, context.headers)
+            answer = await self.relay.ask(engine, CHAT, payload, context.headers)
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
-        if engine is not None:
-            streams = plan.is_streamed(hand_over)
-            self._pools[Stage.PREFILL].set_streams(engine, streams=streams)
+        self._pools[Stage.PREFILL].set_streams(engine, streams=plan.is_streamed(hand_over))
         return hand_over
 
     async def _prefill_and_decode(
@@ -416,54 +435,60 @@ class Router:
     async def _decode_alone(
         self, http: web.Request, plain: Request, context: RequestContext
     ) -> web.StreamResponse:
-        """Ask up to three D's in turn, each once. The last one's answer counts, whatever it is."""
-        decoders = self._pools[Stage.DECODE]
-        # If all are cooling down, one of them must be asked: there is no other way to an answer.
-        engine = decoders.choose() or decoders.soonest_available()
-        asked: list[Engine] = []
+        """Ask D's in turn for all the work. The last one's answer counts, whatever it is."""
 
-        def another() -> Engine | None:
-            return decoders.choose(asked) if len(asked) < _MAX_DECODERS else None
+        async def by(attempt: Attempt) -> web.StreamResponse:
+            return await self._decode_by(attempt, http, plain)
 
-        while engine is not None:
-            asked.append(engine)
-            try:
-                return await self._decode(http, plain, engine, is_last_resort=lambda: not another())
-            except EngineError as failure:
-                engine = another()
-                if engine is None:
-                    raise
-                logger.warning("request %s tries another decode: %s", context.request_id, failure)
-        raise EngineError(Stage.DECODE, "there is none", reached=False)
+        return await self._retries.run(
+            Stage.DECODE, by, context.request_id, may_move=lambda _: context.answer is None
+        )
 
     async def _decode(
-        self,
-        http: web.Request,
-        request: Request,
-        to: Stage | Engine = Stage.DECODE,
-        *,
-        is_last_resort: Callable[[], bool] = lambda: False,
-        concurrent_stage: Stage | None = None,
+        self, http: web.Request, request: Request, concurrent_stage: Stage | None = None
     ) -> web.StreamResponse:
-        """Pass on D's answer.
+        """Pass on D's answer to a request that E and P have worked for.
 
         `concurrent_stage` is a stage that works for this answer at the same time.
 
         Raises:
-            EngineError: D failed, and `is_last_resort` does not hold.
+            EngineError: D failed.
+        """
+        context = http[CONTEXT]
+
+        async def by(attempt: Attempt) -> web.StreamResponse:
+            not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
+            return await self._decode_by(not_last, http, request, concurrent_stage)
+
+        def may_move(failure: EngineError) -> bool:
+            # What E and P have stored may be gone, for every D.
+            return context.answer is None and failure.status not in _LOST_STATUSES
+
+        return await self._retries.run(Stage.DECODE, by, context.request_id, may_move)
+
+    async def _decode_by(
+        self,
+        attempt: Attempt,
+        http: web.Request,
+        request: Request,
+        concurrent_stage: Stage | None = None,
+    ) -> web.StreamResponse:
+        """Pass on the answer of one D.
+
+        Raises:
+            EngineError: it failed, and the attempt is not the last.
         """
         context, began_s = http[CONTEXT], time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
-        limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=is_last_resort)
+        limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=attempt.is_last)
         payload = context.payload(request)
-        async with self.relay.call(to, CHAT, payload, context.headers, limits) as reply:
-            if reply.failed and not is_last_resort():
-                reason = f"HTTP {reply.status}"
-                raise EngineError(Stage.DECODE, reason, reached=True, status=reply.status)
+        async with self.relay.call(attempt.engine, CHAT, payload, context.headers, limits) as reply:
+            if reply.failed and not attempt.is_last():
+                raise reply.failure()
             if reply.is_stream:
                 chunks = reply.chunks()
                 opening = await read_opening(chunks)
-                if (opening.error_status or 0) >= 500 and not is_last_resort():
+                if (opening.error_status or 0) >= 500 and not attempt.is_last():
                     reason, status = "the stream begins with an error", opening.error_status
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 stream = _Stream(opening.content, chunks, reply.content_type)
@@ -527,7 +552,7 @@ class Router:
 
     async def _model_list(self, stage: Stage, headers: Mapping[str, str]) -> tuple[Reply, bytes]:
         """Ask one engine for its models, and further engines if it is slow or fails."""
-        engines = self._pools[stage].ranked(_MAX_DECODERS)
+        engines = self._pools[stage].ranked(_MAX_LISTS)
         asked = [partial(self._model_list_of, stage, engine, headers) for engine in engines]
         return await hedged(asked, _MODELS_HEDGE_S)
 

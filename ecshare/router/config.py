@@ -51,6 +51,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
     cool_down_s: float = 5.0
+    when_overloaded: Literal["refuse", "decode"] = "refuse"
+    retry_share: float = 0.2
     status_key: Secret | None = None
     access_log: bool = False
     store: StoreConfig | None = None
@@ -89,6 +91,8 @@ def parse_arguments(
         stage_timeout_s=options.stage_timeout_s,
         media_timeout_s=options.media_timeout_s,
         cool_down_s=options.cool_down_s,
+        when_overloaded=options.when_overloaded,
+        retry_share=options.retry_share,
         status_key=options.status_key,
         access_log=options.access_log,
         store=options.store,
@@ -247,12 +251,29 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         (
             "--stage-timeout-s",
             120,
-            "longest wait for an encode or prefill engine before decode does it all",
+            "longest wait for an encode or prefill engine; one that is silent to everybody for so "
+            "long is left out; one that works is too slow, see --when-overloaded",
         ),
         ("--media-timeout-s", 20, "longest download of one item"),
         ("--cool-down-s", 5, "rest of an engine that failed"),
     ):
         say(name, metavar="SECONDS", type=_positive, default=default_s, help=purpose)
+    say(
+        "--when-overloaded",
+        choices=("refuse", "decode"),
+        default="refuse",
+        help="what happens to a request whose encode or prefill engines have too much to do: they "
+        "answer 429, or work but take longer than --stage-timeout-s; refuse: it is answered 429; "
+        "decode: decode does it all, which may overload decode as well",
+    )
+    say(
+        "--retry-share",
+        metavar="SHARE",
+        type=_share,
+        default=0.2,
+        help="most requests, as a share of all, that are sent to another engine of the same stage "
+        "after one has failed them; 100 at once and one a second are allowed besides; 0: none",
+    )
     say(
         "--status-key",
         metavar="KEY",
@@ -367,6 +388,16 @@ def _positive(text: str) -> float:
         number = 0.0
     if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0 and below 1e9")
+    return number
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
     return number
 
 

@@ -25,6 +25,8 @@ class Engine:
     in_flight: int = 0
     down_until_s: float = 0.0
     last_turn: int = 0
+    doubtful_until_s: float = 0.0
+    """Its last answer was a failure. Until then it gets a request only if no other engine can."""
     streams: bool = False
     """Whether its last answer stated that it stores KV while it computes."""
     is_hung: bool = False
@@ -55,12 +57,9 @@ class EnginePool:
         """Return the least busy available engine that is not in `excluded`, None if there is none.
 
         Among equally busy engines it is the least recently used one, so light traffic goes round.
+        Doubtful engines come last.
         """
-        now_s = self._clock_s()
-        live = [
-            engine for engine in self._engines if _is_up(engine, now_s) and engine not in excluded
-        ]
-        return min(live, key=_by_load, default=None)
+        return next((each for each in self._live() if each not in excluded), None)
 
     def soonest_available(self) -> Engine | None:
         """Return the engine whose cool-down ends first; for callers without another choice."""
@@ -71,12 +70,14 @@ class EnginePool:
 
         If none is available, it is the one that will be soonest.
         """
+        soonest_available = self.soonest_available()
+        return self._live()[:number] or [each for each in (soonest_available,) if each]
+
+    def _live(self) -> list[Engine]:
+        """Return the available engines, the best first."""
         now_s = self._clock_s()
         live = [engine for engine in self._engines if _is_up(engine, now_s)]
-        soonest_available = self.soonest_available()
-        return sorted(live, key=_by_load)[:number] or [
-            each for each in (soonest_available,) if each
-        ]
+        return sorted(live, key=lambda each: (each.doubtful_until_s > now_s, *_by_load(each)))
 
     @contextmanager
     def lease(self, engine: Engine) -> Iterator[None]:
@@ -93,6 +94,17 @@ class EnginePool:
         """Start the cool-down of `engine`: until it ends, the engine gets no request."""
         down_until_s = self._clock_s() + self._cool_down_s
         engine.down_until_s = max(engine.down_until_s, down_until_s)
+
+    def mark_doubtful(self, engine: Engine) -> None:
+        """Prefer other engines to `engine`, which has failed a request, for the cool-down.
+
+        It stays available: the request may be the cause, and no client may take engines away.
+        """
+        engine.doubtful_until_s = self._clock_s() + self._cool_down_s
+
+    def mark_good(self, engine: Engine) -> None:
+        """Note that `engine` has served a request."""
+        engine.doubtful_until_s = 0.0
 
     def mark_answered(self, engine: Engine) -> None:
         """End the cool-down of an engine that answers again, unless it has hung."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from ecshare.router.engines import Stage
 
+_TOO_MANY_REQUESTS = 429
+
 
 class ApiError(Exception):
     """An error in OpenAI's shape; `param` names the field of the request at fault."""
@@ -62,6 +64,11 @@ class EngineError(Exception):
     `status` is the HTTP status that the engine answered, None if it answered something else.
     """
 
+    retry_after_s: float | None = None
+    """When the engine says that it may have room again."""
+    was_slow: bool = False
+    """Whether the engine works, but took longer for this request than it may."""
+
     def __init__(
         self, stage: Stage, reason: str, *, reached: bool, status: int | None = None
     ) -> None:
@@ -69,3 +76,15 @@ class EngineError(Exception):
         self.stage = stage
         self.reached = reached
         self.status = status
+
+    @property
+    def is_overload(self) -> bool:
+        """Whether the stage has too much to do."""
+        return self.status == _TOO_MANY_REQUESTS or self.was_slow
+
+
+def overloaded(stage: Stage, reason: str, retry_after_s: float | None = None) -> EngineError:
+    """Return the error of a stage that has too much to do."""
+    error = EngineError(stage, reason, reached=True, status=_TOO_MANY_REQUESTS)
+    error.retry_after_s = retry_after_s
+    return error

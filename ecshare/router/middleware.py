@@ -23,6 +23,7 @@ from ecshare.router.prefilled import Turn
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_CHARS = 200
+OVERLOAD_RETRY_AFTER_S = 2.0
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 
@@ -140,6 +141,14 @@ def unavailable(failure: EngineError, config: RouterConfig) -> ApiError:
     """Return the error that the client gets. The reason may name our hosts, so only the log gets
     it.
     """
+    if failure.is_overload:
+        message = f"The {failure.stage} engines have too much to do."
+        return ApiError(
+            429,
+            message,
+            code="overloaded",
+            retry_after_s=failure.retry_after_s or OVERLOAD_RETRY_AFTER_S,
+        )
     if failure.reached:
         message = f"The {failure.stage} engine failed."
         return ApiError(502, message, code="engine_failed", retry_after_s=config.cool_down_s)

@@ -7,6 +7,7 @@ any more.
 """
 
 import errno
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -28,6 +29,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
 _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 _DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
 # may be written to a connection that is being closed.
@@ -52,6 +54,13 @@ class Reply:
         # The head of a stream arrives before any token is computed.
         if not self.is_stream and response.status not in _DOWN:
             self._heard()
+
+    def failure(self) -> EngineError:
+        """Return the error of an answer that `failed`."""
+        reason = f"HTTP {self.status}"
+        error = EngineError(self.stage, reason, reached=True, status=self.status)
+        error.retry_after_s = _seconds(self.retry_after)
+        return error
 
     def _heard(self) -> None:
         if self._wait is not None:
@@ -140,41 +149,29 @@ class Relay:
         await self._session.close()
         await self._media_session.close()
 
-    def _engine(self, to: Stage | Engine) -> tuple[Stage, Engine]:
-        if isinstance(to, Engine):
-            return next(stage for stage, each in self._engines.items() if to in each), to
-        engines = self._engines[to]
-        engine = engines.choose()
-        if engine is None and to is Stage.DECODE:
-            engine = engines.soonest_available()  # there is no other way to an answer
-        if engine is None:
-            raise EngineError(to, "every engine is cooling down", reached=False)
-        return to, engine
-
     @asynccontextmanager
     async def call(
         self,
-        to: Stage | Engine,
+        engine: Engine,
         path: str,
         request: Payload | None,
         headers: Mapping[str, str],
         limits: TimeLimits,
     ) -> AsyncIterator[Reply]:
-        """Send one request to an engine of a stage, or to a given engine, and yield its answer.
+        """Send one request to an engine, and yield its answer.
 
         Without a body it is a GET. The engine counts as busy until the block ends.
 
         Raises:
-            EngineError: there is no engine, it fails, or a time limit ends, also inside the block.
+            EngineError: the engine fails, or a time limit ends, also inside the block.
         """
-        stage, engine = self._engine(to)
+        stage = next(stage for stage, each in self._engines.items() if engine in each)
         engines = self._engines[stage]
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
         async with self._watched(stage, engine, limits) as wait:
-            # An engine whose model list is slow may still answer other requests quickly.
-            with _unreachable(stage, engine, engines, may_be_slow=request is None):
+            with _unreachable(stage, engine, engines):
                 response = await self._session.request(
                     "GET" if request is None else "POST",
                     engine.url + path,
@@ -187,8 +184,11 @@ class Relay:
                 engines.mark_failed(engine)
             else:
                 engines.mark_answered(engine)
+            reply = Reply(stage, response, wait)
+            if not reply.failed:
+                engines.mark_good(engine)
             async with response:
-                yield Reply(stage, response, wait)
+                yield reply
 
     @asynccontextmanager
     async def _watched(
@@ -215,9 +215,9 @@ class Relay:
                 raise EngineError(stage, f"{engine.url} {exc}", reached=True) from exc
 
     async def ask(
-        self, to: Stage | Engine, path: str, request: Payload, headers: Mapping[str, str]
+        self, engine: Engine, path: str, request: Payload, headers: Mapping[str, str]
     ) -> Request:
-        """Return an engine's JSON object, within the stage's time limit.
+        """Return the JSON object of an encode or prefill engine, within the stage's time limit.
 
         Raises:
             RefusalError: the engine answered 4xx.
@@ -225,11 +225,15 @@ class Relay:
         """
         limit_s = self._config.stage_timeout_s
         limits = TimeLimits(limit_s, limit_s)
-        async with self.call(to, path, request, headers, limits) as reply:
-            body = await reply.read()
+        try:
+            async with self.call(engine, path, request, headers, limits) as reply:
+                body = await reply.read()
+        except EngineError as failure:
+            timed_out = isinstance(failure.__cause__, TimeoutError | SilentError)
+            failure.was_slow = failure.reached and timed_out and not engine.is_hung
+            raise
         if reply.failed:
-            reason = f"HTTP {reply.status}"
-            raise EngineError(reply.stage, reason, reached=True, status=reply.status)
+            raise reply.failure()
         if reply.status >= 400:
             raise RefusalError(reply.status, body, reply.content_type)
         try:
@@ -255,16 +259,20 @@ class Relay:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
 
 
+def _seconds(retry_after: str | None) -> float | None:
+    """Return what a Retry-After header says, None if it is no number of seconds up to an hour."""
+    is_number = retry_after is not None and _WHOLE_SECONDS.fullmatch(retry_after)
+    return float(retry_after) if is_number and retry_after else None
+
+
 @contextmanager
-def _unreachable(
-    stage: Stage, engine: Engine, engines: EnginePool, *, may_be_slow: bool
-) -> Iterator[None]:
-    """Map errors of sending a request, and start the engine's cool-down unless it `may_be_slow`."""
+def _unreachable(stage: Stage, engine: Engine, engines: EnginePool) -> Iterator[None]:
+    """Map errors of sending a request. Start the engine's cool-down unless it may just be slow."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as exc:
         never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        if never or not (may_be_slow and isinstance(exc, TimeoutError)):
+        if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
             engines.mark_failed(engine)
         reason = f"{engine.url}: {exc or type(exc).__name__}"
         raise EngineError(stage, reason, reached=not never) from exc

@@ -161,13 +161,6 @@ async def test_a_failing_stage_leaves_the_work_to_decode(stage: str, stream: boo
         assert (health["fallbacks"], health["answered"]) == (1, {"decode": 1})
 
 
-async def test_an_overloaded_stage_leaves_the_work_to_decode() -> None:
-    async with fleet() as f:
-        f.p.answer = failing(429)
-        response, _ = await f.post(chat(picture(PNG)))
-        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
-
-
 async def test_an_unreachable_encoder_is_no_obstacle() -> None:
     async with listening(web.Application()) as gone:
         pass

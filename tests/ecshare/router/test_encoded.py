@@ -203,7 +203,7 @@ async def test_one_who_waits_may_leave() -> None:
 )
 async def test_a_failure_is_nobody_elses(answer: Answer, status: int) -> None:
     async with (
-        fleet(num_e=2) as f,
+        fleet(num_e=2, retry_share=0.0) as f,
         at_the_same_moment(f, held := Held(answer), 3) as asked,
     ):
         f.e.answer = encoded

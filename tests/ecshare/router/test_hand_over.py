@@ -143,7 +143,7 @@ async def test_what_p_refuses_is_refused(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("answer", [failing(500), failing(503), failing(429), hang_up])
 async def test_d_does_without_a_p_that_failed(answer: Answer, stream: bool) -> None:
-    async with known() as f:
+    async with known(when_overloaded="decode") as f:
         asked, p, d = await both_asked(f, answer, decoded, stream=stream)
         f.d.answer = decoded
         p.let_go.set()

@@ -104,7 +104,8 @@ async def test_what_e_has_just_reported_is_not_encoded_twice() -> None:
 
 @pytest.mark.parametrize("answer", [hang_up, failing(429), Hanging()])
 async def test_an_engine_that_is_down_says_nothing_of_embeddings(answer: Answer) -> None:
-    async with fleet(stage_timeout_s=0.3, hand_over="after") as f:
+    options: Any = {"hand_over": "after", "when_overloaded": "decode"}
+    async with fleet(stage_timeout_s=0.3, **options) as f:
         await f.post(chat(picture(PNG)))
         f.p.answer = answer
         response, _ = await f.post(chat(picture(PNG)))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks another engine of a stage where one fails, within a budget that all requests share."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+from ecshare.router.engines import Engine, EnginePool, Stage
+from ecshare.router.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_ENGINES = 3
+"""How many engines of a stage may get one request. If all of them fail, the request may be the
+cause."""
+_BURST = 100.0
+"""Retries that may happen at once, such as when an engine with many requests dies."""
+_PER_S = 1.0
+"""Retries that are always allowed, so that light traffic is not without them."""
+
+
+class RetryBudget:
+    """Limits retries to a share of the requests, so that an outage does not multiply the load.
+
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
+        """`share`: retries that each request allows, from 0 (no retries at all) upwards."""
+        self._share = share
+        self._clock_s = clock_s
+        self._left = _BURST if share else 0.0
+        self._filled_s = clock_s()
+        self.num_spent = 0
+        self.num_refused = 0
+
+    def note_request(self) -> None:
+        """Add what one request allows."""
+        self._fill(self._share)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a retry would be allowed now."""
+        self._fill(0.0)
+        return self._left >= 1
+
+    def spend(self) -> bool:
+        """Take one retry; False: there is none left."""
+        if not self.has_any:
+            self.num_refused += 1
+            return False
+        self._left -= 1
+        self.num_spent += 1
+        return True
+
+    def _fill(self, more: float) -> None:
+        now_s = self._clock_s()
+        if self._share:
+            more += (now_s - self._filled_s) * _PER_S
+        self._left = min(_BURST, self._left + more)
+        self._filled_s = now_s
+
+
+class Attempt(NamedTuple):
+    """One try at one engine."""
+
+    engine: Engine
+    is_last: Callable[[], bool]
+    """Whether no other engine of the stage would be asked if this one failed now."""
+
+
+def _anything(failure: EngineError) -> bool:
+    return True
+
+
+class Retries:
+    """Chooses the engines of each stage. Belongs to the event loop's thread."""
+
+    def __init__(self, pools: Mapping[Stage, EnginePool], budget: RetryBudget) -> None:
+        self._pools = pools
+        self._budget = budget
+
+    async def run(
+        self,
+        stage: Stage,
+        call: Callable[[Attempt], Awaitable[T]],
+        request_id: str,
+        may_move: Callable[[EngineError], bool] = _anything,
+    ) -> T:
+        """Return what `call` returns for an engine of the stage, and for another one if that fails.
+
+        `may_move` tells whether another engine could succeed. It is asked only about failures of
+        this stage that are no sign of too much work for all of them.
+
+        Raises:
+            EngineError: no engine is available, the last one failed, or another stage did.
+        """
+        pool = self._pools[stage]
+        tried: list[Engine] = []
+
+        def another() -> Engine | None:
+            has_more = len(tried) < _MAX_ENGINES and self._budget.has_any
+            return pool.choose(tried) if has_more else None
+
+        engine = self._first(stage)
+        while True:
+            tried.append(engine)
+            try:
+                return await call(Attempt(engine, lambda: another() is None))
+            except EngineError as failure:
+                if failure.stage is not stage or failure.was_slow or not may_move(failure):
+                    raise
+                pool.mark_doubtful(engine)
+                following = another()
+                if following is None or not self._budget.spend():
+                    raise
+                logger.warning("request %s tries another %s: %s", request_id, stage, failure)
+                engine = following
+
+    def _first(self, stage: Stage) -> Engine:
+        engine = self._pools[stage].choose()
+        if engine is None and stage is Stage.DECODE:
+            # There is no other way to an answer.
+            engine = self._pools[stage].soonest_available()
+        if engine is None:
+            raise EngineError(stage, "every engine is cooling down", reached=False)
+        return engine
