@@ -25,12 +25,14 @@ from ecshare.router.clients import KnownClients
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
+from ecshare.router.drain import RequestsInFlight
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
+from ecshare.router.limits import Place, StageLimits
 from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.middleware import (
     CONTEXT,
@@ -43,6 +45,7 @@ from ecshare.router.middleware import (
 )
 from ecshare.router.models import ServedModels
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
+from ecshare.router.probes import Probes, Readiness, engine_states
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.retries import Attempt, Retries, RetryBudget
 from ecshare.router.shared_reports import SharedReports
@@ -118,6 +121,15 @@ class Router:
         self._num_fallbacks = 0
         self._num_repeats = 0
         self._memory = MemoryBudget(config.max_in_flight_bytes)
+        self._limits = StageLimits(
+            self._pools,
+            {
+                Stage.ENCODE: config.max_encodes,
+                Stage.PREFILL: config.max_prefills,
+                Stage.DECODE: config.max_decodes,
+            },
+        )
+        self.in_flight = RequestsInFlight()
         self._retry_budget = RetryBudget(config.retry_share, clock_s)
         self._retries = Retries(self._pools, self._retry_budget)
         self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
@@ -133,7 +145,23 @@ class Router:
         app.router.add_post(CHAT, self.chat, expect_handler=_send_continue)
         app.router.add_get(MODELS, self.models, expect_handler=_send_continue)
         app.router.add_get("/health", self.health, expect_handler=_send_continue)
+        decoders = self._pools[Stage.DECODE]
+        readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
+        probes = Probes(readiness, self._config.status_key, self.status)
+        for path, handler in (
+            ("/live", probes.live),
+            ("/ready", probes.ready),
+            ("/status", probes.status),
+        ):
+            app.router.add_get(path, handler, expect_handler=_send_continue)
+        app.on_response_prepare.append(self._close_if_stopping)
         return app
+
+    async def _close_if_stopping(self, http: web.Request, response: web.StreamResponse) -> None:
+        """Have clients open their next connection to another router."""
+        if self.in_flight.is_draining:
+            response.force_close()
+            response.headers["Connection"] = "close"  # aiohttp has set its headers before this
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
         self.relay = Relay(self._config, self._pools)
@@ -150,11 +178,11 @@ class Router:
         """Answer a chat completion, streamed or not, within the overall deadline."""
         context = http[CONTEXT]
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with self.in_flight.begin(self._config.timeout_s):
                 with self._memory.reservation() as reservation:
-                    return await self._answer(http, context, reservation)
+                    return await self._answer(http, reservation)
         except TimeoutError as exc:
-            late = ApiError(504, "The request took too long.", code="timeout")
+            late = self.in_flight.ending()
             if context.answer is None:
                 raise late from exc
             return await end_stream(context.answer, late)
@@ -188,11 +216,28 @@ class Router:
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
-            report |= {"answered": dict(self._paths), "fallbacks": self._num_fallbacks}
-            report |= {"encodes": self._encoded.status() | {"repeated": self._num_repeats}}
-            report |= {"prefills": self._prefilled.status()}
-            report |= {"downloads": self.relay.media.status()}
+            report |= self._counts()
         return json_response(200 if complete else 503, report)
+
+    def status(self) -> dict[str, Any]:
+        """Return what holders of the status key are told."""
+        return {
+            "draining": self.in_flight.is_draining,
+            "in_flight": len(self.in_flight),
+            "stages": engine_states(self._pools, self._limits.used),
+            "memory": self._memory.used_bytes,
+            **self._counts(),
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "answered": dict(self._paths),
+            "fallbacks": self._num_fallbacks,
+            "retries": self._retry_budget.status(),
+            "encodes": self._encoded.status() | {"repeated": self._num_repeats},
+            "prefills": self._prefilled.status(),
+            "downloads": self.relay.media.status(),
+        }
 
     async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
         """Check the health of all engines at once; takes a few seconds at most.
@@ -215,9 +260,8 @@ class Router:
         # A hung engine is known to be unhealthy, and would take long to answer.
         return not engine.is_hung and await self.relay.is_healthy(engine)
 
-    async def _answer(
-        self, http: web.Request, context: RequestContext, reservation: Reservation
-    ) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, reservation: Reservation) -> web.StreamResponse:
+        context = http[CONTEXT]
         body = await read_body(http, self._config, reservation, context.blobs)
         chat = read_chat(body, self._config.max_items)
         del body  # the decoded request takes several times the memory
@@ -227,6 +271,13 @@ class Router:
             await self._clients.check(context.headers)
         job = _Job(http, chat, reservation)
         media = await self._load(job)
+        # Every request ends at D. One that D has no room for must not keep E and P busy before.
+        with self._limits.place(Stage.DECODE) as place:
+            place.take()
+            return await self._answer_from(job, media)
+
+    async def _answer_from(self, job: _Job, media: list[Media]) -> web.StreamResponse:
+        context = job.context
         try:
             answer = await self._through_stages(job, media, may_repeat=True)
             if answer is not None:
@@ -238,8 +289,8 @@ class Router:
             self._num_fallbacks += 1
             context.path.clear()
             context.avoided.clear()
-        plain = plan.inline_request(chat, await self._complete(job, media))
-        return await self._decode_alone(http, plain, context)
+        plain = plan.inline_request(job.chat, await self._complete(job, media))
+        return await self._decode_alone(job.http, plain, context)
 
     def _is_refused(self, failure: EngineError) -> bool:
         """Tell whether a request ends because a stage has too much to do. D must not get its work
@@ -340,7 +391,8 @@ class Router:
         """Return the request to P, with what E reports of the items or has reported before."""
         context, chat = job.context, job.chat
 
-        async def ask(request: Request) -> plan.Metadata | None:
+        async def ask(request: Request, place: Place) -> plan.Metadata | None:
+            place.take()
             payload = context.payload(request)
 
             async def by(attempt: Attempt) -> Request:
@@ -358,8 +410,8 @@ class Router:
             media = await self._complete(job, media)
             keys = _encoding_keys(chat, media)
             requests = plan.encode_requests(chat, media)
-            asks = {uuid: partial(ask, request) for uuid, request in requests.items()}
-            with context.timed(Stage.ENCODE):
+            with context.timed(Stage.ENCODE), self._limits.place(Stage.ENCODE) as place:
+                asks = {uuid: partial(ask, each, place) for uuid, each in requests.items()}
                 reports = await self._encoded.reports(keys, asks)
             if not reports.was_asked:
                 context.path.remove(Stage.ENCODE)
@@ -391,7 +443,8 @@ class Router:
         self, engine: Engine, request: Request, context: RequestContext
     ) -> Request | None:
         """Return what P hands over to D."""
-        with context.timed(Stage.PREFILL):
+        with self._limits.place(Stage.PREFILL) as place, context.timed(Stage.PREFILL):
+            place.take()
             payload = context.payload(plan.prefill_request(request))
             answer = await self.relay.ask(engine, CHAT, payload, context.headers)
         if context.turns:

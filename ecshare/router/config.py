@@ -53,6 +53,10 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     cool_down_s: float = 5.0
     when_overloaded: Literal["refuse", "decode"] = "refuse"
     retry_share: float = 0.2
+    max_encodes: int = 0
+    max_prefills: int = 0
+    max_decodes: int = 0
+    drain_s: float = 25.0
     status_key: Secret | None = None
     access_log: bool = False
     store: StoreConfig | None = None
@@ -93,6 +97,10 @@ def parse_arguments(
         cool_down_s=options.cool_down_s,
         when_overloaded=options.when_overloaded,
         retry_share=options.retry_share,
+        max_encodes=options.max_encodes,
+        max_prefills=options.max_prefills,
+        max_decodes=options.max_decodes,
+        drain_s=options.drain_s,
         status_key=options.status_key,
         access_log=options.access_log,
         store=options.store,
@@ -256,14 +264,34 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         ),
         ("--media-timeout-s", 20, "longest download of one item"),
         ("--cool-down-s", 5, "rest of an engine that failed"),
+        (
+            "--drain-s",
+            25,
+            "longest time for the requests in flight to end after SIGTERM or SIGINT; a second "
+            "signal ends them at once",
+        ),
     ):
         say(name, metavar="SECONDS", type=_positive, default=default_s, help=purpose)
+    for stage, consequence in (
+        ("encode", "one beyond it: see --when-overloaded"),
+        ("prefill", "one beyond it: see --when-overloaded"),
+        ("decode", "one beyond it is answered 429 before any engine is asked"),
+    ):
+        say(
+            f"--max-{stage}s",
+            metavar="N",
+            type=_natural,
+            default=0,
+            help=f"most requests in the {stage} stage, for each of its engines that is up; "
+            f"{consequence}; 0: no limit",
+        )
     say(
         "--when-overloaded",
         choices=("refuse", "decode"),
         default="refuse",
-        help="what happens to a request whose encode or prefill engines have too much to do: they "
-        "answer 429, or work but take longer than --stage-timeout-s; refuse: it is answered 429; "
+        help="what happens to a request whose encode or prefill engines have too much to do: there "
+        "are as many requests as --max-encodes or --max-prefills allows, or they answer 429, or "
+        "they work but take longer than --stage-timeout-s; refuse: it is answered 429; "
         "decode: decode does it all, which may overload decode as well",
     )
     say(

@@ -53,6 +53,18 @@ class EnginePool:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
 
+    @property
+    def num_up(self) -> int:
+        """How many engines neither cool down nor hang."""
+        return sum(self.state(engine) != "down" for engine in self._engines)
+
+    def state(self, engine: Engine) -> str:
+        """Return "up", "down", or "doubtful" for one that failed its last request."""
+        now_s = self._clock_s()
+        if engine.is_hung or engine.down_until_s > now_s:
+            return "down"
+        return "doubtful" if engine.doubtful_until_s > now_s else "up"
+
     def choose(self, excluded: Collection[Engine] = ()) -> Engine | None:
         """Return the least busy available engine that is not in `excluded`, None if there is none.
 

@@ -66,8 +66,10 @@ class EngineError(Exception):
 
     retry_after_s: float | None = None
     """When the engine says that it may have room again."""
-    was_slow: bool = False
-    """Whether the engine works, but took longer for this request than it may."""
+    is_overload: bool
+    """Whether the stage has too much to do."""
+    may_move: bool = True
+    """Whether another engine of the stage may do better."""
 
     def __init__(
         self, stage: Stage, reason: str, *, reached: bool, status: int | None = None
@@ -76,15 +78,10 @@ class EngineError(Exception):
         self.stage = stage
         self.reached = reached
         self.status = status
+        self.is_overload = status == _TOO_MANY_REQUESTS
 
-    @property
-    def is_overload(self) -> bool:
-        """Whether the stage has too much to do."""
-        return self.status == _TOO_MANY_REQUESTS or self.was_slow
-
-
-def overloaded(stage: Stage, reason: str, retry_after_s: float | None = None) -> EngineError:
-    """Return the error of a stage that has too much to do."""
-    error = EngineError(stage, reason, reached=True, status=_TOO_MANY_REQUESTS)
-    error.retry_after_s = retry_after_s
-    return error
+    def note_overload(self) -> "EngineError":
+        """Note that all engines of the stage have too much to do. Returns this error."""
+        self.is_overload = True
+        self.may_move = False
+        return self

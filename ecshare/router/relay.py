@@ -230,7 +230,8 @@ class Relay:
                 body = await reply.read()
         except EngineError as failure:
             timed_out = isinstance(failure.__cause__, TimeoutError | SilentError)
-            failure.was_slow = failure.reached and timed_out and not engine.is_hung
+            if failure.reached and timed_out and not engine.is_hung:
+                failure.note_overload()
             raise
         if reply.failed:
             raise reply.failure()

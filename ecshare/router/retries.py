@@ -55,6 +55,10 @@ class RetryBudget:
         self.num_spent += 1
         return True
 
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        return {"made": self.num_spent, "refused": self.num_refused}
+
     def _fill(self, more: float) -> None:
         now_s = self._clock_s()
         if self._share:
@@ -91,8 +95,7 @@ class Retries:
     ) -> T:
         """Return what `call` returns for an engine of the stage, and for another one if that fails.
 
-        `may_move` tells whether another engine could succeed. It is asked only about failures of
-        this stage that are no sign of too much work for all of them.
+        `may_move` tells whether another engine may be asked after a failure of this stage.
 
         Raises:
             EngineError: no engine is available, the last one failed, or another stage did.
@@ -110,7 +113,7 @@ class Retries:
             try:
                 return await call(Attempt(engine, lambda: another() is None))
             except EngineError as failure:
-                if failure.stage is not stage or failure.was_slow or not may_move(failure):
+                if failure.stage is not stage or not (failure.may_move and may_move(failure)):
                     raise
                 pool.mark_doubtful(engine)
                 following = another()

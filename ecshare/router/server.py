@@ -18,10 +18,16 @@ logger = logging.getLogger("ecshare.router")
 
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Requests in flight then get a few seconds to finish."""
-    stop = asyncio.Event()
+    """Serve until SIGINT or SIGTERM. Requests in flight then have `drain_s` to end, or until a
+    second signal.
+    """
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
     config = _with_fitting_connections(config)
     router = Router(config, time.monotonic)
     runner = make_runner(router, config)
@@ -39,6 +45,8 @@ async def serve(config: RouterConfig) -> None:
         logging_health = asyncio.create_task(_log_health(router))
         await stop.wait()
         logging_health.cancel()
+        # It listens meanwhile: whoever balances the load learns from /ready that it stops.
+        await router.in_flight.drain(config.drain_s, hurry)
     finally:
         await runner.cleanup()
 

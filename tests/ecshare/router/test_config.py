@@ -19,7 +19,8 @@ def test_every_option_arrives() -> None:
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
         "--hand-over after --max-index-mb 2 --store s3://bucket/prefix "
-        "--prefill always --max-new-chars 0"
+        "--prefill always --max-new-chars 0 --when-overloaded decode --retry-share 0 "
+        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -45,6 +46,12 @@ def test_every_option_arrives() -> None:
         max_index_bytes=2 * 1024 * 1024,
         prefill="always",
         max_new_chars=0,
+        when_overloaded="decode",
+        retry_share=0.0,
+        max_encodes=1,
+        max_prefills=2,
+        max_decodes=3,
+        drain_s=0.5,
         store=StoreConfig(url="s3://bucket/prefix"),
     )
 
@@ -103,6 +110,9 @@ def test_the_defaults_are_the_structs() -> None:
             "--decoder http://d --allow-media-network 10.0.0.1/8",
             "--allow-media-network: '10.0.0.1/8' must be a network like 10.0.0.0/8",
         ),
+        ("--decoder http://d --retry-share 2", "--retry-share: '2' must be a number from 0 to 1"),
+        ("--decoder http://d --retry-share nan", "'nan' must be a number from 0 to 1"),
+        ("--decoder http://d --max-decodes -1", "'-1' must be a whole number of at least 0"),
         ("--decoder http://d --encode http://e", "unrecognized arguments"),
         ("--decoder http://d --hand-over never", "--hand-over: invalid choice: 'never'"),
     ],

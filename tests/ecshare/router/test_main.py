@@ -6,13 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from ecshare import __version__
-from tests.ecshare.router.fake_engine import FakeEngine, decoded, listening
+from ecshare.router.app import CHAT
+from tests.ecshare.router.fake_engine import EVENTS, FakeEngine, chat, decoded, listening
 
 
 async def start(port: int, *engines: str) -> asyncio.subprocess.Process:
@@ -55,6 +57,46 @@ async def test_it_serves_until_it_is_told_to_stop(number: signal.Signals) -> Non
             await ended(process)
         assert "GET /health 200" in rest
         assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
+    """To its end after one signal, to an error event after two."""
+    let_go = asyncio.Event()
+
+    async def stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(EVENTS[0])
+        await let_go.wait()
+        await response.write(EVENTS[-1])
+        return response
+
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    async with FakeEngine(stream).serving() as engine, aiohttp.ClientSession() as client:
+        process = await start(port, "--decoder", engine.url)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(40):
+                assert b"listening" in await process.stderr.readline()
+                async with client.post(url + CHAT, json=chat(stream=True)) as response:
+                    assert await response.content.readany() == EVENTS[0]
+                    process.terminate()
+                    while b"stopping: 1 requests" not in await process.stderr.readline():
+                        pass
+                    async with client.get(url + "/ready") as ready:
+                        assert ready.status == 503
+                    if signals == 1:
+                        let_go.set()
+                    else:
+                        process.terminate()
+                    rest = await response.read()
+                assert await process.wait() == 0
+        finally:
+            let_go.set()
+            await ended(process)
+        assert (rest == EVENTS[-1]) is (signals == 1)
+        assert (b"shutting_down" in rest) is (signals == 2)
 
 
 async def test_a_taken_port_is_one_sentence() -> None:

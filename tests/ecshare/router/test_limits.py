@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many requests may be in a stage, and what happens to one more."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ecshare.router.engines import EnginePool, Stage
+from ecshare.router.errors import EngineError
+from ecshare.router.limits import StageLimits
+from tests.ecshare.router.fake_engine import (
+    EVENTS,
+    PNG,
+    PNG_2,
+    Clock,
+    FakeEngine,
+    Fleet,
+    Held,
+    chat,
+    decoded,
+    failing,
+    fleet,
+    hang_up,
+    picture,
+)
+
+SOON_S = 10.0
+
+
+@asynccontextmanager
+async def one_inside(f: Fleet, engine: FakeEngine, **fields: Any) -> AsyncIterator[None]:
+    """While the block runs, an engine has a request that it does not answer."""
+    usual = engine.answer
+    engine.answer = held = Held(usual)
+    request = chat(picture(PNG), **fields)
+    first = asyncio.create_task(f.post(request))
+    await asyncio.wait_for(held.asked.wait(), SOON_S)
+    engine.answer = usual
+    yield
+    held.let_go.set()
+    assert (await asyncio.wait_for(first, SOON_S))[0].status == 200
+
+
+def another(**fields: Any) -> dict[str, Any]:
+    return chat({"type": "text", "text": "something else"}, picture(PNG_2), **fields)
+
+
+@pytest.mark.parametrize("stage", ["e", "p"])
+async def test_one_more_than_encode_or_prefill_may_have_is_refused(stage: str) -> None:
+    async with fleet(max_encodes=1, max_prefills=1) as f:
+        engine: FakeEngine = getattr(f, stage)
+        async with one_inside(f, engine):
+            response, body = await f.post(another())
+            assert (response.status, response.headers["Retry-After"]) == (429, "2")
+            assert json.loads(body)["error"]["code"] == "overloaded"
+            assert len(engine.bodies) == 1
+            assert f.d.bodies == []
+        assert (await f.post(another()))[0].status == 200, "there is room again"
+
+
+@pytest.mark.parametrize("stage", ["e", "p"])
+async def test_an_option_leaves_one_more_to_decode(stage: str) -> None:
+    options: Any = {"max_encodes": 1, "max_prefills": 1, "when_overloaded": "decode"}
+    async with fleet(**options) as f, one_inside(f, getattr(f, stage)):
+        response, _ = await f.post(another())
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "decode")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("option", ["refuse", "decode"])
+async def test_one_more_than_decode_may_have_keeps_nobody_busy(option: str, stream: bool) -> None:
+    async with fleet(max_decodes=1, when_overloaded=option) as f:
+        async with one_inside(f, f.d, stream=stream):
+            response, _ = await f.post(another(stream=stream))
+            assert (response.status, response.headers["Retry-After"]) == (429, "2")
+            assert [len(engine.bodies) for engine in (f.e, f.p, f.d)] == [1, 1, 1]
+        response, body = await f.post(another(stream=stream))
+        assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+
+
+async def test_a_request_that_waits_in_prefill_counts_for_decode() -> None:
+    async with fleet(max_decodes=1) as f, one_inside(f, f.p):
+        assert (await f.post(another()))[0].status == 429
+
+
+async def test_prefill_has_room_again_while_decode_streams() -> None:
+    async with fleet(max_prefills=1) as f, one_inside(f, f.d, stream=True):
+        response, _ = await f.post(another())
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+
+
+async def test_many_media_of_one_request_are_one_request() -> None:
+    async with fleet(max_encodes=1) as f:
+        response, _ = await f.post(chat(picture(PNG), picture(PNG_2)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+        assert len(f.e.bodies) == 2
+
+
+async def test_who_waits_for_anothers_encode_needs_no_place() -> None:
+    async with fleet(max_encodes=1) as f:
+        usual = f.e.answer
+        f.e.answer = held = Held(usual)
+        asked = [asyncio.create_task(f.post(chat(picture(PNG)))) for _ in range(3)]
+        async with asyncio.timeout(SOON_S):
+            await held.asked.wait()
+            while (await f.health())[1]["encodes"]["waiting"] < 2:
+                pass
+        held.let_go.set()
+        assert [(await each)[0].status for each in asked] == [200] * 3
+        assert len(f.e.bodies) == 1
+
+
+@pytest.mark.parametrize("answer", [hang_up, failing(500), failing(422)])
+async def test_what_fails_leaves_its_place(answer: Any) -> None:
+    async with fleet(max_encodes=1, max_prefills=1, max_decodes=1) as f:
+        for engine in (f.e, f.p, f.d):
+            usual, engine.answer = engine.answer, answer
+            await f.post(another())
+            engine.answer = usual
+        f.clock.now_s = 100.0
+        response, _ = await f.post(chat(picture(PNG)))
+        assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
+
+
+async def test_a_client_that_leaves_leaves_its_place() -> None:
+    async with fleet(max_decodes=1) as f:
+        f.p.answer = held = Held(decoded)
+        request = asyncio.create_task(f.post(another()))
+        await asyncio.wait_for(held.asked.wait(), SOON_S)
+        request.cancel()
+        await asyncio.wait_for(held.left.wait(), SOON_S)
+        async with asyncio.timeout(SOON_S):
+            while (await f.health())[1]["stages"]["prefill"][0]["in_flight"]:
+                pass
+        f.p.answer = decoded
+        assert (await f.post(another()))[0].status == 200
+
+
+def test_the_limit_follows_the_engines_that_are_up() -> None:
+    clock = Clock()
+    pool = EnginePool(["a", "b"], 5.0, clock)
+    limits = StageLimits({Stage.ENCODE: pool}, {Stage.ENCODE: 2})
+    a, b = pool
+
+    def number_of_places() -> int:
+        with ExitStack() as stack:
+            while not limits.is_full(Stage.ENCODE):
+                place = stack.enter_context(limits.place(Stage.ENCODE))
+                place.take()
+                place.take()
+            one_more = stack.enter_context(limits.place(Stage.ENCODE))
+            with pytest.raises(EngineError, match="as many requests"):
+                one_more.take()
+            return limits.used[Stage.ENCODE]
+
+    assert number_of_places() == 4
+    pool.mark_failed(a)
+    assert number_of_places() == 2
+    pool.mark_failed(b)
+    assert number_of_places() == 2, "with none up the stage fails by itself"
+    clock.now_s = 5.0
+    assert number_of_places() == 4
+    pool.mark_hung(a)
+    assert number_of_places() == 2
+    assert limits.used[Stage.ENCODE] == 0
