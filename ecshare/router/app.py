@@ -27,7 +27,7 @@ from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.encoded import EncodedMedia
-from ecshare.router.engines import Engine, EnginePool, Stage
+from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
@@ -49,6 +49,7 @@ from ecshare.router.probes import Probes, Readiness, engine_states
 from ecshare.router.relay import Relay, Reply
 from ecshare.router.retries import Attempt, Retries, RetryBudget
 from ecshare.router.shared_reports import SharedReports
+from ecshare.router.work import decode_work, item_work, prompt_work
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +111,10 @@ class Router:
         self._config = config
         self._clock_s = clock_s
         self._pools = {
-            stage: EnginePool(urls, config.cool_down_s, clock_s)
-            for stage, urls in (
-                (Stage.ENCODE, config.encoders),
-                (Stage.PREFILL, config.prefillers),
-                (Stage.DECODE, config.decoders),
-            )
+            # Media of one request are best encoded at once, by all.
+            Stage.ENCODE: EnginePool(config.encoders, config.cool_down_s, clock_s, bound=1.0),
+            Stage.PREFILL: EnginePool(config.prefillers, config.cool_down_s, clock_s),
+            Stage.DECODE: EnginePool(config.decoders, config.cool_down_s, clock_s),
         }
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
@@ -131,7 +130,8 @@ class Router:
         )
         self.in_flight = RequestsInFlight()
         self._retry_budget = RetryBudget(config.retry_share, clock_s)
-        self._retries = Retries(self._pools, self._retry_budget)
+        keeps_affinity = config.balance == "affinity"
+        self._retries = Retries(self._pools, self._retry_budget, keeps_affinity=keeps_affinity)
         self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
         self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
@@ -271,6 +271,7 @@ class Router:
             await self._clients.check(context.headers)
         job = _Job(http, chat, reservation)
         media = await self._load(job)
+        context.work = prompt_work(chat, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
         with self._limits.place(Stage.DECODE) as place:
             place.take()
@@ -391,14 +392,14 @@ class Router:
         """Return the request to P, with what E reports of the items or has reported before."""
         context, chat = job.context, job.chat
 
-        async def ask(request: Request, place: Place) -> plan.Metadata | None:
+        async def ask(request: Request, work: Work, place: Place) -> plan.Metadata | None:
             place.take()
-            payload = context.payload(request)
+            payload = context.payload(request, work)
 
             async def by(attempt: Attempt) -> Request:
                 return await self.relay.ask(attempt.engine, CHAT, payload, context.headers)
 
-            answer = await self._retries.run(Stage.ENCODE, by, context.request_id)
+            answer = await self._retries.run(Stage.ENCODE, by, context, work)
             return plan.reported_metadata(answer)
 
         keys = _encoding_keys(chat, media)
@@ -411,7 +412,13 @@ class Router:
             keys = _encoding_keys(chat, media)
             requests = plan.encode_requests(chat, media)
             with context.timed(Stage.ENCODE), self._limits.place(Stage.ENCODE) as place:
-                asks = {uuid: partial(ask, each, place) for uuid, each in requests.items()}
+                works = {
+                    held.uuid: item_work(keys[held.uuid], item)
+                    for item, held in zip(chat.items, media, strict=True)
+                }
+                asks = {
+                    uuid: partial(ask, each, works[uuid], place) for uuid, each in requests.items()
+                }
                 reports = await self._encoded.reports(keys, asks)
             if not reports.was_asked:
                 context.path.remove(Stage.ENCODE)
@@ -435,9 +442,7 @@ class Router:
                 return await self._prefill_and_decode(http, engine, request, context)
             return plan.decode_request(request, await self._hand_over_of(engine, request, context))
 
-        return await self._retries.run(
-            Stage.PREFILL, by, context.request_id, may_move=lambda _: context.answer is None
-        )
+        return await self._retries.run(Stage.PREFILL, by, context, context.work)
 
     async def _hand_over_of(
         self, engine: Engine, request: Request, context: RequestContext
@@ -445,7 +450,7 @@ class Router:
         """Return what P hands over to D."""
         with self._limits.place(Stage.PREFILL) as place, context.timed(Stage.PREFILL):
             place.take()
-            payload = context.payload(plan.prefill_request(request))
+            payload = context.payload(plan.prefill_request(request), context.work)
             answer = await self.relay.ask(engine, CHAT, payload, context.headers)
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
@@ -493,9 +498,8 @@ class Router:
         async def by(attempt: Attempt) -> web.StreamResponse:
             return await self._decode_by(attempt, http, plain)
 
-        return await self._retries.run(
-            Stage.DECODE, by, context.request_id, may_move=lambda _: context.answer is None
-        )
+        work = decode_work(context.work, plain)
+        return await self._retries.run(Stage.DECODE, by, context, work)
 
     async def _decode(
         self, http: web.Request, request: Request, concurrent_stage: Stage | None = None
@@ -514,10 +518,10 @@ class Router:
             return await self._decode_by(not_last, http, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
-            # What E and P have stored may be gone, for every D.
-            return context.answer is None and failure.status not in _LOST_STATUSES
+            return failure.status not in _LOST_STATUSES  # else it may be lost for every D
 
-        return await self._retries.run(Stage.DECODE, by, context.request_id, may_move)
+        work = decode_work(context.work, request)
+        return await self._retries.run(Stage.DECODE, by, context, work, may_move)
 
     async def _decode_by(
         self,
@@ -534,7 +538,7 @@ class Router:
         context, began_s = http[CONTEXT], time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
         limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=attempt.is_last)
-        payload = context.payload(request)
+        payload = context.payload(request, decode_work(context.work, request))
         async with self.relay.call(attempt.engine, CHAT, payload, context.headers, limits) as reply:
             if reply.failed and not attempt.is_last():
                 raise reply.failure()

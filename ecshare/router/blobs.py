@@ -83,7 +83,9 @@ class Payload:
     Owns no text: `Blobs` alone does. Clearing it frees them, whoever still refers to the payload.
     """
 
-    def __init__(self, blobs: Blobs, json: bytes) -> None:
+    def __init__(self, blobs: Blobs, json: bytes, tokens: int = 0) -> None:
+        """`tokens`: the work that it is for an engine."""
+        self.tokens = tokens
         self._bulk = blobs
         self._json = json
         self.num_bytes = sum(map(len, blobs.pieces(json)))

@@ -51,6 +51,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     stage_timeout_s: float = 120.0
     media_timeout_s: float = 20.0
     cool_down_s: float = 5.0
+    balance: Literal["affinity", "load"] = "affinity"
     when_overloaded: Literal["refuse", "decode"] = "refuse"
     retry_share: float = 0.2
     max_encodes: int = 0
@@ -95,6 +96,7 @@ def parse_arguments(
         stage_timeout_s=options.stage_timeout_s,
         media_timeout_s=options.media_timeout_s,
         cool_down_s=options.cool_down_s,
+        balance=options.balance,
         when_overloaded=options.when_overloaded,
         retry_share=options.retry_share,
         max_encodes=options.max_encodes,
@@ -272,6 +274,14 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         ),
     ):
         say(name, metavar="SECONDS", type=_positive, default=default_s, help=purpose)
+    say(
+        "--balance",
+        choices=("affinity", "load"),
+        default="affinity",
+        help="how engines are chosen; affinity: conversations and media return to the engines that "
+        "may still have them in their caches, unless those have far more to do than others; load: "
+        "always the engine with the least outstanding work, in tokens and media",
+    )
     for stage, consequence in (
         ("encode", "one beyond it: see --when-overloaded"),
         ("prefill", "one beyond it: see --when-overloaded"),

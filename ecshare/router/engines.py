@@ -1,12 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines of each stage, their load, and which one is next. Pure: the clock is passed in."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
+_BOUND = 1.25
+
+
+class Work(NamedTuple):
+    """What an engine has to do for a request. work.py estimates it."""
+
+    key: bytes = b""
+    """Requests with the same key have media or the start of a prompt in common; empty: unknown."""
+    tokens: int = 0
+
+
+_ANY_WORK = Work()
 
 
 class Stage(StrEnum):
@@ -23,6 +37,8 @@ class Engine:
 
     url: str
     in_flight: int = 0
+    tokens: int = 0
+    """The work in flight, estimated."""
     down_until_s: float = 0.0
     last_turn: int = 0
     doubtful_until_s: float = 0.0
@@ -40,8 +56,16 @@ class EnginePool:
     """The engines of one stage. Belongs to the event loop's thread; nothing here blocks."""
 
     def __init__(
-        self, urls: Iterable[str], cool_down_s: float, clock_s: Callable[[], float]
+        self,
+        urls: Iterable[str],
+        cool_down_s: float,
+        clock_s: Callable[[], float],
+        bound: float = _BOUND,
     ) -> None:
+        """`bound`: how much more work than the mean an engine may have, and still get a request
+        because of what it has in its caches; 1 for the mean itself.
+        """
+        self._bound = bound
         self._engines = [Engine(url) for url in urls]
         self._cool_down_s = cool_down_s
         self._clock_s = clock_s
@@ -63,15 +87,34 @@ class EnginePool:
         now_s = self._clock_s()
         if engine.is_hung or engine.down_until_s > now_s:
             return "down"
-        return "doubtful" if engine.doubtful_until_s > now_s else "up"
+        return "doubtful" if self._is_doubtful(engine) else "up"
 
-    def choose(self, excluded: Collection[Engine] = ()) -> Engine | None:
-        """Return the least busy available engine that is not in `excluded`, None if there is none.
+    def choose(self, excluded: Collection[Engine] = (), work: Work = _ANY_WORK) -> Engine | None:
+        """Return the best available engine that is not in `excluded`, None if there is none.
 
-        Among equally busy engines it is the least recently used one, so light traffic goes round.
-        Doubtful engines come last.
+        Work with a key goes to the engine that got such work before, unless that engine has far
+        more to do than others; then to the next one in an order that is the key's own. Work
+        without a key goes to the least busy engine. Among equally busy engines that is the least
+        recently used one, so light traffic goes round. Doubtful engines come last.
         """
-        return next((each for each in self._live() if each not in excluded), None)
+        live = [each for each in self._live() if each not in excluded]
+        if not work.key or not live:
+            return next(iter(live), None)
+        is_doubtful = self._is_doubtful(live[0])
+        peers = [each for each in live if self._is_doubtful(each) == is_doubtful]
+        return self._by_affinity(peers, work)
+
+    def _by_affinity(self, engines: Sequence[Engine], work: Work) -> Engine:
+        """Choose by rendezvous hashing with bounded load: with each engine that comes or goes only
+        its own keys move. All routers agree without talking to each other.
+        """
+        total = sum(each.tokens for each in engines) + work.tokens
+        limit = self._bound * total / len(engines)
+        ranked = sorted(engines, key=lambda each: _rank(work.key, each.url))
+        return next((each for each in ranked if each.tokens < limit), engines[0])
+
+    def _is_doubtful(self, engine: Engine) -> bool:
+        return engine.doubtful_until_s > self._clock_s()
 
     def soonest_available(self) -> Engine | None:
         """Return the engine whose cool-down ends first; for callers without another choice."""
@@ -89,18 +132,20 @@ class EnginePool:
         """Return the available engines, the best first."""
         now_s = self._clock_s()
         live = [engine for engine in self._engines if _is_up(engine, now_s)]
-        return sorted(live, key=lambda each: (each.doubtful_until_s > now_s, *_by_load(each)))
+        return sorted(live, key=lambda each: (self._is_doubtful(each), *_by_load(each)))
 
     @contextmanager
-    def lease(self, engine: Engine) -> Iterator[None]:
-        """Count one request in flight on `engine` while the block runs."""
+    def lease(self, engine: Engine, tokens: int = 0) -> Iterator[None]:
+        """Count one request in flight on `engine`, and its work, while the block runs."""
         self._turn += 1
         engine.last_turn = self._turn
         engine.in_flight += 1
+        engine.tokens += tokens
         try:
             yield
         finally:
             engine.in_flight -= 1
+            engine.tokens -= tokens
 
     def mark_failed(self, engine: Engine) -> None:
         """Start the cool-down of `engine`: until it ends, the engine gets no request."""
@@ -154,5 +199,9 @@ def _is_up(engine: Engine, now_s: float) -> bool:
     return engine.down_until_s <= now_s and not engine.is_hung and not is_busy_on_probation
 
 
-def _by_load(engine: Engine) -> tuple[int, int]:
-    return engine.in_flight, engine.last_turn
+def _by_load(engine: Engine) -> tuple[int, int, int]:
+    return engine.tokens, engine.in_flight, engine.last_turn
+
+
+def _rank(key: bytes, url: str) -> bytes:
+    return hashlib.sha256(key + url.encode()).digest()

@@ -16,7 +16,7 @@ from ecshare.router import plan
 from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.chat import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
-from ecshare.router.engines import Stage
+from ecshare.router.engines import Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.prefilled import Turn
 
@@ -40,6 +40,8 @@ class RequestContext:
     """The messages of the prompt, if P is asked only for what it has not stored."""
     avoided: list[Stage] = field(default_factory=list)
     """The stages that would have had nothing to do."""
+    work: Work = Work()
+    """What P has to do for it."""
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
     blobs: Blobs = field(default_factory=Blobs)
@@ -59,14 +61,14 @@ class RequestContext:
         if stage not in self.path:
             self.path.append(stage)
 
-    def payload(self, request: Request) -> Payload:
+    def payload(self, request: Request, work: Work) -> Payload:
         """Return a request in the form that engines are sent.
 
         Raises:
             ApiError: it is nested too deeply.
         """
         try:
-            return Payload(self.blobs, msgspec.json.encode(request))
+            return Payload(self.blobs, msgspec.json.encode(request), work.tokens)
         except RecursionError as exc:  # decoding just succeeded, and our fields add a level
             raise too_deep() from exc
 

@@ -108,7 +108,12 @@ def engine_states(
         stage: {
             "in_flight": used[stage],
             "engines": [
-                {"url": each.url, "state": pool.state(each), "in_flight": each.in_flight}
+                {
+                    "url": each.url,
+                    "state": pool.state(each),
+                    "in_flight": each.in_flight,
+                    "tokens": each.tokens,
+                }
                 for each in pool
             ],
         }

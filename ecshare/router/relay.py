@@ -170,7 +170,8 @@ class Relay:
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
-        async with self._watched(stage, engine, limits) as wait:
+        tokens = 0 if request is None else request.tokens
+        async with self._watched(stage, engine, limits, tokens) as wait:
             with _unreachable(stage, engine, engines):
                 response = await self._session.request(
                     "GET" if request is None else "POST",
@@ -192,11 +193,11 @@ class Relay:
 
     @asynccontextmanager
     async def _watched(
-        self, stage: Stage, engine: Engine, limits: TimeLimits
+        self, stage: Stage, engine: Engine, limits: TimeLimits, tokens: int
     ) -> AsyncIterator[PendingRequest | None]:
         """Count a request as in flight, and cancel it if the engine hangs."""
         engines = self._engines[stage]
-        with engines.lease(engine):
+        with engines.lease(engine, tokens):
             if limits.first_byte_s is None:
                 yield None
                 return

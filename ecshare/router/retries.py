@@ -5,8 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, TypeVar
 
-from ecshare.router.engines import Engine, EnginePool, Stage
+from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError
+from ecshare.router.middleware import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +83,26 @@ def _anything(failure: EngineError) -> bool:
 class Retries:
     """Chooses the engines of each stage. Belongs to the event loop's thread."""
 
-    def __init__(self, pools: Mapping[Stage, EnginePool], budget: RetryBudget) -> None:
+    def __init__(
+        self, pools: Mapping[Stage, EnginePool], budget: RetryBudget, *, keeps_affinity: bool
+    ) -> None:
+        """`keeps_affinity`: whether requests go to the engines that got similar ones before."""
         self._pools = pools
         self._budget = budget
+        self._keeps_affinity = keeps_affinity
 
     async def run(
         self,
         stage: Stage,
         call: Callable[[Attempt], Awaitable[T]],
-        request_id: str,
+        context: RequestContext,
+        work: Work,
         may_move: Callable[[EngineError], bool] = _anything,
     ) -> T:
         """Return what `call` returns for an engine of the stage, and for another one if that fails.
 
-        `may_move` tells whether another engine may be asked after a failure of this stage.
+        `may_move` tells whether another engine may be asked after a failure of this stage. Once
+        the client has part of an answer, none is.
 
         Raises:
             EngineError: no engine is available, the last one failed, or another stage did.
@@ -105,25 +112,29 @@ class Retries:
 
         def another() -> Engine | None:
             has_more = len(tried) < _MAX_ENGINES and self._budget.has_any
-            return pool.choose(tried) if has_more else None
+            return pool.choose(tried, work) if has_more else None
 
-        engine = self._first(stage)
+        work = work if self._keeps_affinity else work._replace(key=b"")
+        engine = self._first(stage, work)
         while True:
             tried.append(engine)
             try:
                 return await call(Attempt(engine, lambda: another() is None))
             except EngineError as failure:
-                if failure.stage is not stage or not (failure.may_move and may_move(failure)):
+                may_be_asked = failure.may_move and context.answer is None and may_move(failure)
+                if failure.stage is not stage or not may_be_asked:
                     raise
                 pool.mark_doubtful(engine)
                 following = another()
                 if following is None or not self._budget.spend():
                     raise
-                logger.warning("request %s tries another %s: %s", request_id, stage, failure)
+                logger.warning(
+                    "request %s tries another %s: %s", context.request_id, stage, failure
+                )
                 engine = following
 
-    def _first(self, stage: Stage) -> Engine:
-        engine = self._pools[stage].choose()
+    def _first(self, stage: Stage, work: Work) -> Engine:
+        engine = self._pools[stage].choose(work=work)
         if engine is None and stage is Stage.DECODE:
             # There is no other way to an answer.
             engine = self._pools[stage].soonest_available()

@@ -74,12 +74,32 @@ async def test_a_stream_is_passed_on_byte_for_byte() -> None:
         assert f.d.bodies[0]["stream"] is True
 
 
-async def test_events_come_before_the_stream_ends() -> None:
-    async with fleet(0, 0) as f:
-        f.d.answer = Hanging(start=EVENTS[0])
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("first", [EVENTS[0], TOKEN, ROLE + TOKEN, ROLE + TOKEN + b"data: {"])
+async def test_the_first_token_leaves_when_decode_has_it(first: bytes, number: int) -> None:
+    async with fleet(number, number) as f:
+        f.d.answer = Hanging(start=first)
+        body = json.dumps(chat(picture(PNG), stream=True))
+        async with asyncio.timeout(10), f.client.post(f.url + CHAT, data=body) as response:
+            assert await response.content.readexactly(len(first)) == first
+
+
+async def test_the_first_token_leaves_while_prefill_still_works() -> None:
+    async def streaming(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        params = {"kvshare": {"streamed": True, "num_tokens": 7}}
+        return web.json_response({"kv_transfer_params": params})
+
+    async with fleet(0, 1, prefill="always") as f:
+        f.p.answer = streaming
+        await f.post(chat())
+        f.p.answer, f.d.answer = Hanging(), Hanging(start=TOKEN)
         body = json.dumps(chat(stream=True))
-        async with f.client.post(f.url + CHAT, data=body) as response:
-            assert await response.content.readany() == EVENTS[0]
+        async with asyncio.timeout(10), f.client.post(f.url + CHAT, data=body) as response:
+            assert await response.content.readexactly(len(TOKEN)) == TOKEN
 
 
 async def test_two_pictures_are_encoded_apart_and_one_picture_twice_once() -> None:

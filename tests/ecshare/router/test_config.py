@@ -20,7 +20,7 @@ def test_every_option_arrives() -> None:
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
         "--hand-over after --max-index-mb 2 --store s3://bucket/prefix "
         "--prefill always --max-new-chars 0 --when-overloaded decode --retry-share 0 "
-        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5"
+        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5 --balance load"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -52,6 +52,7 @@ def test_every_option_arrives() -> None:
         max_prefills=2,
         max_decodes=3,
         drain_s=0.5,
+        balance="load",
         store=StoreConfig(url="s3://bucket/prefix"),
     )
 
