@@ -61,7 +61,7 @@ class Fleet(NamedTuple):
             },
             # Beside P, D may answer first: P's request is cancelled then, and vLLM counts none of
             # it.
-            options=("--hand-over=after", "--prefill=always"),
+            options=("--hand-over=after", "--prefill=always", "--balance=load"),
         )
 
     def wait_stored(self) -> None:
