@@ -235,8 +235,8 @@ def test_a_worker_that_refuses_its_cache_silences_the_engine(
     start: StartEngine, tmp_path: Path
 ) -> None:
     engine = start()
-    engine.worker.unregister()
     engine.worker.register({"l.0": torch.zeros(3, 3, 3)})
+    engine.worker._staging = engine.worker._loads = None
     serve(engine, PROMPT, max_tokens=1, name="one")
     assert serve(engine, PROMPT, max_tokens=1, name="two").kv_transfer_params is None
     assert objects(tmp_path) == []
