@@ -26,7 +26,6 @@ from lab.servers.processes import Server
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 LONG_TOKENS = 16_384
-_LONG_ENGINE = (f"--max-model-len={LONG_TOKENS + 1024}",)
 _ON_A_GPU = ("--gpu-memory-utilization=0.2",)  # up to four share a device
 _RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # without effect on GPUs
 _STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. "
@@ -138,10 +137,12 @@ def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
 
 def a_long_prompt_is_handed_over(bench: Bench) -> None:
     """16,384 tokens from P to D, with default options: D computes one of them."""
-    with Fleet(bench, "qwen2", max_position_embeddings=LONG_TOKENS + 1024) as fleet:
-        plain = fleet.start("plain", *_LONG_ENGINE)
-        p = fleet.start("p", *_LONG_ENGINE, kv="both")
-        d = fleet.start("d", *_LONG_ENGINE, kv="both")
+    most_tokens = LONG_TOKENS + 1024
+    with Fleet(bench, "qwen2", max_position_embeddings=most_tokens) as fleet:
+        longest = f"--max-model-len={most_tokens}"
+        plain = fleet.start("plain", longest)
+        p = fleet.start("p", longest, kv="both")
+        d = fleet.start("d", longest, kv="both")
         _ready(plain, p, d)
         router = fleet.route(prefiller=p, decoder=d)
         _ready(router)

@@ -26,9 +26,8 @@ def test_sizes_are_what_the_budget_of_saves_reckons_with() -> None:
     )
     assert len(rows) == 7
     for row in rows:
-        layers, heads, size, ranks, mib, count, tokens = (
-            int(each.replace(",", "")) for each in row
-        )
+        numbers = [int(each.replace(",", "")) for each in row]
+        layers, heads, size, ranks, mib, count, tokens = numbers
         block_bytes = layers * heads // ranks * 2 * size * BLOCK_TOKENS * 2
         assert block_bytes * chunk_blocks == mib * MIB
         assert config.buffer_bytes // slab_sizes([block_bytes])(0, chunk_blocks) == count
