@@ -3,12 +3,12 @@
 
 from typing import Literal
 
-from ecshare.store.config import StoreConfig
+from ecshare.store.config import ConnectorConfig
 
 OPTIONS_PATH = "ec_connector_extra_config"
 
 
-class EncoderConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EncoderConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the encoder-cache connector: those that both connectors take, and its own."""
 
     save: Literal["announced", "durable"] = "announced"

@@ -122,6 +122,8 @@ class Item:
     """The requests that need it, and since when: monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
     """Those of them for which it was sought once more."""
+    is_admitted: bool = False
+    """A request of these was reason enough to store it."""
 
     @property
     def object_key(self) -> Key:

@@ -7,7 +7,18 @@ METRICS: MetricTable = {
     "items": Metric(
         "items",
         "Media items, by outcome.",
-        {"event": ("encoded", "loaded", "stored", "saved", "missed", "failed", "dropped")},
+        {
+            "event": (
+                "encoded",
+                "loaded",
+                "stored",
+                "saved",
+                "declined",
+                "missed",
+                "failed",
+                "dropped",
+            )
+        },
     ),
     "misses": Metric(
         "misses",

@@ -22,6 +22,7 @@ from ecshare.facts import encoder_namespace, encoder_widths
 from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
+from ecshare.plugin.admission import Sightings, wish
 from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
 from ecshare.plugin.deployment import deployment_refusal, has_remote_workers
 from ecshare.plugin.ledger import Totals, grown, open_ledger
@@ -54,6 +55,8 @@ _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
+# The field of a request's `ec_transfer_params`; see `wish`.
+_WISH = "ecshare_save"
 # An object's header has little room; a long video's times would fill it.
 _MAX_NOTED_CHARS = 2048
 
@@ -97,6 +100,8 @@ class EncoderScheduler:
             saves, loads = self._role.is_producer, self._role.is_consumer
             log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
             log_host_cache(self._engine.host)
+        self._save_after = config.save_after if self._role.is_consumer else 1
+        self._sightings = Sightings() if self._save_after > 1 else None
         is_remote = has_remote_workers(vllm_config)
         if is_remote and self._role.is_consumer and not self._is_idle:
             logger.warning(
@@ -129,6 +134,8 @@ class EncoderScheduler:
         # them, only by allocating them anew.
         self._phantoms: Recent[str, None] = Recent(_MAX_PHANTOMS)
         self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
+        # Identifiers of items that were absent and that no request was reason enough to store.
+        self._declined: Recent[str, None] = Recent(_MAX_PHANTOMS)
         self._lost: set[str] = set()
         # A heap by the time to unpin; the number keeps equal times from comparing objects.
         self._unpinning: list[tuple[float, int, Entry]] = []
@@ -196,7 +203,8 @@ class EncoderScheduler:
 
         The announcement is vLLM's `ec_transfer_params`: per identifier the placeholder metadata
         with which a consumer can do without the pixels. It lacks what is neither in the store nor
-        will be: the store has lost it, and vLLM will not encode it, believing that it has.
+        will be: the store has lost it, and vLLM will not encode it, believing that it has. Or this
+        half has declined to store it.
         """
         self._lost.discard(request.request_id)
         self._passed.pop(request.request_id, None)
@@ -206,7 +214,11 @@ class EncoderScheduler:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
-        return {name: entry for name, entry in announced.items() if name not in unkept}
+        return {
+            name: entry
+            for name, entry in announced.items()
+            if name not in unkept and name not in self._declined
+        }
 
     def take_unavailable(self) -> set[str]:
         """Return the requests to fail, once each; re-sending one runs its encode again."""
@@ -351,7 +363,19 @@ class EncoderScheduler:
         self._wanted.setdefault(request.request_id, set()).add(item.identifier)
         if self._role.is_producer and not item.metadata:
             item.metadata = self._placeholders.metadata(feature)
+        if self._role.is_producer:
+            self._consider(request, item)
         return item
+
+    def _consider(self, request: "Request", item: Item) -> None:
+        """Note whether `request` is reason enough to store `item`, if that is absent."""
+        num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1
+        asked = wish(request, option(request, "ec_transfer_params"), _WISH)
+        if asked is False or not (asked or num_seen >= self._save_after):
+            return
+        item.is_admitted = True
+        if item.identifier in self._declined and item.phase is Phase.ABSENT:
+            self._items.unsaved[item.identifier] = item
 
     def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether somebody says that the item is stored or about to be.
@@ -379,7 +403,9 @@ class EncoderScheduler:
         for identifier in wanted - needed:
             item = self._items.get(identifier)
             assert item is not None  # it lives as long as a request wants it
-            if item.phase is Phase.ABSENT and identifier in self._phantoms:
+            if item.phase in (Phase.READY, Phase.STORED):
+                self._declined.pop(identifier, None)  # somebody else has stored it
+            elif item.phase is Phase.ABSENT and identifier in self._phantoms:
                 self._unannounced.setdefault(request_id, set()).add(identifier)
             item.waiters.pop(request_id, None)
             item.retried_for.discard(request_id)
@@ -415,6 +441,11 @@ class EncoderScheduler:
         wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
         for identifier in [each for each in unsaved if each in wanted]:
             item = unsaved.pop(identifier)
+            if not item.is_admitted:
+                self._declined[identifier] = None
+                self._stats.add("items/declined")
+                continue
+            self._declined.pop(identifier, None)
             attributes = {"num_embeds": item.num_embeds, "metadata": _noted(item.metadata)}
             saves.append(SaveOrder(item.identifier, item.object_key, attributes))
         return tuple(saves)

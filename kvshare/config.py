@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ecshare.store.config import StoreConfig, parse
+from ecshare.store.config import ConnectorConfig, StoreConfig, parse
 from ecshare.store.errors import ConfigError
 
 OPTIONS_PATH = "kv_connector_extra_config"
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 256
 Tails = Literal["always", "salted", "never"]
 
 
-class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of the KV connector: those that both connectors take, and its own."""
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] | None = None
@@ -31,6 +31,14 @@ class KVConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     can guess the end of another prompt token by token. `salted`: only for requests with a
     `cache_salt`, which a gateway sets for each tenant. `never`: up to a block of each prompt is
     computed again. Use the same value on all engines."""
+
+    save_min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Prompts of which fewer tokens would be stored are not stored, except in requests for a single
+    token."""
+
+    save_answers: bool = True
+    """Whether the KV of answers is stored, not only that of prompts. The next turn of a
+    conversation finds it."""
 
     def chunk_blocks(self, block_tokens: int) -> int:
         """Return how many blocks of `block_tokens` make a chunk.

@@ -16,6 +16,11 @@ METRICS: MetricTable = {
         # The last: stored by an engine that lays out blocks in another way.
         {"reason": (*MISS_REASONS, "layout")},
     ),
+    "declined": Metric(
+        "declined",
+        "KV blocks and prompt tails that were not saved, by the rule that says so.",
+        {"rule": ("save_after", "save_min_tokens", "save_answers", "request")},
+    ),
     "tokens": Metric(
         "tokens",
         "Prompt tokens: looked up, found or announced, and loaded instead of computed.",

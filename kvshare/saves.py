@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans what to save, and when."""
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from kvshare.admission import Admission, Limit
 from kvshare.events import BlockEvents
 from kvshare.facts import KVFacts
 from kvshare.lookups import Lookups
@@ -43,6 +45,8 @@ class Progress:
     """Of the prompt when `due_tokens` was found."""
     due_tokens: int = 0
     """Nothing is to be saved before its blocks are computed up to here."""
+    limit: Limit = Limit()
+    """Nothing that ends after it is saved."""
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]], *, is_anew: bool) -> None:
         """Take note of further blocks, of each cache group. `is_anew`: they are all it has."""
@@ -66,13 +70,14 @@ class SavePlan:
     a request loses its blocks are given up.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that the scheduler half lends it
         self,
         facts: KVFacts,
         pieces: Pieces,
         lookups: Lookups,
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
+        admission: Admission,
     ) -> None:
         """Use the keys that `lookups` has seen, and add to them. `events`: gets what is ordered."""
         self._facts = facts
@@ -81,6 +86,7 @@ class SavePlan:
         self._adapters = lookups.adapters
         self._events = events
         self._budget = budget
+        self._admission = admission
         self._leaving: list[Piece] = []
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
@@ -97,30 +103,39 @@ class SavePlan:
         grid = self._adapters.grid_of(progress.adapter)
         if grid is None:
             return ()
+        if not is_same_prompt:
+            progress.limit = self._admission.limit_of(progress.request, grid)
         pieces = tuple(self._save_due(progress, grid, end_tokens))
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)
         return pieces
 
-    def left(self, progress: Progress) -> int:
+    def left(self, progress: Progress) -> tuple[int, int]:
         """Order, with the next step, what to save of the blocks that a request has just lost.
 
-        Return the number of blocks and tails that are not saved, for lack of memory or after a gap.
+        Return the numbers of blocks and tails that are not saved: first for lack of memory or after
+        a gap, then because of the request's limit.
         """
         # The latest token was sampled or, where tokens are guessed ahead, put right: either way
         # its KV is not computed.
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
         num_known = min(progress.end_tokens, request.num_tokens - 1)
-        num_left = 0
+        num_left = num_declined = 0
         if grid is not None:
             end_block = min(num_known // grid.block_tokens, len(request.block_hashes))
             self._leaving += self._save_due(progress, grid, num_known)
             self._leaving += self._save_part(progress, grid, end_block)
             num_left = max(0, end_block - progress.num_saved_blocks)
+            num_admitted = progress.limit.end_tokens // grid.block_tokens
+            num_declined = min(num_left, max(0, end_block - num_admitted))
             if progress.saved_prompt_tokens < request.num_prompt_tokens <= num_known:
-                num_left += tail_of(request, grid) is not None
+                has_tail = tail_of(request, grid) is not None
+                num_left += has_tail
+                num_declined += has_tail and request.num_prompt_tokens > progress.limit.end_tokens
         progress.block_ids, progress.step_tokens, progress.end_tokens = [], 0, 0
-        return num_left
+        if progress.has_gap:
+            return num_left, 0
+        return num_left - num_declined, num_declined
 
     def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
@@ -191,11 +206,14 @@ class SavePlan:
         return pieces
 
     def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
-        """Return what to store of `chunk`; nothing if it is stored. None: no room now, or a gap."""
+        """Return what to store of `chunk`; nothing if it is stored. None: no room
+        now, a gap, or not admitted."""
         if progress.has_gap:
             return None
         if chunk.key in self._stored:
             return ()
+        if chunk.end_tokens > progress.limit.end_tokens:
+            return None
         pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
         if not pieces:
             progress.has_gap = True
@@ -212,6 +230,13 @@ class SavePlan:
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:
     """Return up to where a request must be computed before there is something more to save."""
+    due_tokens = _next_end(progress, grid)
+    return due_tokens if due_tokens <= progress.limit.end_tokens else sys.maxsize
+
+
+def _next_end(progress: Progress, grid: Grid) -> int:
+    """Return where the next chunk ends that was not considered, or the prompt, if its tail was
+    not."""
     num_whole = progress.num_saved_blocks // grid.chunk_blocks
     next_chunk = (num_whole + 1) * grid.chunk_tokens
     num_prompt_tokens = progress.request.num_prompt_tokens

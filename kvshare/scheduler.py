@@ -23,6 +23,7 @@ from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Tier
 from kvshare.adapters import Adapter
+from kvshare.admission import Admission
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
@@ -101,7 +102,8 @@ class KVScheduler:
             self._stored.on_lost = events.lost
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
         self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
-        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget)
+        admission = Admission(config, facts.hash_function)
+        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, admission)
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
@@ -309,9 +311,11 @@ class KVScheduler:
             # vLLM takes back tokens: a session goes on in place of the one that ended its turn.
             progress = tracked.progress
             progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
-            num_dropped = self._saves.left(progress)
+            num_dropped, num_declined = self._saves.left(progress)
             if num_dropped:
                 self._stats.add("blocks/dropped", num_dropped)
+            if num_declined:
+                self._stats.add(f"declined/{progress.limit.rule}", num_declined)
         num_tokens = self._num_handed_over(tracked)
         return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
 

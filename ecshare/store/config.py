@@ -146,6 +146,16 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return warnings(self.url, self.storage_options, self.integrity_key, path)
 
 
+class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of both connectors."""
+
+    save_after: Annotated[int, Meta(ge=1, le=100)] = 1
+    """How many requests must have brought a media item, or a chunk of KV in their prompts, before
+    this engine stores it: 2 spares the store what is asked once. At least the latest 262,144
+    sightings count. What another engine waits for is stored at once: all that an engine stores
+    which only encodes, and what comes with a request for a single token."""
+
+
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
     """Read the options `raw`, which the user wrote at the JSON path `path`, as a `cls`.
 

@@ -32,8 +32,14 @@ EVERY = {
     "integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
 }
 OWN: dict[type[StoreConfig], dict[str, Any]] = {
-    EncoderConfig: {"save": "durable"},
-    KVConfig: {"chunk_tokens": 512, "tails": "salted"},
+    EncoderConfig: {"save": "durable", "save_after": 2},
+    KVConfig: {
+        "chunk_tokens": 512,
+        "tails": "salted",
+        "save_after": 2,
+        "save_min_tokens": 1000,
+        "save_answers": False,
+    },
     TierConfig: {"locality": "REMOTE"},
 }
 

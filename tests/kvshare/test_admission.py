@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not stored by rule: it is counted, it is not announced, and no answer changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshare.messages import announced_tokens
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.toy import (
+    BLOCK,
+    Answer,
+    ToyEngine,
+    expected_answer,
+    make_request,
+    objects,
+)
+
+PROMPT = list(range(3 * BLOCK + 2))
+ALL = len(PROMPT) - 1  # the tokens that a reader can use
+OTHER_END = [*PROMPT[: 2 * BLOCK], *range(100, 100 + BLOCK + 2)]
+
+
+def ask(engine: ToyEngine, name: str, prompt: list[int] = PROMPT, **more: Any) -> Answer:
+    """Serve a request, for two tokens as a rule, and check them."""
+    (answer,) = engine.run(make_request(name, prompt, more.pop("max_tokens", 2), **more))
+    assert answer.tokens == expected_answer(prompt, len(answer.tokens))
+    return answer
+
+
+def announced(answer: Answer, prompt: list[int] = PROMPT) -> int:
+    """How much of the prompt a reader of the answer's announcement counts on."""
+    params = answer.kv_transfer_params
+    return announced_tokens(make_request("reader", prompt, kv_transfer_params=params))
+
+
+def num_stored(folder: Path) -> int:
+    return len(objects(folder))
+
+
+def test_by_default_all_is_stored_at_once(start: StartEngine, tmp_path: Path) -> None:
+    assert announced(ask(start(), "first")) == ALL
+    assert num_stored(tmp_path) == 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_is_stored_when_it_was_seen_often_enough(
+    start: StartEngine, tmp_path: Path, is_async: bool
+) -> None:
+    engine = start(store={"save_after": 3}, is_async=is_async)
+    for name in ("first", "second"):
+        assert announced(ask(engine, name)) == 0
+        assert num_stored(tmp_path) == 0
+    assert engine.counts["declined/save_after"] == 2 * 4  # three blocks and a tail, twice
+    assert "blocks/dropped" not in engine.counts
+    assert announced(ask(engine, "third")) == ALL
+    assert num_stored(tmp_path) == 4
+    assert engine.counts["declined/save_after"] == 2 * 4
+
+
+def test_what_prompts_share_is_stored_and_announced_without_the_rest(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start(store={"save_after": 2})
+    ask(engine, "first")
+    answer = ask(engine, "second", OTHER_END)
+    assert announced(answer, OTHER_END) == 2 * BLOCK
+    assert num_stored(tmp_path) == 2
+    reader = start("kv_consumer")
+    assert ask(reader, "reader", OTHER_END).computed_prompt_tokens == len(OTHER_END) - 2 * BLOCK
+
+
+def test_a_prompt_that_another_engine_waits_for_is_stored_at_once(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start("kv_producer", store={"save_after": 9, "save_min_tokens": 1000})
+    assert announced(ask(engine, "prefill", max_tokens=1)) == ALL
+    assert num_stored(tmp_path) == 4
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(ALL, ALL), (ALL + 1, 0)])
+def test_short_prompts_are_not_stored(
+    start: StartEngine, tmp_path: Path, limit: int, expected: int
+) -> None:
+    engine = start(store={"save_min_tokens": limit})
+    assert announced(ask(engine, "r")) == expected
+    assert num_stored(tmp_path) == (4 if expected else 0)
+    assert engine.counts.get("declined/save_min_tokens", 0) == (0 if expected else 4)
+
+
+def test_answers_are_not_stored_if_the_option_says_so(start: StartEngine, tmp_path: Path) -> None:
+    engine = start(store={"save_answers": False})
+    # It ends two blocks after the last one of the prompt.
+    assert announced(ask(engine, "r", max_tokens=2 * BLOCK)) == ALL
+    assert num_stored(tmp_path) == 4
+    assert engine.counts["declined/save_answers"] == 2
+    other = start(folder=tmp_path / "other")
+    ask(other, "r", max_tokens=2 * BLOCK)
+    assert num_stored(tmp_path / "other") == 4 + 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_request_may_keep_itself_out_of_the_store(
+    start: StartEngine, tmp_path: Path, max_tokens: int
+) -> None:
+    engine = start()
+    wish = {"kvshare_save": False}
+    answer = ask(engine, "private", max_tokens=max_tokens, kv_transfer_params=wish)
+    assert announced(answer) == 0
+    assert num_stored(tmp_path) == 0
+    assert engine.counts["declined/request"] == 4
+    assert announced(ask(engine, "public")) == ALL
+    assert num_stored(tmp_path) == 4
+
+
+def test_a_request_may_have_itself_stored_whatever_the_rules_say(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start(store={"save_after": 9, "save_min_tokens": 1000})
+    wish = {"kvshare_save": True}
+    assert announced(ask(engine, "r", kv_transfer_params=wish)) == ALL
+    assert num_stored(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"kvshare_save": 0},
+        {"kvshare_save": "false"},
+        {"kvshare_save": None},
+        {"kvshare_save": [False]},
+        {"kvshare_save": {"save": False}},
+        {"kvshare": {"save": False}},
+        {"ecshare_save": False},
+    ],
+)
+def test_malformed_wishes_are_ignored(start: StartEngine, tmp_path: Path, params: Any) -> None:
+    assert announced(ask(start(), "r", kv_transfer_params=params)) == ALL
+    assert num_stored(tmp_path) == 4
+
+
+def test_a_wish_beside_an_announcement_leaves_that_as_it_is(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    params = ask(start("kv_producer"), "p", max_tokens=1).kv_transfer_params
+    reader = start(folder=tmp_path / "host-2", store={"url": f"file://{tmp_path}/store"})
+    wish = {**(params or {}), "kvshare_save": False}
+    assert ask(reader, "d", kv_transfer_params=wish).computed_prompt_tokens == 1
+
+
+def test_what_is_in_the_store_is_announced_though_it_would_not_be_stored_now(
+    start: StartEngine,
+) -> None:
+    ask(start("kv_producer"), "p", max_tokens=1)
+    engine = start(store={"save_after": 2})
+    assert announced(ask(engine, "r")) == ALL
+    assert not engine.counts.get("declined/save_after")
+
+
+def test_a_preempted_request_is_seen_once(start: StartEngine, tmp_path: Path) -> None:
+    engine = start(num_blocks=12, store={"save_after": 3})
+    prompts = [[*range(n, n + 4 * BLOCK)] for n in (0, 100, 200)]
+    requests = [make_request(str(n), prompt, 4 * BLOCK) for n, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+        assert answer.tokens == expected_answer(prompt, 4 * BLOCK)
+    assert any(request.num_preemptions for request in requests)
+    for n, prompt in enumerate(prompts):
+        ask(engine, f"again {n}", prompt)
+    assert num_stored(tmp_path) == 0
