@@ -163,6 +163,7 @@ def _site(place: Place, turns: Turns) -> Iterator[Site]:
                 "host_cache_dir": str(host),
                 "host_cache_bytes": HOST_CACHE_BYTES,
                 "chunk_tokens": chunk_tokens,
+                "load": "always",  # nothing is computed here, so nothing would be faster
             }
             halves = KVHalves(KVShareConnector, config, {**place.options, **limits}, over)
             return stack.enter_context(closing(halves))

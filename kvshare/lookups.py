@@ -58,6 +58,8 @@ class Search:
     """`found` was announced, and not looked up."""
     other_tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """The size of each chunk that is stored in another size than this engine's own."""
+    is_weighed: bool = False
+    """It is decided how much of what was found is worth loading; `found` is no more than that."""
 
     @property
     def start_tokens(self) -> int:

@@ -23,8 +23,8 @@ METRICS: MetricTable = {
     ),
     "tokens": Metric(
         "tokens",
-        "Prompt tokens: looked up, found or announced, and loaded instead of computed.",
-        {"event": ("queried", "hit", "announced", "loaded")},
+        "Prompt tokens: looked up, found or announced, computed though found, and loaded.",
+        {"event": ("queried", "hit", "announced", "computed", "loaded")},
     ),
     "waits": Metric(
         "waits",

@@ -35,6 +35,7 @@ from kvshare.layers import (
     refusal,
     shard_names_of,
 )
+from kvshare.load_or_compute import LoadOrCompute
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
@@ -104,6 +105,7 @@ class KVScheduler:
         self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
         admission = Admission(config, facts.hash_function)
         self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, admission)
+        self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._loading: dict[str, _Loading] = {}
@@ -211,7 +213,41 @@ class KVScheduler:
         self._lookups.advance(search)
         if not search.is_over:
             return None
+        if not search.is_weighed:
+            self._weigh(request, search)
         return max(0, covered_tokens(request, search.found) - num_computed_tokens)
+
+    def _weigh(self, request: Request, search: Search) -> None:
+        """Leave of what was found what is worth loading."""
+        search.is_weighed = True
+        # What was announced is loaded: this engine was told to wait for it.
+        if self._choice is None or search.is_announced or search.awaited_tokens:
+            return
+        start_tokens = self._tracked[request.request_id].start_tokens
+        found, ahead = search.found, partial(self._num_ahead, request)
+        num = self._choice.num_worth_loading(
+            found, search.tiers, start_tokens, self._under_way_s(), ahead
+        )
+        search.found = found[:num]
+        if num < len(found):
+            num_kept = max(start_tokens, covered_tokens(request, search.found))
+            self._stats.add("tokens/computed", covered_tokens(request, found) - num_kept)
+
+    def _under_way_s(self) -> float:
+        """Return the most seconds per token that a load has taken until now which goes on."""
+        now_s = self._clock_s()
+        going = (each for each in self._loading.values() if Tier.STORE in each.tiers.values())
+        return max(((now_s - each.begun_s) / each.num_tokens for each in going), default=0.0)
+
+    def _num_ahead(self, request: Request) -> int:
+        """Return how many tokens of prompts that came before `request` are to be computed."""
+        earlier = takewhile(lambda name: name != request.request_id, self._tracked)
+        prompts = [self._tracked[name].progress.request for name in earlier]
+        return sum(
+            max(0, prompt.num_prompt_tokens - prompt.num_computed_tokens)
+            for prompt in prompts
+            if prompt.request_id not in self._loading
+        )
 
     def allocated(
         self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -265,6 +301,10 @@ class KVScheduler:
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
         self._engine.poll()
+        if self._choice is not None:
+            drafts = output.scheduled_spec_decode_tokens.values()
+            num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))
+            self._choice.steps.began(output.total_num_scheduled_tokens, num_decoded)
         loads, self._loads = tuple(self._loads), []
         abandoned, self._abandoned = tuple(self._abandoned), []
         if not self._facts.saves:
@@ -277,7 +317,10 @@ class KVScheduler:
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving)
 
     def reported(self, output: KVConnectorOutput) -> None:
-        """Learn from the workers which loads ended and which chunks are not in the store."""
+        """Learn from the workers which loads ended and which chunks are not in the store. Called
+        after each step that computes."""
+        if self._choice is not None:
+            self._choice.steps.ended()
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._num_lost += len(report.lost)
@@ -374,14 +417,17 @@ class KVScheduler:
 
     def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
+        seconds = self._clock_s() - loading.begun_s
         self._stats.add("waits/load")
-        self._stats.add("wait_seconds/load", self._clock_s() - loading.begun_s)
+        self._stats.add("wait_seconds/load", seconds)
         lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
         first = 0 if failed else (lost or [len(loading.chunks)])[0]
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
         if first == len(loading.chunks):
             self._stats.add("tokens/loaded", loading.num_tokens)
+            if self._choice is not None:
+                self._choice.loaded(loading.chunks, loading.tiers, loading.start_tokens, seconds)
             return
         num_tokens = loading.chunks[first].start_tokens - loading.start_tokens
         if num_tokens > 0:

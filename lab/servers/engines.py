@@ -96,8 +96,11 @@ def ec_argument(role: str, url: str, **options: Any) -> str:
 
 
 def kv_argument(role: str, url: str, **options: Any) -> str:
-    """Return the option that loads KVShareConnector; arguments as for `ec_argument`."""
-    extra = {"url": url, **options}
+    """Return the option that loads KVShareConnector; arguments as for `ec_argument`.
+
+    Unless `options` say otherwise it loads what it finds: these models are computed in no time.
+    """
+    extra = {"url": url, "load": "always", **options}
     return _transfer_argument("kv", role, "KVShareConnector", extra)
 
 

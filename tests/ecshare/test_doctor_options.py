@@ -39,6 +39,7 @@ OWN: dict[type[StoreConfig], dict[str, Any]] = {
         "save_after": 2,
         "save_min_tokens": 1000,
         "save_answers": False,
+        "load": "always",
     },
     TierConfig: {"locality": "REMOTE"},
 }

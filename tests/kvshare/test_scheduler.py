@@ -56,10 +56,15 @@ class Bench:
         chunk_blocks: int = 1,
         layer_sets: tuple[LayerSet, ...] = (FULL,),
         other_tp_sizes: dict[int, tuple[str, ...]] | None = None,
+        options: dict[str, Any] | None = None,
         **roles: Any,
     ) -> None:
         self.config = KVConfig(
-            url="gated://bucket", host_cache_dir=f"{tmp_path}/host", wait_s=5.0, io_timeout_s=20.0
+            url="gated://bucket",
+            host_cache_dir=f"{tmp_path}/host",
+            wait_s=5.0,
+            io_timeout_s=20.0,
+            **(options or {}),
         )
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
@@ -115,6 +120,7 @@ class Bench:
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs.append(new)
         output.num_scheduled_tokens[request.request_id] = end - start
+        output.total_num_scheduled_tokens = end - start
         return self.half.orders(output)
 
     def go_on(self, request: Request, start: int, new_block_ids: list[int], **more: Any) -> Orders:
@@ -131,6 +137,7 @@ class Bench:
             num_output_tokens=[0],
         )
         output.num_scheduled_tokens[request.request_id] = 1
+        output.total_num_scheduled_tokens = 1
         return self.half.orders(output)
 
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds until a prompt that is stored is ready, if it is always, never or sometimes loaded.
+
+The choice is that of KVShareConnector (`load`). The store is imaginary, with limited bandwidth, and
+so is the engine: it computes so many tokens per second, one prompt after the other, and its KV is
+that of an 8B-class model. Time is simulated, so the figures do not depend on this machine. MB are
+10^6 bytes.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from benchmarks.measure import percentile
+from benchmarks.report import Report, Table, arguments, command_line
+from ecshare.transfer.jobs import Tier
+from ecshare.transfer.priority import Admission, Priority
+from kvshare.load_or_compute import LoadOrCompute
+from kvshare.prefix import Chunk, ChunkKey
+from lab.counted_time import CountedTime
+from lab.throttled_store import Link, ThrottledStore
+
+MODULE = "benchmarks.load_or_compute"
+MB = 1e6
+TOKEN_BYTES = 131_072
+CHUNK_TOKENS = 256
+NEW_TOKENS = 200
+STEP_TOKENS = 8192
+STEP_S = 0.005
+TIMEOUT_S = 10.0
+BUSY = 0.5
+ALWAYS, NEVER, IF_FASTER = "always", "never", "if_faster"
+POLICIES = (ALWAYS, NEVER, IF_FASTER)
+LINKS = {
+    "20 MB/s": Link(20 * MB, 20 * MB, 0.03),
+    "200 MB/s": Link(200 * MB, 80 * MB, 0.03),
+    "2 GB/s": Link(2000 * MB, 80 * MB, 0.03),
+}
+SPEEDS = (3_000, 30_000)
+_NOTE = (
+    f"Prompts of 1,000 to 8,000 tokens that are stored, and {NEW_TOKENS} that are not, arrive at "
+    f"random, so that computing them all would take {BUSY:.0%} of the engine's time. Each "
+    "connection to the store has at most 80 MB/s, and answers after 30 ms. `loaded %`: of the "
+    "stored tokens."
+)
+_CHANGE_NOTE = (
+    "The store's bandwidth changes after half of the prompts; {} tokens per second. Seconds until "
+    "a prompt is ready: before, and in the {} s after the change; then, until the end."
+)
+
+
+@dataclass
+class Engine:
+    """Computes prompts in the order in which they come to it, in steps, at `speed` tokens per s."""
+
+    speed: int
+    choice: LoadOrCompute
+    waiting_tokens: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def compute(self, num_tokens: int) -> None:
+        """Return when these tokens are computed."""
+        self.waiting_tokens += num_tokens
+        async with self.turn:
+            while num_tokens:
+                step = min(num_tokens, STEP_TOKENS)
+                self.choice.steps.began(step, 0)
+                await asyncio.sleep(STEP_S + step / self.speed)
+                self.choice.steps.ended()
+                self.waiting_tokens -= step
+                num_tokens -= step
+
+
+@dataclass(frozen=True)
+class Served:
+    """One prompt."""
+
+    arrived_s: float
+    ready_s: float
+    """Seconds until it was ready."""
+    num_stored: int
+    """Tokens."""
+    num_loaded: int
+
+
+class Run:
+    """An engine, a store and a policy."""
+
+    def __init__(self, link: Link, speed: int, policy: str) -> None:
+        self._clock_s = asyncio.get_running_loop().time
+        self.store = ThrottledStore(link)
+        self._limits = Admission(TIMEOUT_S, grows=True)
+        self._policy = policy
+        self._choice = LoadOrCompute(self._clock_s)
+        self._engine = Engine(speed, self._choice)
+        self._chance = random.Random(0)
+        self._going: list[tuple[float, int]] = []  # loads: since when, and of how many tokens
+        self.served: list[Served] = []
+
+    async def serve(self, num_prompts: int) -> None:
+        """Serve so many prompts more, and return when all are ready."""
+        mean_s = (4500 + NEW_TOKENS) / self._engine.speed / BUSY
+        prompts = []
+        for _ in range(num_prompts):
+            await asyncio.sleep(self._chance.expovariate(1 / mean_s))
+            num_tokens = self._chance.randrange(1000, 8000) // CHUNK_TOKENS * CHUNK_TOKENS
+            prompts.append(asyncio.create_task(self._serve(_chunks(num_tokens))))
+        await asyncio.gather(*prompts)
+
+    async def _serve(self, chunks: Sequence[Chunk]) -> None:
+        begun_s, tiers = self._clock_s(), {chunk.key: Tier.STORE for chunk in chunks}
+        loaded = chunks[: self._num_to_load(chunks, tiers)]
+        if loaded:
+            going = begun_s, loaded[-1].end_tokens
+            self._going.append(going)
+            await asyncio.gather(*(self._load(chunk) for chunk in loaded))
+            self._going.remove(going)
+            self._choice.loaded(loaded, tiers, 0, self._clock_s() - begun_s)
+        num_loaded = loaded[-1].end_tokens if loaded else 0
+        num_tokens = chunks[-1].end_tokens
+        await self._engine.compute(num_tokens - num_loaded + NEW_TOKENS)
+        ready_s = self._clock_s() - begun_s
+        self.served.append(Served(begun_s, ready_s, num_tokens, num_loaded))
+
+    def _num_to_load(self, chunks: Sequence[Chunk], tiers: dict[ChunkKey, Tier]) -> int:
+        if self._policy == IF_FASTER:
+            now_s, ahead = self._clock_s(), self._engine.waiting_tokens
+            under_way_s = max(((now_s - then_s) / n for then_s, n in self._going), default=0.0)
+            return self._choice.num_worth_loading(chunks, tiers, 0, under_way_s, lambda: ahead)
+        return len(chunks) if self._policy == ALWAYS else 0
+
+    async def _load(self, chunk: Chunk) -> None:
+        num_bytes = chunk.num_tokens * TOKEN_BYTES
+        async with self._limits.admitted(Priority.LOAD, num_bytes):
+            await self.store.move(num_bytes)
+
+
+def main(words: Sequence[str]) -> None:
+    """Simulate, print, write the result files."""
+    options = arguments(__doc__ or "", MODULE).parse_args(words)
+    num_prompts = 40 if options.quick else 400
+    report = Report("load_or_compute", command_line(MODULE, options), {"prompts": num_prompts})
+    report.add(_steady(num_prompts))
+    report.add(_changing(num_prompts))
+    print(f"\nwritten: {report.write(options.results).name}")
+
+
+def _steady(num_prompts: int) -> Table:
+    columns = ["store", "tokens/s", "load", "mean s", "p50 s", "p95 s", "max s", "loaded %"]
+    table = Table("A store that stays as it is", columns, _NOTE)
+
+    async def run(link: Link, speed: int, policy: str) -> list[Served]:
+        here = Run(link, speed, policy)
+        await here.serve(num_prompts)
+        return here.served
+
+    for name, link in LINKS.items():
+        for speed in SPEEDS:
+            for policy in POLICIES:
+                with asyncio.Runner(loop_factory=CountedTime) as runner:
+                    served = runner.run(run(link, speed, policy))
+                waits = [each.ready_s for each in served]
+                figures = [_mean(served), *(percentile(waits, of) for of in (50, 95, 100))]
+                table.add(name, speed, policy, *figures, _loaded_percent(served))
+    return table
+
+
+def _changing(num_prompts: int) -> Table:
+    speed, soon_s = SPEEDS[0], 60.0
+    columns = ["store", "load", "before", "soon after", "then", "then loaded %"]
+    table = Table("A store that changes", columns, _CHANGE_NOTE.format(f"{speed:,}", int(soon_s)))
+
+    async def run(links: tuple[str, str], policy: str) -> list[list[Served]]:
+        here = Run(LINKS[links[0]], speed, policy)
+        await here.serve(num_prompts // 2)
+        changed_s = asyncio.get_running_loop().time()
+        here.store.become(LINKS[links[1]])
+        await here.serve(num_prompts // 2)
+        ends_s = (0.0, changed_s, changed_s + soon_s, float("inf"))
+        return [
+            [each for each in here.served if begin_s <= each.arrived_s < end_s]
+            for begin_s, end_s in pairwise(ends_s)
+        ]
+
+    for links in (("2 GB/s", "20 MB/s"), ("20 MB/s", "2 GB/s")):
+        for policy in POLICIES:
+            with asyncio.Runner(loop_factory=CountedTime) as runner:
+                spans = runner.run(run(links, policy))
+            table.add(" -> ".join(links), policy, *map(_mean, spans), _loaded_percent(spans[-1]))
+    return table
+
+
+def _chunks(num_tokens: int) -> list[Chunk]:
+    return [
+        Chunk(ChunkKey(start.to_bytes(8)), start, 1, start, CHUNK_TOKENS)
+        for start in range(0, num_tokens, CHUNK_TOKENS)
+    ]
+
+
+def _mean(served: Sequence[Served]) -> float:
+    return sum(each.ready_s for each in served) / len(served)
+
+
+def _loaded_percent(served: Sequence[Served]) -> int:
+    num_stored = sum(each.num_stored for each in served)
+    return round(100 * sum(each.num_loaded for each in served) / num_stored)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/costs.md is what its program computes."""
+
+import re
+from typing import Any
+
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "costs.md").read_text()
+ROW = re.compile(r"^\| `(?P<call>\w+\(.*?\))`: [^|]*\|(?P<figures>[^\n]*)\|$", re.MULTILINE)
+
+
+def test_every_row_is_what_the_program_returns() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)  # noqa: S102 - it is our own page
+    rows = list(ROW.finditer(PAGE))
+    assert len(rows) == 4
+    for row in rows:
+        said = tuple(float(figure) for figure in row["figures"].split("|"))
+        assert said == eval(row["call"], names), row["call"]  # noqa: S307

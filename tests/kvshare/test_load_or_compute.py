@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a hit is loaded, by what loads and steps have taken."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import KVConnectorOutput
+
+from ecshare.transfer.jobs import Tier
+from kvshare.load_or_compute import LoadOrCompute
+from kvshare.prefix import Chunk, ChunkKey
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.test_scheduler import Bench, Clock, StartBench, announcing, bench, chunks_of
+from tests.kvshare.toy import BLOCK, expected_answer, make_request, spec, window
+
+__all__ = ["bench"]
+
+CHUNK = 100
+FAST, SLOW = 0.0001, 0.01  # seconds per token; computing takes 0.001
+TIERS = {"h": Tier.HOST, "s": Tier.STORE}
+
+
+class Choice:
+    """A LoadOrCompute, and the hand on its clock."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.load_or_compute = LoadOrCompute(self.clock)
+
+    def computes(self, num_tokens: int, seconds: float, num_decoded: int = 0) -> None:
+        self.load_or_compute.steps.began(num_tokens, num_decoded)
+        self.clock.now_s += seconds
+        self.load_or_compute.steps.ended()
+
+    def loads(self, where: str, s_per_token: float) -> None:
+        chunks, tiers = stored(where)
+        seconds = len(chunks) * CHUNK * s_per_token
+        self.load_or_compute.loaded(chunks, tiers, 0, seconds)
+
+    def worth(self, where: str, ahead: int = 0, under_way_s: float = 0.0, start: int = 0) -> int:
+        chunks, tiers = stored(where)
+        return self.load_or_compute.num_worth_loading(
+            chunks, tiers, start, under_way_s, lambda: ahead
+        )
+
+
+def stored(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
+    """Chunks in the tiers that the letters of `where` name; nobody asked for a `?`."""
+    chunks = [Chunk(ChunkKey(bytes([n])), n, 1, n * CHUNK, CHUNK) for n in range(len(where))]
+    pairs = zip(chunks, where, strict=True)
+    tiers = {chunk.key: TIERS[letter] for chunk, letter in pairs if letter in TIERS}
+    return chunks, tiers
+
+
+@pytest.fixture
+def choice() -> Choice:
+    """One that knows how fast its engine computes."""
+    made = Choice()
+    made.computes(1000, 1.0)
+    return made
+
+
+def test_what_is_not_known_is_loaded(choice: Choice) -> None:
+    assert Choice().worth("ssss") == 4
+    assert choice.worth("ssss") == 4
+    assert choice.worth("") == 0
+    new = Choice()
+    new.loads("ss", FAST)
+    assert new.worth("ssss") == 4
+
+
+@pytest.mark.parametrize(("pace", "expected"), [(FAST, 4), (0.00099, 4), (0.00101, 0), (SLOW, 0)])
+def test_a_hit_is_loaded_if_that_is_faster(choice: Choice, pace: float, expected: int) -> None:
+    choice.loads("ss", pace)
+    assert choice.worth("ssss") == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"), [("hhss", 2), ("ssss", 0), ("hhhh", 4), ("?hss", 2), ("h?s?", 1)]
+)
+def test_the_part_that_is_on_this_host_is_loaded_though_the_store_is_slow(
+    choice: Choice, where: str, expected: int
+) -> None:
+    choice.loads("hh", FAST)
+    choice.loads("ss", SLOW)
+    assert choice.worth(where) == expected
+
+
+def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice) -> None:
+    choice.loads("ss", 2 * 0.001)
+    assert choice.worth("ssss", ahead=300) == 0
+    assert choice.worth("ssss", ahead=400) == 4
+
+
+def test_a_load_that_has_gone_on_for_long_counts_before_it_ends(choice: Choice) -> None:
+    assert choice.worth("ssss", under_way_s=SLOW) == 0
+    choice.loads("ss", FAST)
+    assert choice.worth("ssss", under_way_s=SLOW) == 0
+    assert choice.worth("ssss") == 4
+
+
+def test_an_engine_that_has_loaded_all_so_far_computes_one_if_loads_are_slow() -> None:
+    choice = Choice()
+    choice.loads("ss", SLOW)
+    assert choice.worth("ssss") == 0
+    assert choice.worth("ssss") == 4  # one at a time
+    choice.computes(400, 0.4)
+    assert choice.worth("ssss") == 0
+
+
+def test_a_slow_tier_is_tried_again_now_and_then_and_heals(choice: Choice) -> None:
+    choice.loads("ss", SLOW)
+    for _ in range(29):
+        assert choice.worth("ssss") == 0
+        choice.clock.now_s += 1.0
+    choice.clock.now_s += 1.0
+    assert choice.worth("sss") == 2  # as much as should be here within two seconds
+    assert choice.worth("ssss") == 0  # nobody else meanwhile
+    choice.loads("ss", FAST)
+    assert choice.worth("ssss") == 4
+
+
+def test_at_least_a_chunk_is_tried(choice: Choice) -> None:
+    choice.loads("ss", 10.0)
+    choice.loads("hh", FAST)
+    choice.clock.now_s += 30.0
+    assert choice.worth("hhss") == 3
+
+
+def test_the_latest_times_count(choice: Choice) -> None:
+    for pace, expected in ((SLOW, 0), (FAST, 4), (SLOW, 0)):
+        choice.clock.now_s += 60.0
+        choice.loads("ss", pace)
+        assert choice.worth("ssss") == expected
+
+
+def test_steps_that_hardly_compute_prompts_tell_nothing() -> None:
+    choice = Choice()
+    choice.loads("ss", 0.001)
+    choice.computes(63, 63.0)
+    choice.computes(300, 300.0, num_decoded=200)
+    choice.computes(0, 1.0)
+    assert choice.load_or_compute.steps.pace.s_per_token is None
+    choice.computes(300, 3.0, num_decoded=100)
+    assert choice.load_or_compute.steps.pace.s_per_token == pytest.approx(0.01)
+
+
+def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
+    """With asynchronous scheduling two are in flight."""
+    choice = Choice()
+    steps = choice.load_or_compute.steps
+    steps.began(1, 1)
+    steps.began(1000, 0)
+    choice.clock.now_s += 5.0
+    steps.ended()
+    steps.began(1, 1)
+    choice.clock.now_s += 1.0
+    steps.ended()
+    choice.clock.now_s += 5.0
+    steps.ended()
+    assert steps.pace.s_per_token == pytest.approx(0.001)
+
+
+# --- through the hooks of the scheduler half ---
+
+PROMPT = list(range(100 * BLOCK + 1))
+NEW = list(range(1000, 1000 + 80))
+
+
+def compute(here: Bench, name: str, seconds: float) -> None:
+    new = make_request(name, NEW)
+    assert here.ask(new) == 0
+    here.run(new, 0, len(NEW), list(range(200, 220)))
+    here.clock.now_s += seconds
+    here.half.reported(KVConnectorOutput())
+    here.half.finished(new)
+
+
+def load(here: Bench, name: str, seconds: float) -> int:
+    """Load what a request may load of PROMPT; return how many tokens that is."""
+    asked = make_request(name, PROMPT)
+    num_tokens = here.ask(asked)
+    if num_tokens:
+        here.half.allocated(asked, [list(range(101))], num_tokens)
+        here.clock.now_s += seconds
+        here.half.reported(KVConnectorOutput(finished_recving={name}))
+    here.half.finished(asked)
+    return num_tokens
+
+
+def slow_store(bench: StartBench, **options: Any) -> Bench:
+    """A half whose engine computes a token in 1 ms, and whose store has just taken 100 s."""
+    here = bench(options=options)
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    compute(here, "new", 0.080)
+    assert load(here, "first", 100.0) == 400
+    here.half.take_stats()
+    return here
+
+
+def test_a_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
+    here = slow_store(bench)
+    assert load(here, "second", 100.0) == 0
+    assert load(here, "third", 100.0) == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/computed"] == 2 * 400
+    assert "tokens/hit" not in stats.data
+
+
+def test_the_answer_stays_as_it_is(bench: StartBench) -> None:
+    here = slow_store(bench)
+    asked = make_request("second", PROMPT)
+    assert here.ask(asked) == 0
+    here.clock.now_s += 100.0
+    assert here.ask(asked) == 0
+
+
+def test_all_is_loaded_if_the_option_says_so(bench: StartBench) -> None:
+    assert load(slow_store(bench, load="always"), "second", 100.0) == 400
+
+
+def test_what_was_announced_is_loaded_however_slow_the_store_is(bench: StartBench) -> None:
+    here = slow_store(bench)
+    assert here.ask(announcing(PROMPT, 400, name="d")) == 400
+
+
+def test_a_load_under_way_makes_others_compute(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    compute(here, "new", 0.080)
+    asked = make_request("first", PROMPT)
+    here.half.allocated(asked, [list(range(101))], here.ask(asked))
+    assert here.ask(make_request("second", PROMPT)) == 400
+    here.clock.now_s += 100.0
+    for name in ("third", "fourth"):
+        assert here.ask(make_request(name, PROMPT)) == 0
+
+
+def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench) -> None:
+    here = slow_store(bench)
+    before = make_request("before", list(range(5000, 5000 + 500 * 250)))
+    here.ask(before)
+    assert here.ask(make_request("second", PROMPT)) == 400
+
+
+# --- through an engine ---
+
+
+@pytest.mark.parametrize("num_loaded", range(6))
+@pytest.mark.parametrize("specs", [(), (spec(), window(2 * BLOCK))], ids=["full", "window"])
+def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: Sequence[KVCacheSpec],
+    num_loaded: int,
+) -> None:
+    prompt = list(range(5 * BLOCK + 1))
+    start(specs=specs).run(make_request("p", prompt))
+    monkeypatch.setattr(LoadOrCompute, "num_worth_loading", lambda *_: num_loaded)
+    engine = start(specs=specs)
+    (answer,) = engine.run(make_request("d", prompt, 3))
+    assert answer.tokens == expected_answer(prompt, 3, engine.windows)
+    assert answer.computed_prompt_tokens == len(prompt) - num_loaded * BLOCK
+    assert engine.counts.get("tokens/computed", 0) == (5 - num_loaded) * BLOCK
+    assert engine.counts.get("tokens/loaded", 0) == num_loaded * BLOCK
