@@ -44,6 +44,15 @@ class Bench:
         """Return a new, empty folder."""
         return Path(tempfile.mkdtemp(dir=self.root))
 
+    def keep_busy(self) -> None:
+        """Have a GPU compute for about a second, on vLLM's stream."""
+        if self.is_gpu:
+            torch.cuda._sleep(_BUSY_CYCLES)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Have the body launch on a stream of its own, as somebody else would."""
+        return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.is_gpu else nullcontext()
+
     def finish(self) -> None:
         """Block until the device has done all that was launched."""
         if self.is_gpu:
@@ -65,7 +74,7 @@ class Bench:
         if not self.is_gpu:
             yield
             return
-        torch.cuda._sleep(_BUSY_CYCLES)
+        self.keep_busy()
         end = torch.cuda.Event()
         end.record()
         torch.cuda.set_sync_debug_mode("error")

@@ -86,11 +86,12 @@ def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
     tensor = torch.ones(MIB // 4, device=bench.device)
     for _ in range(3):
         slab = _reserved(staging, tensor)
+        bench.keep_busy()
         staging.copy_out(slab, tensor)
         slab.release()
         again = _reserved(staging, tensor)
         again.payload.zero_()
-        bench.finish()
+        staging.wait_copied()
         assert not again.payload.any()
         again.release()
 
