@@ -27,9 +27,10 @@ from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.encoded import EncodedMedia
-from ecshare.router.engines import Engine, EnginePool, Stage, Work
+from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.events import read_opening
+from ecshare.router.fleet import FleetWatch, fixed
 from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
 from ecshare.router.limits import Place, StageLimits
@@ -110,12 +111,20 @@ class Router:
     def __init__(self, config: RouterConfig, clock_s: Callable[[], float]) -> None:
         self._config = config
         self._clock_s = clock_s
-        self._pools = {
-            # Media of one request are best encoded at once, by all.
-            Stage.ENCODE: EnginePool(config.encoders, config.cool_down_s, clock_s, bound=1.0),
-            Stage.PREFILL: EnginePool(config.prefillers, config.cool_down_s, clock_s),
-            Stage.DECODE: EnginePool(config.decoders, config.cool_down_s, clock_s),
+        urls = {
+            Stage.ENCODE: config.encoders,
+            Stage.PREFILL: config.prefillers,
+            Stage.DECODE: config.decoders,
         }
+        # Media of one request are best encoded at once, by all.
+        bounds = {Stage.ENCODE: 1.0}
+        self._pools = {
+            stage: EnginePool(
+                fixed(group), config.cool_down_s, clock_s, bounds.get(stage, USUAL_BOUND)
+            )
+            for stage, group in urls.items()
+        }
+        self._fleet = FleetWatch(self._pools, urls, config.engines_file)
         self._paths: Counter[str] = Counter()
         self._num_fallbacks = 0
         self._num_repeats = 0
@@ -165,9 +174,11 @@ class Router:
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
         self.relay = Relay(self._config, self._pools)
+        await self._fleet.start()
         if self._config.store is not None:
             self._encoded.shared = SharedReports(self._config.store, self._clock_s)
         yield
+        await self._fleet.close()
         if self._encoded.shared is not None:
             await self._encoded.shared.close()
         await self._served.close()

@@ -3,24 +3,28 @@
 
 import argparse
 import ipaddress
-import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
-from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from msgspec import Struct
 
 from ecshare import __version__
 from ecshare.router.addresses import Network
+from ecshare.router.engine_urls import engine_url, repeated_url
+from ecshare.router.engines import Stage
+from ecshare.router.fleet import Urls, read_engines
 from ecshare.router.secret import Secret, read_secret
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import read_key, router_token
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
-_HOST = re.compile(r"[^\s\x00-\x1f/\\@]+")
-
+_ENGINES = {
+    "encoder": Stage.ENCODE,
+    "prefiller": Stage.PREFILL,
+    "decoder": Stage.DECODE,
+}
 _NO_KEY = "none"
 
 MIB = 1024 * 1024
@@ -32,6 +36,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     decoders: tuple[str, ...]
     encoders: tuple[str, ...] = ()
     prefillers: tuple[str, ...] = ()
+    engines_file: Path | None = None
+    """The file that the engines come from, if it is to be read again when it changes."""
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = 128 * MIB
@@ -71,12 +77,15 @@ def parse_arguments(
     """Parse the command line. Exits with status 2 and one sentence if it is wrong."""
     parser = make_parser(prog)
     options = parser.parse_args(arguments)
-    if twice := _duplicate_url(options):
-        parser.error(twice)
+    try:
+        urls = _engine_urls(options)
+    except ConfigError as exc:
+        parser.error(str(exc))
     return RouterConfig(
-        encoders=tuple(options.encoder),
-        prefillers=tuple(options.prefiller),
-        decoders=tuple(options.decoder),
+        encoders=urls[Stage.ENCODE],
+        prefillers=urls[Stage.PREFILL],
+        decoders=urls[Stage.DECODE],
+        engines_file=options.engines,
         host=options.host,
         port=options.port,
         max_body_bytes=int(options.max_body_mb * MIB),
@@ -137,7 +146,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     say(
         "--encoder",
         metavar="URL",
-        type=engine_url,
+        type=_engine,
         action="append",
         default=_Repeated("none"),
         help="encode engine; without one the prefill engines are sent the pictures",
@@ -145,7 +154,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     say(
         "--prefiller",
         metavar="URL",
-        type=engine_url,
+        type=_engine,
         action="append",
         default=_Repeated("none"),
         help="prefill engine; without one the decode engines prefill",
@@ -153,11 +162,20 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     say(
         "--decoder",
         metavar="URL",
-        type=engine_url,
+        type=_engine,
         action="append",
-        required=True,
-        default=argparse.SUPPRESS,
-        help="decode engine",
+        default=_Repeated("required, or --engines"),
+        help="decode engine; dns+http://HOST:PORT stands for all addresses of a name, for each "
+        "stage; they are looked up every few seconds",
+    )
+    say(
+        "--engines",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="a JSON file of the lists encoders, prefillers and decoders, instead of the above; it "
+        "is read every few seconds: engines that are new get requests, and engines that are gone "
+        "only finish those that they have; a file that is wrong changes nothing",
     )
     say = parser.add_argument
     say("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on")
@@ -317,8 +335,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="KEY",
         type=_secret,
         default=None,
-        help="a key, as env:NAME or file:PATH; whoever sends it to /health, as Authorization: "
-        "Bearer KEY, is told where the engines are and what they do",
+        help="a key, as env:NAME or file:PATH; whoever sends it to /health or /status, as "
+        "Authorization: Bearer KEY, is told where the engines are and what they do",
     )
     say("--access-log", action="store_true", help="log one line per request")
     say(
@@ -332,53 +350,49 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def engine_url(text: str) -> str:
-    """Return the canonical base url of an engine.
-
-    It has no trailing slash, no default port and a lower-case host. A trailing `/v1`, which clients
-    of OpenAI's API use, is removed.
-
-    Raises:
-        ArgumentTypeError: the url is not valid; says why.
-    """
+def _engine(text: str) -> str:
     try:
-        parts = urlsplit(text)
-        port = parts.port
+        return engine_url(text)
     except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a url: {exc}") from exc
-    if not _has_host(parts) or port == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must look like http://host:port")
-    if parts.username is not None or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(
-            "an engine url takes no user, query or fragment; clients' Authorization is passed on"
-        )
-    host = str(parts.hostname)
-    where = f"[{host}]" if ":" in host else host
-    if port is not None and port != _DEFAULT_PORTS[parts.scheme]:
-        where += f":{port}"
-    return f"{parts.scheme}://{where}{_base_path(parts.path)}"
-
-
-def _has_host(parts: SplitResult) -> bool:
-    return parts.scheme in _DEFAULT_PORTS and bool(_HOST.fullmatch(parts.hostname or ""))
-
-
-def _base_path(path: str) -> str:
-    return path.rstrip("/").removesuffix("/v1").rstrip("/")
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def _duplicate_url(options: argparse.Namespace) -> str | None:
     """Return an error message if an engine is given twice, else None."""
-    named: dict[str, str] = {}
-    for name in ("encoder", "prefiller", "decoder"):
-        for url in getattr(options, name):
-            if url in named:
-                return (
-                    f"argument --{name}: {url} is already given as --{named[url]}; name each "
-                    "engine once, and leave out the stages that have none of their own"
-                )
-            named[url] = name
-    return None
+    twice = repeated_url({name: getattr(options, name) for name in _ENGINES})
+    return twice and (
+        f"argument --{twice.group}: {twice.url} is already given as --{twice.earlier_group}; name "
+        "each engine once, and leave out the stages that have none of their own"
+    )
+
+
+def _from_file(options: argparse.Namespace) -> Urls:
+    """Return the engines of --engines.
+
+    Raises:
+        ConfigError: the file is not usable, or other engines are given besides.
+    """
+    if any(getattr(options, name) for name in _ENGINES):
+        raise ConfigError("argument --engines: the file names all engines; give no others")
+    try:
+        return read_engines(options.engines)
+    except ConfigError as exc:
+        raise ConfigError(f"argument --engines: {exc}") from exc
+
+
+def _engine_urls(options: argparse.Namespace) -> Urls:
+    """Return the engines of each stage.
+
+    Raises:
+        ConfigError: they are not usable; says why.
+    """
+    if options.engines is not None:
+        return _from_file(options)
+    if not options.decoder:
+        raise ConfigError("the following arguments are required: --decoder, or --engines")
+    if twice := _duplicate_url(options):
+        raise ConfigError(twice)
+    return {stage: tuple(getattr(options, name)) for name, stage in _ENGINES.items()}
 
 
 def _network(text: str) -> Network:

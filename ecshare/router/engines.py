@@ -2,6 +2,7 @@
 """The engines of each stage, their load, and which one is next. Pure: the clock is passed in."""
 
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
-_BOUND = 1.25
+USUAL_BOUND = 1.25
 
 
 class Work(NamedTuple):
@@ -60,13 +61,14 @@ class EnginePool:
         urls: Iterable[str],
         cool_down_s: float,
         clock_s: Callable[[], float],
-        bound: float = _BOUND,
+        bound: float = USUAL_BOUND,
     ) -> None:
         """`bound`: how much more work than the mean an engine may have, and still get a request
         because of what it has in its caches; 1 for the mean itself.
         """
         self._bound = bound
-        self._engines = [Engine(url) for url in urls]
+        self._ever: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.update(urls)
         self._cool_down_s = cool_down_s
         self._clock_s = clock_s
         self._turn = 0
@@ -76,6 +78,18 @@ class EnginePool:
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
+
+    def update(self, urls: Iterable[str]) -> None:
+        """Have these engines get requests, and no others. Engines that stay keep their state, and
+        engines that go keep the requests that they have.
+        """
+        known = {engine.url: engine for engine in self._ever}
+        self._engines = [known.get(url) or Engine(url) for url in urls]
+        self._ever.update(self._engines)
+
+    def owns(self, engine: Engine) -> bool:
+        """Tell whether `engine` is one of these, or was until it was removed."""
+        return engine in self._ever
 
     @property
     def num_up(self) -> int:

@@ -106,7 +106,13 @@ class _Watched:
 
     @property
     def needs_watching(self) -> bool:
-        return bool(self.waits) or self.was_abandoned or self.engine.is_hung
+        may_be_used = self.is_current and (self.was_abandoned or self.engine.is_hung)
+        return bool(self.waits) or may_be_used
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the engine has not been removed."""
+        return self.engine in set(self.engines)
 
 
 class HealthMonitor:
@@ -136,7 +142,10 @@ class HealthMonitor:
             SilentError: the engine hangs, or the request waits for too long, before `note_received`
                 is called on the yielded request.
         """
-        watched = self._watched_engines.setdefault(engine, _Watched(engine, engines))
+        if engine not in self._watched_engines:
+            self._forget_removed()
+            self._watched_engines[engine] = _Watched(engine, engines)
+        watched = self._watched_engines[engine]
         try:
             async with asyncio.timeout(None) as timeout:
                 wait = PendingRequest(watched, limit_s, is_last_resort, timeout)
@@ -160,6 +169,13 @@ class HealthMonitor:
                 watched.was_abandoned = True
                 if wait.went_unanswered:
                     watched.exclude("does not answer")
+
+    def _forget_removed(self) -> None:
+        self._watched_engines = {
+            engine: watched
+            for engine, watched in self._watched_engines.items()
+            if watched.is_current or watched.watching is not None
+        }
 
     async def close(self) -> None:
         """Stop watching."""

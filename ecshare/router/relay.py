@@ -165,7 +165,7 @@ class Relay:
         Raises:
             EngineError: the engine fails, or a time limit ends, also inside the block.
         """
-        stage = next(stage for stage, each in self._engines.items() if engine in each)
+        stage = next(stage for stage, each in self._engines.items() if each.owns(engine))
         engines = self._engines[stage]
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:

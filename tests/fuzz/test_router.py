@@ -5,7 +5,6 @@ A request is taken or refused with an error in OpenAI's shape. What is sent on n
 by its content, and carries nothing of what a client says about transfers.
 """
 
-import argparse
 import contextlib
 import json
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from ecshare.router.chat import (
     is_inline,
     read_chat,
 )
-from ecshare.router.config import engine_url
+from ecshare.router.engine_urls import engine_url
 from ecshare.router.errors import ApiError
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, odd_text, values, written
@@ -226,13 +225,15 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
 
 @fuzzed(100)
 @given(
-    st.sampled_from(["", "http://", "http://127.0.0.1:", "https://[", "http://a:1/v1"]),
+    st.sampled_from(
+        ["", "http://", "dns+http://", "http://127.0.0.1:", "https://[", "http://a:1/v1"]
+    ),
     st.sampled_from(ODD_TEXT) | odd_text,
 )
 def test_engines_urls_are_taken_or_refused(front: str, text: str) -> None:
-    with contextlib.suppress(argparse.ArgumentTypeError):
+    with contextlib.suppress(ValueError):
         url = engine_url(front + text)
-        assert url.startswith(("http://", "https://"))
+        assert url.startswith(("http://", "https://", "dns+http://"))
         assert engine_url(url) == url
 
 

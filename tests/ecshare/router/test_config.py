@@ -2,6 +2,7 @@
 """The command line."""
 
 from ipaddress import ip_network
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +179,23 @@ def test_help_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--stage-timeout-s SECONDS" in said
     assert "(default: all public hosts)" in said
     assert "[]" not in said
+
+
+def test_engines_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "engines.json"
+    path.write_text('{"decoders": ["http://D:3/", "dns+http://All/v1"], "encoders": ["http://e"]}')
+    assert parse_arguments(["--engines", str(path)]) == RouterConfig(
+        encoders=("http://e",), decoders=("http://d:3", "dns+http://all"), engines_file=path
+    )
+    for more, message in (
+        (["--decoder", "http://d"], "--engines: the file names all engines; give no others"),
+        (["--encoder", "http://d"], "--engines: the file names all engines; give no others"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--engines", str(path), *more])
+        assert message in capsys.readouterr().err
+    path.write_text('{"decoders": 5}')
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--engines", str(path)])
+    assert ended.value.code == 2
+    assert "argument --engines: " in capsys.readouterr().err

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines there are: given at start, or in a file that is read again when it changes.
+
+A url that begins with `dns+http://` stands for all addresses of its host's name, such as that of a
+headless service. The name is looked up again and again.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from ecshare.router.concurrent import gather_all
+from ecshare.router.engine_urls import BY_NAME, engine_url, port_of, repeated_url, url_at
+from ecshare.router.engines import EnginePool, Stage
+from ecshare.store.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 2.0
+_RESOLVE_TIMEOUT_S = 5.0
+_MAX_FILE_BYTES = 1024 * 1024
+_MAX_ADDRESSES = 256
+
+Urls = Mapping[Stage, tuple[str, ...]]
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    decoders: list[str]
+    encoders: list[str] = []
+    prefillers: list[str] = []
+
+
+def read_engines(path: Path) -> Urls:
+    """Return the canonical urls in a file of engines: a JSON object of lists.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something else; names the field at fault.
+    """
+    try:
+        said = msgspec.json.decode(_content(path), type=_File)
+        return _checked(said)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"it is larger than {_MAX_FILE_BYTES} bytes")
+    return content
+
+
+def _checked(said: _File) -> Urls:
+    groups = {"encoders": said.encoders, "prefillers": said.prefillers, "decoders": said.decoders}
+    urls = {name: tuple(map(engine_url, group)) for name, group in groups.items()}
+    if twice := repeated_url(urls):
+        raise ValueError(f"{twice.group}: {twice.url} is already in {twice.earlier_group}")
+    if not urls["decoders"]:
+        raise ValueError("decoders: name at least one engine")
+    return dict(zip(Stage, urls.values(), strict=True))
+
+
+def fixed(urls: Iterable[str]) -> list[str]:
+    """Return the urls of single engines, without those that stand for a name's addresses."""
+    return [url for url in urls if not url.startswith(BY_NAME)]
+
+
+class FleetWatch:
+    """Keeps the pools as the file and the names say. Belongs to the event loop's thread."""
+
+    def __init__(self, pools: Mapping[Stage, EnginePool], urls: Urls, path: Path | None) -> None:
+        """`path`: the file that `urls` come from, None if they stay."""
+        self._pools = pools
+        self._urls = urls
+        self._path = path
+        self._refused = ""
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look once, which takes a few seconds at most, and go on in the background."""
+        await self.look()
+        if self._path is not None or any(self._names()):
+            self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Read the file and look up the names. What cannot be read or looked up stays as it was."""
+        if self._path is not None:
+            await self._read(self._path)
+        await gather_all([self._resolve(url) for url in self._names()])
+        for stage, pool in self._pools.items():
+            urls = tuple(dict.fromkeys(self._expanded(self._urls[stage])))
+            if urls != tuple(engine.url for engine in pool):
+                logger.info("the %s engines are now: %s", stage, ", ".join(urls) or "none")
+                pool.update(urls)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self.look()
+
+    async def _read(self, path: Path) -> None:
+        try:
+            self._urls = await asyncio.to_thread(read_engines, path)
+            self._refused = ""
+        except ConfigError as exc:
+            if str(exc) != self._refused:
+                logger.warning("the engines stay as they are: %s", exc)
+            self._refused = str(exc)
+
+    def _names(self) -> Iterator[str]:
+        return (url for urls in self._urls.values() for url in urls if url.startswith(BY_NAME))
+
+    async def _resolve(self, url: str) -> None:
+        parts = urlsplit(url.removeprefix(BY_NAME))
+        try:
+            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, port_of(parts), type=socket.SOCK_STREAM
+                )
+        except (OSError, TimeoutError, ValueError) as exc:
+            # Ten lines of one kind in ten seconds are the most; see logs.py.
+            logger.warning("the addresses of %s stay as they are: %s", url, exc or "no answer")
+            return
+        addresses = sorted({str(address[0]) for *_, address in found})
+        self._addresses[url] = tuple(url_at(parts, each) for each in addresses[:_MAX_ADDRESSES])
+
+    def _expanded(self, urls: Iterable[str]) -> Iterator[str]:
+        for url in urls:
+            yield from self._addresses.get(url, ()) if url.startswith(BY_NAME) else (url,)
