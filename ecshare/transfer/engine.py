@@ -31,6 +31,7 @@ from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.affinity import start_unbound
+from ecshare.transfer.closing import ClosingTime
 from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 # Sealing, checking and publishing are copies at memory speed; two threads keep the loop free. Loads
 # have two of their own: none waits for saves.
 _COPY_THREADS = 2
+# vLLM ends a worker that has not closed after 5 s.
+_CLOSE_S = 4.0
+_closing = ClosingTime()
 
 
 class _Message(Struct, frozen=True):
@@ -223,14 +227,19 @@ class TransferEngine:
         handle.ended(done)
         return done
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Give jobs in flight `timeout_s` to end, then stop. A second call does nothing.
 
-        Jobs that have not ended are dropped. An object is whole in the store, or not there.
+        Engines of this process that are closed one right after the other share that time. Jobs that
+        have not ended are dropped. An object is whole in the store, or not there.
         """
         if self._is_closed:
             return
-        self._let_end(timeout_s)
+        with _closing.until(timeout_s) as deadline_s:
+            self._let_end(deadline_s)
+            self._stop(timeout_s)
+
+    def _stop(self, timeout_s: float) -> None:
         self._is_closed = True
         self._inbox.put(None)
         self._carrier.join()
@@ -239,9 +248,8 @@ class TransferEngine:
         for threads in (self._copies, self._loads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _let_end(self, timeout_s: float) -> None:
+    def _let_end(self, deadline_s: float) -> None:
         """Wait for the jobs in flight, without calling their continuations."""
-        deadline_s = time.monotonic() + timeout_s
         with suppress(queue.Empty):
             while self.in_flight:
                 handle, done = self._done.get(timeout=max(0.0, deadline_s - time.monotonic()))
