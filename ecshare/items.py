@@ -267,6 +267,7 @@ class Items:
             item.is_announced,
             accepts=accepts,
             in_store=self._in_store,
+            may_be_given_up=True,
         )
         self._start(item, Handle(job, partial(self._fetched, item, is_told=item.is_announced)))
 

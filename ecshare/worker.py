@@ -19,7 +19,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.plugin.start import start_engine
 from ecshare.store.format import TensorSpec
 from ecshare.transfer.fetch import open_object
-from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, Run, StoredObject
+from ecshare.transfer.jobs import Done, Fetch, GiveUp, Handle, Outcome, Put, Run, StoredObject
 from ecshare.transfer.recent import Recent
 from ecshare.transfer.staging import Slab, Staging, as_tensor, dtype_name, is_gpu
 from ecshare.transfer.stats import merged
@@ -113,16 +113,21 @@ class EncoderWorker:
             return
         slab = self._reserve(tensor, order)
         if slab is None:
-            self._stats.add("items/dropped")
+            self._drop(order)
             return
         try:
             self._staging.copy_out(slab, tensor)
         except torch.OutOfMemoryError:
             # The device is full. A save may be lost, the engine may not.
             slab.release()
-            self._stats.add("items/dropped")
+            self._drop(order)
             return
         self._engine.submit(Handle(Put(order.key, slab), self._saved))
+
+    def _drop(self, order: SaveOrder) -> None:
+        """Give up the save of `order`, and tell those who wait for the embedding."""
+        self._stats.add("items/dropped")
+        self._engine.submit(GiveUp(order.key))
 
     def settle(self) -> None:
         """End a step. In the mode `durable` it waits here, bounded, until its saves are stored."""

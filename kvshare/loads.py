@@ -136,7 +136,8 @@ class Loads:
     A request is reported once; what arrives later is let go unwritten.
 
     Pieces that were announced are being computed, one after the other. The first missing one is
-    waited for, until `wait_s` have passed in which none came; those behind it are guesses: they are
+    waited for, until `wait_s` have passed in which none came, or whoever announced it says that it
+    will not come; those behind it are guesses: they are
     asked for, and again when their turn comes. The fetch that waits counts against no budget: it
     holds no memory, and what never comes must not keep others from theirs.
 
@@ -297,6 +298,7 @@ class Loads:
             use=partial(self._copy_in, wanted),
             longest_pause_s=_LONGEST_PAUSE_S,
             is_guess=load.deadline_s is not None and not is_awaited,
+            may_be_given_up=is_awaited,
         )
         wanted.handle = Handle(wanted.job, partial(self._arrived, wanted))
         return wanted

@@ -19,9 +19,9 @@ from ecshare.plugin.compat import is_named_by_request, names_media_by_request, o
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
-from ecshare.store.keys import tp_size_key
+from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Tier
+from ecshare.transfer.jobs import GiveUp, Tier
 from kvshare.adapters import Adapter
 from kvshare.admission import Admission
 from kvshare.config import OPTIONS_PATH, KVConfig
@@ -360,6 +360,7 @@ class KVScheduler:
             if num_declined:
                 self._stats.add(f"declined/{progress.limit.rule}", num_declined)
         num_tokens = self._num_handed_over(tracked)
+        self._give_up_rest(tracked, num_tokens)
         return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
 
     def reset(self) -> None:
@@ -448,10 +449,31 @@ class KVScheduler:
         if is_whole and tracked.num_lost_before == self._num_lost and not progress.has_gap:
             return stored_tokens(request, grid)
         # There was no memory for all of it, or a save has failed: it may be one of this prompt.
-        hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
-        chunks = Prefix(grid, hashes, tail_of(request, grid)).chunks(0, self._facts.hash_function)
+        chunks = self._prompt_chunks(request, grid)
         ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
+
+    def _prompt_chunks(self, request: Request, grid: Grid) -> tuple[Chunk, ...]:
+        hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
+        prefix = Prefix(grid, hashes, tail_of(request, grid))
+        return tuple(prefix.chunks(0, self._facts.hash_function))
+
+    def _give_up_rest(self, tracked: _Tracked, num_tokens: int) -> None:
+        """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
+        not be stored.
+
+        Only a request for one token is made for another engine.
+        """
+        request, grid = tracked.progress.request, self._adapters.grid_of(tracked.progress.adapter)
+        if request.max_tokens != 1 or not self._facts.saves or grid is None:
+            return
+        if num_tokens == stored_tokens(request, grid):
+            return
+        missing = (c for c in self._prompt_chunks(request, grid) if c.end_tokens > num_tokens)
+        chunk = next(missing, None)
+        if chunk is not None:
+            name = bytes(chunk.key)
+            self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
         tracked, num_scheduled = self._tracked, output.num_scheduled_tokens

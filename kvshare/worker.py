@@ -19,7 +19,7 @@ from ecshare.plugin.start import start_engine
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Backfill, Done, Handle, Moved, Outcome, Put, Tier
+from ecshare.transfer.jobs import Backfill, Done, GiveUp, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Slab, Staging, is_gpu
 from kvshare.blocks import BlockCaches, Erase
@@ -336,7 +336,7 @@ class KVWorker:
         staging, shape = self._staging, self._shape
         if shape is not None and not shape.layer_sets[piece.layer_set].is_written_by(self._rank):
             return None
-        if staging is None or not self._has_cache:
+        if staging is None or shape is None:
             self._dropped(piece)
             return None
         key = self._object_key(namespace, piece)
@@ -346,9 +346,12 @@ class KVWorker:
         blocks = self._blocks[piece.layer_set]
         # What an earlier request has left in the last block is not to leave this engine.
         is_clean = blocks.erases or not blocks.num_in_part(piece)
-        slab = staging.reserve(blocks.spec(piece)) if is_clean else None
+        slab = None
+        if self._has_cache and is_clean:
+            slab = staging.reserve(blocks.spec(piece))
         if slab is None:
             self._dropped(piece)
+            self._engine.submit(GiveUp(key))
             return None
         self._saving.add(key)
         return _Save(key, piece, slab)

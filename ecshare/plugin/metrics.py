@@ -33,6 +33,7 @@ MetricTable = Mapping[str, Metric]
 # "unidentified" was computed with a LoRA adapter whose content is not known.
 MISS_REASONS = (
     "missing",
+    "given_up",
     "corrupt",
     "unavailable",
     "rejected",

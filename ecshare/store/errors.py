@@ -6,6 +6,7 @@
      ├── ConfigError       (ValueError)         an option is wrong; names it, and the fix
      └── StoreError
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
+     │    └── ObjectGivenUp                     and whoever announced it will not store it
           ├── ObjectCorrupt     (ValueError)         its bytes are not a valid object
           │    └── ObjectUnreadable              this one cannot be read, or is not an object
           └── StoreUnavailable  (OSError)            the store gave no answer, or a wrong one
@@ -30,6 +31,10 @@ class StoreError(EcshareError):
 
 class ObjectMissing(StoreError, FileNotFoundError):
     """There is no object under this key."""
+
+
+class ObjectGivenUp(ObjectMissing):
+    """There is no object under this key, and whoever announced it says that there will be none."""
 
 
 class ObjectCorrupt(StoreError, ValueError):

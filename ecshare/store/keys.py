@@ -2,6 +2,7 @@
 """The keys of objects. Pure.
 
     <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>[.part]     an object
+    <kind>/<format version>/<namespace>/<first 2 hex>/<sha256 hex>.gap        it will not be stored
     <kind>/<format version>/manifests/<namespace>                            the namespace's facts
     <kind>/<format version>/sizes/<namespace>/<n>                            chunks have n shards
 
@@ -84,6 +85,15 @@ def object_key(kind: Kind, namespace: str, name: str | bytes, part: str = "") ->
     digest = hashlib.sha256(raw).hexdigest()
     suffix = f".{part}" if part else ""
     return Key(f"{_space(kind, namespace)}/{digest[:2]}/{digest}{suffix}")
+
+
+def gap_key(key: Key) -> Key:
+    """Return the key of the note that the object under `key` will not be stored; see gaps.py.
+
+    All parts of an object share it.
+    """
+    folder, _, name = key.rpartition("/")
+    return Key(f"{folder}/{name.partition('.')[0]}.gap")
 
 
 def manifest_key(kind: Kind, namespace: str) -> Key:

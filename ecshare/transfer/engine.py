@@ -5,7 +5,8 @@ Jobs go in, outcomes come out. Code below this file raises exceptions, code abov
 vLLM hook submits and polls, and never waits for I/O or sees an I/O error.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store; a
-Backfill stores what the host cache has and the store has lost (save.py). A Fetch asks the host
+Backfill stores what the host cache has and the store has lost (save.py). A GiveUp tells those who
+wait for an object that it will not be stored (gaps.py). A Fetch asks the host
 cache, then the store; what comes from the store is verified and published, so that every process of
 this host reads the same verified bytes (fetch.py). A Lookup asks the host cache for each key and
 the store for the rest, in one batch; a MultiLookup does so in several rounds (lookup.py). A Run is
@@ -24,7 +25,7 @@ from typing import Any
 from msgspec import Struct
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.errors import ObjectCorrupt, ObjectGivenUp, ObjectMissing, StoreError
 from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Key, Kind
@@ -33,10 +34,12 @@ from ecshare.store.open import open_store
 from ecshare.transfer.affinity import start_unbound
 from ecshare.transfer.closing import ClosingTime
 from ecshare.transfer.fetch import Fetcher
+from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
+    GiveUp,
     Handle,
     Job,
     Lookup,
@@ -108,8 +111,9 @@ class TransferEngine:
         self._copies = self._threads("ecshare-copy")
         self._loads = self._threads("ecshare-load")
         self._client = StoreClient(self._store, config.io_timeout_s)
+        self._gaps = Gaps(self.host, self._client, self._integrity)
         self._saver = Saver(self.host, self._client, self._copies, self._integrity)
-        self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity)
+        self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity, self._gaps)
         self._locator = Locator(self.host, self._client)
         self._loop = asyncio.new_event_loop()
         self._serving: set[Handle[Any]] = set()
@@ -317,6 +321,8 @@ class TransferEngine:
         try:
             value, moved = await self._do(job, handle.started_s)
             outcome = Outcome.OK
+        except ObjectGivenUp:
+            outcome = Outcome.GIVEN_UP
         except ObjectMissing:
             outcome = Outcome.MISSING
         except ObjectCorrupt as exc:
@@ -334,6 +340,17 @@ class TransferEngine:
         self._finish(handle, outcome, value, moved)
         if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
             self._note(job, outcome, value)
+        if isinstance(job, Put) and outcome is Outcome.UNAVAILABLE:
+            await self._give_up(handle, job)
+
+    async def _give_up(self, handle: Handle[Any], job: Put) -> None:
+        """Tell those who wait for the object of a save that has failed."""
+        self._serving.add(handle)
+        try:
+            with suppress(StoreError, TimeoutError):
+                await self._gaps.note(job.key)
+        finally:
+            self._serving.discard(handle)
 
     def _note(self, job: Job[Any], outcome: Outcome, value: Any) -> None:
         """Say whether what this engine itself could use was there."""
@@ -367,6 +384,9 @@ class TransferEngine:
                 return await self._fetcher.serve(job, started_s + job.timeout_s)
             case Backfill():
                 return await self._saver.backfill(job)
+            case GiveUp():
+                await self._gaps.note(job.key)
+                return None, ()
             case Lookup():
                 return await self._locator.look_up(job, started_s + job.timeout_s), ()
             case MultiLookup():

@@ -12,6 +12,7 @@ from typing import Any
 
 from ecshare.store.errors import (
     ObjectCorrupt,
+    ObjectGivenUp,
     ObjectMissing,
     ObjectUnreadable,
     StoreError,
@@ -21,6 +22,7 @@ from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
 from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
+from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.host_watch import HostWatch
 from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
@@ -48,6 +50,8 @@ _PATIENCE = 0.45
 # How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
+# In one of so many rounds the store is also asked for a note that the object will not come.
+_NOTE_EVERY = 4
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -96,13 +100,19 @@ class Fetcher:
     """
 
     def __init__(
-        self, host: HostCache, client: StoreClient, loads: Executor, integrity: Integrity | None
+        self,
+        host: HostCache,
+        client: StoreClient,
+        loads: Executor,
+        integrity: Integrity | None,
+        gaps: Gaps,
     ) -> None:
         """Use what the engine owns."""
         self._host = host
         self._client = client
         self._loads = loads
         self._integrity = integrity
+        self._gaps = gaps
         # Of what is read, not whether something is: every object may be damaged on its way.
         self._damage_breaker = CircuitBreaker("loads")
         self._removal = Removal(client, loads, integrity, Allowance())
@@ -128,9 +138,14 @@ class Fetcher:
             return await self._fetch_awaited(job, deadline_s, member)
 
     async def _fetch_awaited(self, job: Fetch, deadline_s: float, member: Member) -> _Served:
-        """As `serve`, for an announced object: while it is missing, ask until the deadline."""
+        """As `serve`, for an announced object: while it is missing, ask until the deadline.
+
+        Raises:
+            ObjectGivenUp: it will not be stored.
+        """
         pause_s = _FIRST_PAUSE_S
         missing: ObjectMissing | None = None
+        turn = 0
         while True:
             try:
                 return await self._fetch(job, deadline_s)
@@ -142,12 +157,26 @@ class Fetcher:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise missing or exc from None
-            waited_s = min(max(pause_s, self._poll_rate.pause_s(member)), left_s)
+            asks_for_note = job.may_be_given_up and turn % _NOTE_EVERY == 1
+            if await self._is_given_up(job, deadline_s, in_store=asks_for_note):
+                raise ObjectGivenUp(f"{job.key} will not be stored") from None
+            least_s = self._poll_rate.pause_s(member) * (1 + asks_for_note)
+            waited_s = min(max(pause_s, least_s), left_s)
             if job.in_store:
                 await asyncio.sleep(waited_s)  # the store alone can tell
             else:
                 await self._watch.appears(job.key, waited_s)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
+            turn += 1
+
+    async def _is_given_up(self, job: Fetch, deadline_s: float, *, in_store: bool) -> bool:
+        """Whether there is a note that `job`'s object will not be stored; on this host, or also
+        `in_store`."""
+        if not job.may_be_given_up:
+            return False
+        if self._gaps.is_noted_here(job.key):
+            return True
+        return in_store and await self._gaps.is_noted(job.key, deadline_s, job.timeout_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:
         """As `serve`, in one round."""

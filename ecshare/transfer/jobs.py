@@ -25,6 +25,7 @@ class Outcome(Enum):
 
     OK = "ok"
     MISSING = "missing"
+    GIVEN_UP = "given_up"  # announced, and then not stored
     CORRUPT = "corrupt"
     UNAVAILABLE = "unavailable"
     REJECTED = "rejected"  # never tried, or no room on this host
@@ -83,6 +84,7 @@ class Job(Struct, Generic[R], frozen=True):
 class Put(Job[None], frozen=True):
     """Store the object in `slab` under `key`. The engine owns `slab` from now on.
 
+    If it cannot be stored, those who wait for it are told; see GiveUp.
     `keeps_unstored`: the object stays in this host's cache even if the store did not take it.
     """
 
@@ -102,6 +104,8 @@ class Fetch(Job[StoredObject], frozen=True):
     `is_announced`: another engine is storing the object now. If it is missing, look again until the
     time is over: in the host cache every few milliseconds, in the store less and less often, but at
     least every `longest_pause_s`.
+    `may_be_given_up`: with `is_announced`: the job ends as soon as there is a note that the object
+    will not be stored. Anybody who can write to the store can leave such a note.
     `is_guess`: no look-up has seen it in the store. Loads of objects that exist must not wait for
     it.
     `in_store`: other hosts will need it as well. An object that only the host cache has counts as
@@ -119,6 +123,16 @@ class Fetch(Job[StoredObject], frozen=True):
     longest_pause_s: float = _LONGEST_PAUSE_S
     is_guess: bool = False
     in_store: bool = False
+    may_be_given_up: bool = False
+
+
+class GiveUp(Job[None], frozen=True):
+    """Tell those who wait for the announced object under `key` that it will not be stored.
+
+    For an object of several parts, any of its keys.
+    """
+
+    key: Key
 
 
 class Backfill(Job[bool], frozen=True):

@@ -38,20 +38,23 @@ _SLOW = 0.25
 class Priority(IntEnum):
     """The priority of an operation: first what requests wait for, last what nobody waits for.
 
-    SAVE includes the look-ups of saves. POLL is for objects that may never arrive, because they
+    NOTE is for saves of few bytes that tell others something now. SAVE includes the look-ups of
+    saves. POLL is for objects that may never arrive, because they
     were only announced, or are guesses. Polls have a limit of their own.
     """
 
     LOAD = 0
     LOOK_UP = 1
-    SAVE = 2
-    POLL = 3
+    NOTE = 2
+    SAVE = 3
+    POLL = 4
 
 
 # A poll may find its object, and is a load then.
 _LIMITS = {
     Priority.LOAD: _LOADS,
     Priority.LOOK_UP: _LOOK_UPS,
+    Priority.NOTE: _LOOK_UPS,
     Priority.SAVE: _SAVES,
     Priority.POLL: _LOADS,
 }

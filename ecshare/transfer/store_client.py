@@ -69,7 +69,8 @@ class StoreClient:
         Raises:
             StoreError, TimeoutError: as the store; the breaker is informed.
         """
-        breaker = self._writes if priority is Priority.SAVE else self._reads
+        is_write = priority in (Priority.NOTE, Priority.SAVE)
+        breaker = self._writes if is_write else self._reads
         admission = self._polls if priority is Priority.POLL else self._admission
         breaker.check()
         async with AsyncExitStack() as held:
@@ -83,6 +84,14 @@ class StoreClient:
             with breaker.attempt(_VERDICTS if is_fair else _WITHOUT_TIME):
                 async with asyncio.timeout_at(ends_s):
                     return await call(self._store)
+
+    async def note(self, key: Key, body: Buffer) -> None:
+        """Write a small object in place of what is there. It waits for no save.
+
+        Raises:
+            StoreError, TimeoutError: as `ask`.
+        """
+        await self.ask(lambda store: store.put(key, body, replace=True), Priority.NOTE)
 
     async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
         """Save an object; a damaged one is replaced. Return whether it was written.

@@ -30,7 +30,7 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Handle, Lookup, Outcome, Put
+from ecshare.transfer.jobs import GiveUp, Handle, Lookup, Outcome, Put
 from ecshare.transfer.staging import Staging
 from tests.expiry import expire, renew_often, wait_until_there
 from tests.waiting import Clock, wait_until
@@ -800,6 +800,23 @@ def test_an_announced_item_that_never_comes_is_encoded_in_the_end(
     clock.forward(1)
     assert until_ready(scheduler, asked)
     assert not scheduler.has("picture")
+
+
+def test_an_announced_item_that_its_encoder_gave_up_is_encoded_at_once(
+    clock: Clock, start: Start, vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    """The clock stands still: nobody has waited for long."""
+    scheduler = start("ec_consumer", wait_s=60, io_timeout_s=600)
+    asked = request(feature(), ec_transfer_params={"picture": {}})
+    assert not scheduler.ready(asked, 0)
+    scheduler.orders({})
+    elsewhere = TransferEngine(config(tmp_path), "options")
+    elsewhere.submit(GiveUp(key_of(vllm_config)))
+    elsewhere.drain(10)
+    elsewhere.close()
+    assert until_ready(scheduler, asked)
+    assert not scheduler.has("picture")
+    assert counted(scheduler)["misses/given_up"] == 1
 
 
 def test_who_was_told_makes_those_wait_who_were_not(start: Start, store: Store) -> None:

@@ -19,7 +19,7 @@ from ecshare.plugin.ledger import Ledger
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import unseal
 from ecshare.store.hostcache.cache import open_host_cache
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import Kind, gap_key, object_key
 from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
 from tests.gpu_stand_in import stand_in
@@ -120,7 +120,7 @@ def test_a_durable_step_ends_when_its_saves_are_stored(
 
 
 def test_a_device_without_memory_costs_the_save_alone(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """To store a view a GPU first makes a copy of it."""
 
@@ -136,6 +136,8 @@ def test_a_device_without_memory_costs_the_save_alone(
     (totals,) = report.totals.values()
     assert totals["items/dropped"] == 1
     assert not totals.get("now/save_queue_bytes"), "its memory was given back"
+    worker.close()
+    assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
@@ -254,10 +256,12 @@ def test_a_budget_smaller_than_two_saves_holds_the_second_up_and_loses_none(
     assert counted(worker) == {"items/saved": 2}
 
 
-def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start) -> None:
+def test_a_save_that_cannot_be_stored_is_dropped_and_counted(start: Start, tmp_path: Path) -> None:
     worker = start("producer", save="durable")
     encode(worker, torch.zeros(16, 64, dtype=torch.complex64))
     assert counted(worker) == {"items/dropped": 1}
+    worker.close()
+    assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
 
 
 def test_reports_of_ranks_are_joined() -> None:

@@ -2,20 +2,31 @@
 """Whole engines but for the model: D has its request while P computes, or is said to."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ecshare.store.fsspec_store import FsspecStore
-from ecshare.store.keys import Key
+from ecshare.store.keys import Key, Kind, object_key
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
+from tests.kvshare.toy import (
+    BLOCK,
+    GIVE_UP_S,
+    ToyEngine,
+    chunks_for,
+    expected_answer,
+    make_request,
+    serve,
+)
 
 PROMPT = list(range(100, 100 + 21 * BLOCK + 3))
 CHUNK = 2 * BLOCK
 STEP = 3 * BLOCK
 STREAMED = {"kvshare": {"streamed": True}}
+ALL = {"kvshare": {"num_tokens": len(PROMPT) - 1}}
+NEVER_S = 2 * GIVE_UP_S  # who waits so long fails the test
 
 
 @pytest.fixture
@@ -173,3 +184,77 @@ def test_d_waits_for_what_p_has_computed_and_not_stored_yet(
     check(d, computed=1)
     p.run_out()
     assert asked == []
+
+
+# --- what P gives up ---
+
+
+def chunk_name(number: int) -> str:
+    """What follows the namespace in the key of a whole chunk of the prompt."""
+    chunk = chunks_for(make_request("x", PROMPT), CHUNK // BLOCK)[number]
+    return object_key(Kind.KV, "0" * 32, bytes(chunk.key), "t0of1").rpartition("/")[2]
+
+
+def check_given_up(d: ToyEngine, num_loaded: int) -> None:
+    check(d, computed=len(PROMPT) - num_loaded)
+    check_did_not_wait(d)
+
+
+def check_did_not_wait(d: ToyEngine) -> None:
+    assert d.counts["misses/given_up"] > 0
+    assert "misses/late" not in d.counts
+
+
+def test_d_does_not_wait_for_what_p_has_no_memory_for(gated: StartEngine) -> None:
+    p, d = start_p(gated, buffer_bytes=1), start_d(gated, wait_s=NEVER_S)
+    add_streamed(d)
+    GatedFileSystem.close_gate(f"move {chunk_name(0)}")
+    p.add(make_request("p", PROMPT, 1))
+    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    GatedFileSystem.open_gates()
+    check_given_up(d, num_loaded=CHUNK)
+    p.run_out()
+
+
+def test_d_does_not_wait_for_what_the_store_does_not_take(gated: StartEngine) -> None:
+    p, d = start_p(gated), start_d(gated, wait_s=NEVER_S)
+    GatedFileSystem.broken.add(f"move {chunk_name(3)}")
+    d.add(make_request("d", PROMPT, 3, kv_transfer_params=ALL))
+    d.step()
+    serve(p, PROMPT, max_tokens=1)
+    check_given_up(d, num_loaded=3 * CHUNK)
+
+
+def test_engines_of_one_host_need_no_store_for_it(gated: StartEngine, tmp_path: Path) -> None:
+    host: dict[str, Any] = {"host_cache_dir": f"{tmp_path}/one-host"}
+    p, d = start_p(gated, **host), start_d(gated, wait_s=NEVER_S, **host)
+    GatedFileSystem.broken.add("move")
+    add_streamed(d)
+    d.step()
+    serve(p, PROMPT, max_tokens=1)
+    d.run_out()
+    # The host cache has chunks until the store has refused them: some may have been loaded.
+    assert d.answers["d"].tokens == expected_answer(PROMPT, 3)
+    check_did_not_wait(d)
+
+
+def test_d_does_not_wait_for_a_request_that_p_has_aborted(gated: StartEngine) -> None:
+    p, d = start_p(gated), start_d(gated, wait_s=NEVER_S)
+    add_streamed(d)
+    p.add(make_request("p", PROMPT, 1))
+    for _ in range(4):
+        p.step()
+    p.abort("p")
+    p.run_out()
+    check_given_up(d, num_loaded=4 * STEP // CHUNK * CHUNK)
+
+
+def test_a_prompt_that_is_for_nobody_else_leaves_no_note(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=1, chunk_tokens=CHUNK)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT, 2))
+    spin(engine, lambda: not engine.scheduler.has_unfinished_requests())
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert engine.counts["blocks/dropped"] > 0
+    assert not [path for path in GatedFileSystem.store if path.endswith(".gap")]

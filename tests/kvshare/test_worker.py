@@ -727,6 +727,7 @@ def test_a_sleeping_worker_reads_and_writes_nothing(host: Callable[[], Host]) ->
     target.load("nothing")
     ended = {"r", "announced", "nothing"}
     assert target.worker.settle() == Finished(ended, invalid_blocks={0, 1}, lost={A, B})
+    assert target.worker.take_invalid_blocks() == {0, 1}
     target.save(block(C, TOKENS, 2))
     assert target.settle() == Finished()
     assert target.cache.count_nonzero() == 0

@@ -58,6 +58,13 @@ async def test_loads_come_before_look_ups_before_saves(turns: Turns) -> None:
     assert turns.begun == ["large", "save", "load", "look-up", "later save"]
 
 
+async def test_notes_wait_for_no_save(turns: Turns) -> None:
+    await turns.ask("save", Priority.SAVE, 500 * MIB)
+    await turns.ask("later save", Priority.SAVE, 1)
+    await turns.ask("note", Priority.NOTE)
+    assert turns.begun == ["save", "note"]
+
+
 async def test_bytes_in_flight_are_bounded_but_one_may_be_larger(turns: Turns) -> None:
     await turns.ask("huge", Priority.LOAD, 500 * MIB)
     await turns.ask("tiny", Priority.LOAD, 1)
