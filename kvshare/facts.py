@@ -44,6 +44,10 @@ class KVFacts:
     store_source: str = UNSPECIFIED_SOURCE
     """vLLM's name for hits in this kind of store."""
 
+    def chunk_bytes(self, num_blocks: int) -> int:
+        """Return how much memory a rank needs at most to save a chunk of so many blocks."""
+        return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
+
 
 def kv_namespace(
     vllm_config: Any,

@@ -83,6 +83,9 @@ class Report(KVConnectorWorkerMetadata):
     has given up after a bug."""
     ended: Mapping[ChunkKey, int] = field(default_factory=dict)
     """For how many of their objects the save has ended, successfully or not."""
+    saves_fail: bool = False
+    """The store has refused saves repeatedly, and they are paused. Said in each step until a save
+    works again."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is stored only if all its shards are.
@@ -93,7 +96,12 @@ class Report(KVConnectorWorkerMetadata):
         if not isinstance(other, Report):
             raise TypeError(f"cannot add a {type(other).__name__} to a Report")
         ended = Counter(self.ended) + Counter(other.ended)
-        return Report(self.lost | other.lost, self.is_idle or other.is_idle, ended)
+        return Report(
+            self.lost | other.lost,
+            self.is_idle or other.is_idle,
+            ended,
+            self.saves_fail or other.saves_fail,
+        )
 
 
 def announcement(num_tokens: int, size: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of the workers that ordered saves take."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,6 +9,8 @@ from typing import Generic, TypeVar
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.staging import slab_bytes
 from kvshare.prefix import ChunkKey
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SlabBytes = Callable[[int, int], int]
@@ -27,6 +30,24 @@ def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
     return slab_bytes_of
 
 
+def log_if_little(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
+    """Warn if one step may fill more chunks than there is memory for.
+
+    `limit_bytes`, `chunk_bytes`: of one rank. `step_tokens`: the most that a step computes.
+    """
+    num_chunks = -(-step_tokens // chunk_tokens)
+    if num_chunks * chunk_bytes > limit_bytes:
+        logger.warning(
+            "buffer_bytes is %d: it holds the KV of %d tokens, and a step of this engine may "
+            "compute %d. What does not fit is not saved if its request ends with the step. Set it "
+            "to %d, which holds two steps.",
+            limit_bytes,
+            limit_bytes // chunk_bytes * chunk_tokens,
+            step_tokens,
+            2 * num_chunks * chunk_bytes,
+        )
+
+
 @dataclass(slots=True)
 class _Save(Generic[T]):
     owner: T
@@ -42,6 +63,9 @@ class SaveBudget(Generic[T]):
     So the scheduler half knows at once what is not saved, and a worker need not drop a save that
     was ordered. Each rank has `limit_bytes`, and saves its part of each chunk.
 
+    An owner is a prompt. With its first save, memory is kept for the rest of it: a store that takes
+    less than is computed then gets some prompts as a whole, and not the beginnings of all.
+
     Ownership: vLLM's scheduler thread.
     """
 
@@ -51,18 +75,32 @@ class SaveBudget(Generic[T]):
         self._clock_s = clock_s
         self._saves: dict[ChunkKey, _Save[T]] = {}  # the oldest first
         self._used_bytes = 0
+        self._kept: dict[int, int] = {}  # bytes for the owners that have begun, by their id
+        self._kept_bytes = 0
         self._is_full = False
 
-    def admit(self, key: ChunkKey, num_bytes: int, num_objects: int, owner: T) -> bool:
+    def admit(
+        self, key: ChunkKey, num_bytes: int, num_objects: int, owner: T, rest_bytes: int = 0
+    ) -> bool:
         """Admit a save of `num_bytes` per rank, which stores `num_objects` over all ranks.
 
-        False: there is no room. Nothing is admitted then until some save has ended, so that small
-        saves do not overtake a large one. A save larger than the limit is admitted alone.
+        `rest_bytes`: what later saves of `owner` need at most. With its first save, this must have
+        room too, and is kept for it until `release`; unless all of it exceeds the limit.
+        False: there is no room. Then no more is admitted, except from what is kept, until there is
+        more room: small saves must not overtake a large one. A save larger than the limit is
+        admitted alone.
         """
         self._give_up_lost()
-        if self._is_full or (self._used_bytes and self._used_bytes + num_bytes > self._limit_bytes):
+        kept_bytes = self._kept.get(id(owner))
+        if kept_bytes is not None:
+            rest_bytes = min(rest_bytes, max(0, kept_bytes - num_bytes))
+        elif num_bytes + rest_bytes > self._limit_bytes:
+            rest_bytes = 0
+        if not self._has_room(num_bytes + rest_bytes, kept_bytes or 0):
             self._is_full = True
             return False
+        self._kept[id(owner)] = rest_bytes
+        self._kept_bytes += rest_bytes - (kept_bytes or 0)
         # It may be ordered again before the first order has ended.
         before = self._saves.pop(key, None)
         if before is not None:
@@ -72,6 +110,13 @@ class SaveBudget(Generic[T]):
         self._saves[key] = _Save(owner, num_bytes, num_objects, self._clock_s())
         self._used_bytes += num_bytes
         return True
+
+    def release(self, owner: T) -> None:
+        """Keep nothing for `owner` any more: it begins anew, or will be deleted."""
+        kept_bytes = self._kept.pop(id(owner), 0)
+        if kept_bytes:
+            self._kept_bytes -= kept_bytes
+            self._is_full = False
 
     @property
     def is_crowded(self) -> bool:
@@ -98,6 +143,14 @@ class SaveBudget(Generic[T]):
         for key in keys:
             if key in self._saves:
                 self._forget(key)
+
+    def _has_room(self, num_bytes: int, kept_bytes: int) -> bool:
+        """Whether `num_bytes` can be taken by an owner for whom `kept_bytes` are kept."""
+        if num_bytes <= kept_bytes:
+            return True
+        others_bytes = self._used_bytes + self._kept_bytes - kept_bytes
+        fits = not others_bytes or others_bytes + num_bytes <= self._limit_bytes
+        return fits and not self._is_full
 
     def _give_up_lost(self) -> None:
         """Forget the oldest saves if their end was never reported, e.g. as a worker was killed."""

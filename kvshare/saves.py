@@ -66,8 +66,10 @@ class SavePlan:
     can fill the blocks. A chunk is not saved if vLLM has freed some of its blocks before, because
     no layer of its group looks back so far.
 
-    Chunks for which the workers have no memory are saved by a later step. Those that are left when
-    a request loses its blocks are given up.
+    A prompt is saved as a whole: only if the workers have memory for all of it, which is then kept
+    for it. For a prompt that would need more than they have, each chunk is saved for which there is
+    memory. What cannot be saved now is saved by a later step, that of older requests first. What is
+    left when a request loses its blocks is given up.
     """
 
     def __init__(  # noqa: PLR0913 — all that the scheduler half lends it
@@ -133,9 +135,15 @@ class SavePlan:
                 num_left += has_tail
                 num_declined += has_tail and request.num_prompt_tokens > progress.limit.end_tokens
         progress.block_ids, progress.step_tokens, progress.end_tokens = [], 0, 0
+        self._budget.release(progress)
         if progress.has_gap:
             return num_left, 0
         return num_left - num_declined, num_declined
+
+    def stop(self, progress: Progress) -> None:
+        """Save no more of a request: one of its chunks was not stored."""
+        progress.has_gap = True
+        self._budget.release(progress)
 
     def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
@@ -206,8 +214,8 @@ class SavePlan:
         return pieces
 
     def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
-        """Return what to store of `chunk`; nothing if it is stored. None: no room
-        now, a gap, or not admitted."""
+        """Return what to store of `chunk`; nothing if it is stored. None: no room now, a gap, or
+        beyond the request's limit."""
         if progress.has_gap:
             return None
         if chunk.key in self._stored:
@@ -216,16 +224,28 @@ class SavePlan:
             return None
         pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
         if not pieces:
-            progress.has_gap = True
+            self.stop(progress)
             return None
         num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
         shards = self._facts.shard_names[self._facts.tp_size]
-        if not self._budget.admit(chunk.key, num_bytes, len(shards), progress):
+        rest_bytes = self._rest_bytes(progress, chunk)
+        if not self._budget.admit(chunk.key, num_bytes, len(shards), progress, rest_bytes):
             return None
         self._stored.add(chunk.key)
         if self._events is not None:
             self._events.ordered(progress.request, chunk)
         return pieces
+
+    def _rest_bytes(self, progress: Progress, chunk: Chunk) -> int:
+        """Return how much memory the chunks of the prompt after `chunk` need at most."""
+        grid, chunk_bytes = self._facts.grid, self._facts.chunk_bytes
+        end_tokens = min(progress.request.num_prompt_tokens - 1, progress.limit.end_tokens)
+        num_tokens = max(0, end_tokens - chunk.end_tokens)
+        num_whole, num_blocks = divmod(-(-num_tokens // grid.block_tokens), grid.chunk_blocks)
+        num_bytes = num_whole * chunk_bytes(grid.chunk_blocks)
+        if num_blocks:  # the rest of the full blocks, and the tail
+            num_bytes += chunk_bytes(num_blocks) + chunk_bytes(1)
+        return num_bytes
 
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:

@@ -40,7 +40,7 @@ from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
-from kvshare.save_budget import SaveBudget, slab_sizes
+from kvshare.save_budget import SaveBudget, log_if_little, slab_sizes
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class KVScheduler:
         self._loading: dict[str, _Loading] = {}
         self._abandoned: list[str] = []
         self._num_lost = 0
+        self._saves_fail = False
 
     @classmethod
     def start(
@@ -164,6 +165,13 @@ class KVScheduler:
         log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
         if facts.saves or facts.loads:
             log_host_cache(engine.host)
+        if facts.saves:
+            log_if_little(
+                config.buffer_bytes,
+                facts.chunk_bytes(chunk_blocks),
+                facts.grid.chunk_tokens,
+                vllm_config.scheduler_config.max_num_batched_tokens,
+            )
         events = None
         if facts.saves and publishes_events(vllm_config):
             events = BlockEvents(
@@ -324,11 +332,12 @@ class KVScheduler:
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._num_lost += len(report.lost)
+            self._saves_fail = report.saves_fail
             self._stored.lost(report.lost)
             for key in report.lost:
                 progress = self._budget.owner(key)
                 if progress is not None:
-                    progress.has_gap = True
+                    self._saves.stop(progress)
             self._budget.ended(report.ended)
             if self._events is not None:
                 self._events.stored(
@@ -443,7 +452,7 @@ class KVScheduler:
         """Return how many tokens of the prompt are stored or on their way, as far as is known."""
         progress = tracked.progress
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
-        if grid is None or not self._facts.saves:
+        if grid is None or not self._facts.saves or self._saves_fail:
             return 0
         is_whole = progress.saved_prompt_tokens == request.num_prompt_tokens
         if is_whole and tracked.num_lost_before == self._num_lost and not progress.has_gap:
@@ -476,13 +485,8 @@ class KVScheduler:
             self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
+        """Older requests come first, as long as there is memory."""
         tracked, num_scheduled = self._tracked, output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            if new.req_id in tracked:
-                progress = tracked[new.req_id].progress
-                progress.block_ids = [list(ids) for ids in new.block_ids]
-                end = new.num_computed_tokens + num_scheduled[new.req_id]
-                yield from self._saves.computed(progress, new.num_computed_tokens, end)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -496,3 +500,9 @@ class KVScheduler:
                 progress.add_blocks(block_ids, is_anew=is_resumed)
             end = num_computed_tokens + num_scheduled[request_id]
             yield from self._saves.computed(progress, num_computed_tokens, end)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in tracked:
+                progress = tracked[new.req_id].progress
+                progress.block_ids = [list(ids) for ids in new.block_ids]
+                end = new.num_computed_tokens + num_scheduled[new.req_id]
+                yield from self._saves.computed(progress, new.num_computed_tokens, end)

@@ -275,9 +275,11 @@ class KVWorker:
 
     def report(self) -> Report | None:
         """Return what the scheduler half must know; None if there is nothing."""
-        if not self._lost and not self._tells_idle and not self._num_ended:
+        saves_fail = "write" in self._engine.open_breakers
+        if not (self._lost or self._tells_idle or self._num_ended or saves_fail):
             return None
-        report = Report(frozenset(self._lost), self._tells_idle, dict(self._num_ended))
+        lost, ended = frozenset(self._lost), dict(self._num_ended)
+        report = Report(lost, self._tells_idle, ended, saves_fail)
         self._lost.clear()
         self._num_ended.clear()
         self._tells_idle = False

@@ -3,9 +3,11 @@
 
 from typing import Any
 
+import pytest
+
 from ecshare.store.keys import Kind, object_key
 from kvshare.prefix import ChunkKey
-from kvshare.save_budget import SaveBudget, slab_sizes
+from kvshare.save_budget import SaveBudget, log_if_little, slab_sizes
 from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, expected_answer, make_request
@@ -105,7 +107,7 @@ def test_nothing_behind_a_gap_is_stored(gated: StartEngine) -> None:
     assert announced(engine.answers["a"].kv_transfer_params) == 2 * BLOCK
 
 
-def test_older_prompts_are_stored_first(gated: StartEngine) -> None:
+def test_older_prompts_are_stored_first_and_as_a_whole(gated: StartEngine) -> None:
     engine = gated(buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     GatedFileSystem.close_gate("put")
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -114,9 +116,70 @@ def test_older_prompts_are_stored_first(gated: StartEngine) -> None:
     GatedFileSystem.open_gates()
     engine.run_out()
     assert stored(engine, PROMPT) == [True] * NUM_CHUNKS
-    assert stored(engine, OTHER) == [True] * 3 + [False] * (NUM_CHUNKS - 3)
+    assert stored(engine, OTHER) == [False] * NUM_CHUNKS
     assert announced(engine.answers["a"].kv_transfer_params) == len(PROMPT) - 1
-    assert announced(engine.answers["b"].kv_transfer_params) == 3 * BLOCK
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_a_prompt_that_is_computed_in_pieces_keeps_its_room(gated: StartEngine) -> None:
+    few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT))
+    for _ in range(2):
+        engine.step()
+    engine.add(make_request("b", OTHER[: 4 * BLOCK + 1]))  # as much as is left now, and no more
+    spin(engine, lambda: is_served(engine))
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert all(stored(engine, PROMPT))
+    assert announced(engine.answers["a"].kv_transfer_params) == len(PROMPT) - 1
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_a_prompt_that_is_aborted_keeps_no_room(gated: StartEngine) -> None:
+    few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    engine.add(make_request("a", PROMPT))
+    engine.step()
+    engine.abort("a")
+    engine.run_out()
+    engine.run(make_request("b", OTHER))
+    assert all(stored(engine, OTHER))
+
+
+def test_a_new_prompt_takes_no_room_from_one_that_waits_for_it(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT, max_tokens=200))
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3)
+    GatedFileSystem.open_gates()
+    engine.transfer.drain(20.0)
+    engine.step()  # the worker reports what was stored
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("b", OTHER[: 2 * BLOCK + 1]))
+    spin(engine, lambda: bool(engine.answers["b"].finish_reason))
+    GatedFileSystem.open_gates()
+    spin(engine, lambda: all(stored(engine, PROMPT)))
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_while_the_store_refuses_saves_nothing_is_announced(gated: StartEngine) -> None:
+    engine = gated()
+    GatedFileSystem.broken.add("put")
+    for number in range(2):
+        engine.run(make_request(str(number), [number, *PROMPT]))
+    # The whole prompt is computed by one step, before the worker can know of it.
+    engine.run(make_request("a", PROMPT))
+    assert engine.answers["a"].kv_transfer_params is None
+    GatedFileSystem.broken.clear()
+
+    def is_announced_again() -> bool:
+        name = str(len(engine.answers))
+        engine.run(make_request(name, [int(name), *OTHER]))
+        return announced(engine.answers[name].kv_transfer_params) == len(OTHER)
+
+    spin(engine, is_announced_again)
 
 
 def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
@@ -185,6 +248,36 @@ def test_one_alone_may_be_larger() -> None:
     assert room.admit(B, 1, 1, "b")
 
 
+def test_room_for_the_rest_of_a_prompt_is_kept() -> None:
+    room = budget(10)
+    a, b = "first", "second"
+    assert room.admit(A, 2, 1, a, rest_bytes=4)
+    assert not room.admit(B, 5, 1, b)
+    assert room.admit(C, 2, 1, a, rest_bytes=2)
+    room.ended({A: 1, C: 1})
+    assert room.admit(B, 5, 1, b, rest_bytes=3)
+    assert room.admit(A, 2, 1, a)
+
+
+def test_room_that_is_kept_is_free_once_it_is_given_up() -> None:
+    room = budget(10)
+    a, b = "first", "second"
+    assert room.admit(A, 1, 1, a, rest_bytes=9)
+    assert not room.admit(B, 9, 1, b)
+    room.release(a)
+    assert room.admit(B, 9, 1, b)
+
+
+def test_a_prompt_beyond_the_limit_takes_what_there_is() -> None:
+    room = budget(10)
+    a = "first"
+    assert room.admit(A, 4, 1, a, rest_bytes=8)
+    assert room.admit(B, 4, 1, a, rest_bytes=4)
+    assert not room.admit(C, 4, 1, a)
+    room.ended({A: 1})
+    assert room.admit(C, 4, 1, a)
+
+
 def test_one_ordered_twice_takes_room_twice() -> None:
     room = budget(10)
     assert room.admit(A, 4, 1, "first")
@@ -225,3 +318,19 @@ def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
     assert room.admit(B, 10, 1, "b")
     room.ended({A: 1})
     assert not room.admit(C, 1, 1, "c")
+
+
+def test_who_has_less_memory_than_a_step_may_fill_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    log_if_little(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=160)
+    assert not caplog.messages
+    log_if_little(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=161)
+    (line,) = caplog.messages
+    assert "holds the KV of 160 tokens" in line
+    assert "Set it to 2200" in line
+
+
+def test_the_log_compares_with_what_a_step_of_this_engine_computes(
+    gated: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gated(buffer_bytes=SLAB)
+    assert "buffer_bytes is" in caplog.text
