@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lab import model_cache
-from lab.servers.engines import SMALL_ENGINE, EngineProcess
+from lab.servers.engines import ON_V2, SMALL_ENGINE, EngineProcess, ModelRunner
 from lab.servers.s3 import SeaweedFS
 from tests.waiting import Clock
 
@@ -68,8 +68,10 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             *arguments: str,
             model: Path = default,
             environment: Mapping[str, str] | None = None,
+            runner: ModelRunner = "v1",
         ) -> EngineProcess:
             arguments = (*SMALL_ENGINE, *arguments)
+            environment = {**(environment or {}), **(ON_V2 if runner == "v2" else {})}
             process = EngineProcess(name, model, logs, arguments, environment)
             stack.callback(process.stop)
             process.start()
@@ -79,11 +81,19 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, vlm: Path) -> Iterator[StartEngine]:
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    """The model runner of the engines under test; see `tests.engines.runners`."""
+    chosen: ModelRunner = getattr(request, "param", "v1")
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, vlm: Path, runner: ModelRunner) -> Iterator[StartEngine]:
     """Start engines that live as long as the test module, unless it stops them itself.
 
-    `engine(name, *arguments, model=, environment=)` returns at once: start all, then call
-    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
+    `engine(name, *arguments, model=, environment=, runner=)` returns at once: start all, then call
+    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE. Tests of another
+    `runner` get engines of their own.
     """
-    with engines(LOGS / request.module.__name__, vlm) as start:
+    with engines(LOGS / f"{request.module.__name__}.{runner}", vlm) as start:
         yield start

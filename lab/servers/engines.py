@@ -6,13 +6,18 @@ to 30 s, almost all of it imports, and takes about 3 GB, 1 GB of which is KV cac
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from lab import v2_runner
 from lab.servers.processes import LOOPBACK, Server
+
+ModelRunner = Literal["v1", "v2"]
+"""vLLM's: V1 is that of CPU engines, V2 that of most GPU engines."""
 
 # Makes an engine start fast and stay small. Later arguments take precedence.
 SMALL_ENGINE = (
@@ -31,15 +36,18 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "PYTHONUNBUFFERED": "1",  # so that the log is complete when the engine ends
 }
+ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class EngineProcess(Server):
     """One vLLM API server with all its child processes.
 
     `arguments` are those of vLLM's command line; with connectors, for example, they are
-    `(*SMALL_ENGINE, ec_argument("producer", url))`.
+    `(*SMALL_ENGINE, ec_argument("producer", url))`. With `ON_V2` in its `environment` it runs the
+    V2 model runner; see `lab.v2_runner`. An engine that then runs another one fails to start.
     """
 
     grace_s = 15.0
@@ -55,6 +63,7 @@ class EngineProcess(Server):
     ) -> None:
         super().__init__(name, log_dir)
         self.model = str(model)
+        self._log_begins = 0  # in the log file, of this run's log
         self._arguments = tuple(arguments)
         self._environment = dict(environment or {})
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -72,18 +81,41 @@ class EngineProcess(Server):
         """Return the environment variables to set for vLLM."""
         # vLLM does not remove the sockets between its processes: they get a folder that we remove.
         sockets = {} if self._sockets is None else {"VLLM_RPC_BASE_PATH": self._sockets.name}
-        return {**ENVIRONMENT, **sockets, **self._environment}
+        own = {**ENVIRONMENT, **sockets, **self._environment}
+        return own | v2_runner.environment({**os.environ, **own}) if asks_for_v2(own) else own
 
     def start(self) -> None:
         """Start it and return at once. Its output is appended to `log_path`."""
         self._sockets = tempfile.TemporaryDirectory(prefix="ecshare-")
+        self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         super().start()
+
+    def is_ready(self) -> bool:
+        """Whether it is ready.
+
+        Raises:
+            ServerFailed: it ended, took too long, or runs another model runner than asked for.
+        """
+        is_ready = super().is_ready()
+        if is_ready and self._runs_v2() != asks_for_v2(self.environment()):
+            self.stop()
+            raise self.failure("runs another model runner than asked for")
+        return is_ready
+
+    def _runs_v2(self) -> bool:
+        log = self.log_path.read_bytes()[self._log_begins :]
+        return v2_runner.LOGGED.encode() in log
 
     def _end(self) -> None:
         super()._end()
         if self._sockets is not None:
             self._sockets.cleanup()
             self._sockets = None
+
+
+def asks_for_v2(environment: Mapping[str, str]) -> bool:
+    """Whether an engine in this environment is to run the V2 model runner."""
+    return ON_V2.items() <= environment.items()
 
 
 def ec_argument(role: str, url: str, **options: Any) -> str:
