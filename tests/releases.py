@@ -10,6 +10,9 @@ HAS_ENCODER_METRICS = VLLM >= (0, 31)
 needs_encoder_metrics = pytest.mark.skipif(
     not HAS_ENCODER_METRICS, reason="vLLM asks encoder-cache connectors for metrics since 0.31"
 )
+needs_v2_runner = pytest.mark.skipif(
+    VLLM < (0, 32), reason="CPU engines on the V2 model runner are tried since vLLM 0.32"
+)
 CAN_GUESS = VLLM >= (0, 31)
 needs_guesses = pytest.mark.skipif(
     not CAN_GUESS, reason="until 0.31 vLLM's CPU engines die of the first token they guess"
