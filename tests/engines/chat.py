@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine tests ask of an engine, and how they read its answers."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.servers import openai_client as client
-from lab.servers.processes import Server
+from lab.servers.processes import LOOPBACK, Server
 from tests import waiting
 
 STORED_WITHIN_S = 60.0
@@ -84,6 +85,21 @@ def _post(server: Server, path: str, body: dict[str, Any]) -> Answer:
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, json.load(error))
+
+
+def begin(server: Server, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """Send a request and do not read the answer; who closes the connection leaves."""
+    connection = http.client.HTTPConnection(LOOPBACK, server.port.number)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", f"/v1/{path}", json.dumps(body), headers)
+    return connection
+
+
+def wait_for_requests(engine: Server, number: int) -> None:
+    """Return when so many requests are with the engine; the test run's own limit bounds it."""
+    names = [(f"vllm:num_requests_{at}", "") for at in ("waiting", "running")]
+    while sum(client.counters(engine.base_url)[name] for name in names) != number:
+        pass
 
 
 def counts(server: Server) -> dict[str, float]:

@@ -8,13 +8,24 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lab.servers.engines import EngineProcess, kv_argument
+from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from lab.servers.openai_client import counters
 from tests.conftest import StartEngine
-from tests.engines.chat import Answer, ask, complete, counts, picture, stored_kv, text
+from tests.engines.chat import (
+    Answer,
+    ask,
+    begin,
+    complete,
+    counts,
+    picture,
+    stored_kv,
+    text,
+    wait_for_requests,
+)
+from tests.engines.runners import on_each_runner
 from tests.kv_events import Subscriber
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on_each_runner]
 
 BLOCK = 32
 CHUNK = 2 * BLOCK
@@ -41,14 +52,16 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+def fleet(
+    engine: StartEngine, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
 
     def sharing(name: str, *more: str) -> EngineProcess:
         # A host cache of its own: what it has comes from the store.
         limits = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
         kv = kv_argument("both", f"file://{root}/store", **limits)
-        return engine(name, f"--block-size={BLOCK}", kv, *more)
+        return engine(name, f"--block-size={BLOCK}", kv, *more, runner=runner)
 
     subscriber = Subscriber(tmp_path_factory.mktemp("events"))
     fleet = Fleet(
@@ -177,6 +190,20 @@ def test_preempted_requests_resume_with_the_same_tokens(fleet: Fleet) -> None:
 
 def preemptions(engine: EngineProcess) -> float:
     return counters(engine.base_url)["vllm:num_preemptions_total", ""]
+
+
+def test_what_was_computed_for_a_client_that_left_is_right(fleet: Fleet) -> None:
+    prompt = [20 + number * 3 % 400 for number in range(2 * CHUNK + 7)]
+    known = fleet.objects()
+    body = {"model": fleet.first.model, "prompt": prompt, "max_tokens": 1000, "ignore_eos": True}
+    leaving = begin(fleet.first, "completions", body)
+    wait_for_requests(fleet.first, 1)
+    leaving.close()
+    wait_for_requests(fleet.first, 0)
+    assert len(fleet.objects() - known) >= 2
+    answer = complete(fleet.second, fleet.second.model, prompt)
+    assert answer.tokens == complete(fleet.plain, fleet.plain.model, prompt).tokens
+    assert answer.num_cached_tokens >= 2 * CHUNK
 
 
 def test_followers_of_kv_events_learn_what_is_stored(fleet: Fleet) -> None:
