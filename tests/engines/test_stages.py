@@ -56,7 +56,7 @@ def fleet(
 
     def stage(name: str) -> EngineProcess:
         # A host cache of its own: what it has comes from the store.
-        options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": 20}
+        options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": 10}
         ec = ec_argument("consumer", store, **options)
         kv = kv_argument("both", store, chunk_tokens=2 * BLOCK, **options)
         arguments = (f"--block-size={BLOCK}", "--enable-mm-embeds", "--mm-processor-cache-gb=0")
