@@ -18,14 +18,15 @@ import pytest
 
 from lab import model_cache
 from lab.models import make_adapter
-from lab.servers.engines import EngineProcess, kv_argument
+from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from lab.servers.openai_client import counters
 from lab.servers.processes import Server
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, ask, complete, counting, counts, stored_kv, text
+from tests.engines.runners import on_each_runner
 from tests.releases import CAN_GUESS, needs_guesses
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on_each_runner]
 
 BLOCK = 32
 STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. " * 8
@@ -80,7 +81,7 @@ def post(server: Server, path: str, **body: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("text")
     shape = (f"--block-size={BLOCK}", "--num-gpu-blocks-override=256", "--limit-mm-per-prompt={}")
 
@@ -89,14 +90,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         return kv_argument("both", f"file://{root}/store", **own)
 
     guesses = (f"--speculative-config={json.dumps(GUESSING)}",) if CAN_GUESS else ()
-    with engines(LOGS / __name__, model_cache.model(CACHE / "models", "qwen2")) as start:
+    model = model_cache.model(CACHE / "models", "qwen2")
+    with engines(LOGS / f"{__name__}.{runner}", model) as start:
         fleet = Fleet(
             start("plain", *shape, *ADAPTERS, environment=MAY_BE_CHANGED),
-            start("first", *shape, *ADAPTERS, sharing("first"), environment=MAY_BE_CHANGED),
+            start(
+                *("first", *shape, *ADAPTERS, sharing("first")),
+                environment=MAY_BE_CHANGED,
+                runner=runner,
+            ),
             start(
                 *("second", *shape, *ADAPTERS, sharing("second"), "--no-enable-prefix-caching"),
                 environment=MAY_BE_CHANGED,
+                runner=runner,
             ),
+            # On V1: Triton's interpreter cannot run a kernel that V2 guesses with.
             start("guessing", *shape, *guesses, sharing("guessing")),
             root,
         )
