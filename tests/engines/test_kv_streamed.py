@@ -10,22 +10,25 @@ from typing import NamedTuple
 
 import pytest
 
-from lab.servers.engines import EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import (
     announced,
     ask,
+    begin,
     complete,
     counting,
     counts,
     picture,
     stored_kv,
     text,
+    wait_for_requests,
     wait_until,
 )
+from tests.engines.runners import on_each_runner
 from tests.releases import HAS_ENCODER_METRICS
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on_each_runner]
 
 BLOCK = 32
 CHUNK = 2 * BLOCK
@@ -74,7 +77,9 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+def fleet(
+    engine: StartEngine, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     store = f"file://{root}/store"
 
@@ -83,12 +88,13 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Flee
         options = {"host_cache_dir": f"{root}/{name}-host", "wait_s": WAIT_S}
         ec = ec_argument(ec_role, store, **options)
         kv = kv_argument("both", store, chunk_tokens=CHUNK, **options)
-        return engine(name, f"--block-size={BLOCK}", ec, kv, *more)
+        return engine(name, f"--block-size={BLOCK}", ec, kv, *more, runner=runner)
 
     fleet = Fleet(
         engine("plain"),
         sharing("p", "both", f"--max-num-batched-tokens={CHUNK}"),
-        sharing("d", "consumer"),
+        # Room for one prompt: the next one gets the blocks of the one before.
+        sharing("d", "consumer", "--num-gpu-blocks-override=136"),
         root,
     )
     for each in fleet[:3]:
@@ -122,6 +128,31 @@ def test_d_loads_what_p_has_computed_before_p_answers(fleet: Fleet) -> None:
     assert handed_over == {"kvshare": {"num_tokens": len(prompt) - 1, "size": 1}}
     assert gained["kvshare_tokens/announced"] == gained["kvshare_tokens/loaded"] == len(prompt) - 1
     assert gained["kvshare_tokens/hit"] == gained["kvshare_blocks/missed"] == 0, "no look-up"
+
+
+def test_a_client_that_leaves_d_while_its_kv_is_on_its_way(fleet: Fleet) -> None:
+    """What comes late is not written to blocks that have become another request's."""
+    abandoned = [30 + number * 3 % 400 for number in range(60 * CHUNK + 45)]
+    other = [40 + number * 7 % 400 for number in range(len(abandoned))]
+    expected = [
+        complete(fleet.plain, fleet.plain.model, each).tokens for each in (other, abandoned)
+    ]
+    body = {"model": fleet.d.model, "prompt": abandoned, "max_tokens": 12}
+    with ThreadPoolExecutor(1) as clients:
+        try:
+            with fleet.p_stops_in_the_middle():
+                leaving = begin(fleet.d, "completions", body | {"kv_transfer_params": STREAMED})
+                from_p = clients.submit(complete, fleet.p, fleet.p.model, abandoned, 1)
+            leaving.close()
+            wait_for_requests(fleet.d, 0)
+        finally:
+            fleet.p.resume()
+        assert complete(fleet.d, fleet.d.model, other).tokens == expected[0]
+        from_p.result()
+    stored_kv(fleet.root, "t0of1")
+    answer = complete(fleet.d, fleet.d.model, abandoned)
+    assert answer.tokens == expected[1]
+    assert answer.num_cached_tokens == len(abandoned) - 1
 
 
 def test_d_computes_what_a_p_that_was_killed_has_left(fleet: Fleet) -> None:
