@@ -154,7 +154,9 @@ class ECShareConnector(ECConnectorBase):
     @guarded(Orders, _promised_orders)
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> Orders:
         """Return this step's orders for the workers."""
-        orders = self.scheduler.orders(scheduler_output.num_scheduled_tokens)
+        orders = self.scheduler.orders(
+            scheduler_output.num_scheduled_tokens, scheduler_output.free_encoder_mm_hashes
+        )
         if self.scheduler.has_lost_worker:
             self.guard.give_up()
         return orders

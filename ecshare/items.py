@@ -10,8 +10,10 @@ One item per identifier, from the first request that needs it to the last one th
     ABSENT   encode it (and store it, on a producer); a request without pixels fails, unless it came
              later than the question and has time left: it is sought once more for that one
 
-Everything here runs on vLLM's scheduler thread and touches memory only. Jobs are collected during a
-step and submitted together at its end, because waking the I/O thread is what costs time.
+Everything here runs on vLLM's scheduler thread and touches memory only. What a host cache in memory
+has is READY at once, a few items a step; to wait for the I/O thread would cost the request a step.
+Other jobs are collected during a step and submitted together at its end, because waking the I/O
+thread is what costs time.
 """
 
 import logging
@@ -226,7 +228,7 @@ class Items:
         if item.handle is None and request_id not in item.retried_for:
             item.retried_for.add(request_id)
             item.is_announced = True
-            self._fetch(item, left_s)
+            self._start(item, self._fetching(item, left_s))
         return item.handle is not None
 
     def check_time(self, item: Item) -> None:
@@ -235,7 +237,7 @@ class Items:
             self._miss(item, "late")
 
     def flush(self) -> None:
-        """Hand this step's jobs to the transfer engine."""
+        """Hand the jobs that were collected to the transfer engine."""
         if self._look_up:
             for start in range(0, len(self._look_up), _LOOKED_UP_AT_ONCE):
                 items = tuple(self._look_up[start : start + _LOOKED_UP_AT_ONCE])
@@ -255,9 +257,11 @@ class Items:
         if not self._role.is_consumer:
             self._look_up.append(item)
             return
-        self._fetch(item, max(0.0, item.deadline_s - time.monotonic()))
+        fetch = self._fetching(item, max(0.0, item.deadline_s - time.monotonic()))
+        if not self._engine.end_at_once(fetch):
+            self._start(item, fetch)
 
-    def _fetch(self, item: Item, left_s: float) -> None:
+    def _fetching(self, item: Item, left_s: float) -> Handle[StoredObject]:
         limit_bytes = self._embeddings.max_bytes(item.num_embeds)
         accepts = partial(self._embeddings.fits, num_embeds=item.num_embeds)
         job = Fetch(
@@ -269,7 +273,7 @@ class Items:
             in_store=self._in_store,
             may_be_given_up=True,
         )
-        self._start(item, Handle(job, partial(self._fetched, item, is_told=item.is_announced)))
+        return Handle(job, partial(self._fetched, item, is_told=item.is_announced))
 
     def _start(self, item: Item, handle: Handle[Any]) -> None:
         item.handle = handle

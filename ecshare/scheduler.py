@@ -4,14 +4,16 @@
 vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then
 cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
 pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
-polls and looks into dictionaries; it never waits and never touches storage. What became of an item
-is known to `ecshare.items`; here is who waits for it, and what the workers are told.
+polls and looks into dictionaries; it never waits and never touches storage, but for a few looks a
+step at a host cache that is in memory. What became of an item is known to `ecshare.items`; here is
+who waits for it, and what the workers are told.
 """
 
 import heapq
 import json
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,7 @@ _UNPIN_UNREPORTED_S = 60.0
 _UNPIN_LOADED_S = 5.0
 _MAX_UNREPORTED_LOADS = 10_000
 # vLLM's encoder cache has room for no more items than this, by far.
-_MAX_PHANTOMS = 10_000
+_MAX_PHANTOMS = _MAX_CACHED = 10_000
 _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
@@ -133,6 +135,9 @@ class EncoderScheduler:
         # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
         # them, only by allocating them anew.
         self._phantoms: Recent[str, None] = Recent(_MAX_PHANTOMS)
+        # What vLLM's encoder cache holds, as far as it tells: it does not say that it was reset.
+        # Kept by engines that store nothing; others ask what they are to store or to announce.
+        self._cached: Recent[str, None] = Recent(_MAX_CACHED)
         self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         # Identifiers of items that were absent and that no request was reason enough to store.
         self._declined: Recent[str, None] = Recent(_MAX_PHANTOMS)
@@ -144,7 +149,7 @@ class EncoderScheduler:
     # --- hooks ---
 
     def ready(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Whether no item that `request` still needs is on its way. No I/O.
+        """Whether no item that `request` still needs is on its way.
 
         O(items) until they are all computed, O(1) then: vLLM asks in every step of a request. Items
         that end before `num_computed_tokens` are covered by KV and need nothing. An item that is
@@ -190,10 +195,18 @@ class EncoderScheduler:
             self._stats.add("encodes_avoided")
         elif _is_encoded(request.mm_features[index]):
             self._stats.add("items/encoded")
+        if not self._role.is_producer:
+            self._cached[identifier] = None
 
-    def orders(self, scheduled: dict[str, int]) -> Orders:
-        """Return what the workers shall do in a step that runs the requests of `scheduled`."""
+    def orders(self, scheduled: dict[str, int], evicted: Sequence[str] = ()) -> Orders:
+        """Return what the workers shall do in a step that runs the requests of `scheduled`.
+
+        `evicted`: identifiers of items that vLLM's encoder cache has dropped.
+        """
+        for identifier in evicted:
+            self._cached.pop(identifier, None)
         self._items.flush()
+        self._engine.begin_step()
         saves = self._save_orders(scheduled) if self._role.is_producer else ()
         self._unpin(time.monotonic())
         return Orders(self._take_loads(), saves)
@@ -325,7 +338,7 @@ class EncoderScheduler:
         if item.phase is Phase.ASKED:
             self._items.check_time(item)
         if item.phase is Phase.ASKED:
-            return False
+            return self._is_cached(feature)
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
         if is_lost and self._items.retry_for(item, request.request_id):
             self._items.flush()
@@ -337,6 +350,10 @@ class EncoderScheduler:
         if item.phase is Phase.READY:
             self._promises[item.identifier] = LoadOrder(item.identifier, item.object_key)
         return True
+
+    def _is_cached(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Whether vLLM's own encoder cache has it; if it has just dropped it, it can be encoded."""
+        return feature.identifier in self._cached and self._placeholders.can_encode(feature)
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item may be in the store, by its name."""

@@ -33,7 +33,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.affinity import start_unbound
 from ecshare.transfer.closing import ClosingTime
-from ecshare.transfer.fetch import Fetcher
+from ecshare.transfer.fetch import Fetcher, look
 from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.jobs import (
     Backfill,
@@ -49,6 +49,7 @@ from ecshare.transfer.jobs import (
     Put,
     Run,
     StoredObject,
+    Tier,
 )
 from ecshare.transfer.lookup import Locator
 from ecshare.transfer.save import Saver
@@ -64,6 +65,8 @@ _COPY_THREADS = 2
 # vLLM ends a worker that has not closed after 5 s.
 _CLOSE_S = 4.0
 _closing = ClosingTime()
+# So many look-ups on the caller's thread are less than a millisecond, whatever they find.
+LOOKS_A_STEP = 16
 
 
 class _Message(Struct, frozen=True):
@@ -103,6 +106,7 @@ class TransferEngine:
         self.host = open_host_cache(config)
         self.in_flight = 0
         self._is_closed = False
+        self._looks_left = LOOKS_A_STEP
         self.stats = Stats()
         self._integrity = open_integrity(config.integrity_key, path)
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -189,6 +193,32 @@ class TransferEngine:
         for handle in handles:  # the engine process is on its way out
             self._finish(handle, Outcome.REJECTED)
 
+    def end_at_once(self, handle: Handle[StoredObject]) -> bool:
+        """Do a Fetch here and now if this host has its object in memory; return whether it ended.
+
+        If so, its continuation was called. If not, nothing has happened: submit it. It takes some
+        40 us, and neither waits nor wakes a thread. There are LOOKS_A_STEP such looks, until
+        `begin_step`.
+        """
+        job = handle.job
+        assert isinstance(job, Fetch)
+        is_for_host = job.use is None and not job.in_store and self.host.is_in_memory
+        if not is_for_host or not self._looks_left:
+            return False
+        self._looks_left -= 1
+        handle.started_s = time.monotonic()
+        stored = look(self.host, job)
+        if stored is None:
+            return False
+        seconds = time.monotonic() - handle.started_s
+        moved = Moved("read", Tier.HOST, len(stored.payload), seconds)
+        self._tell(handle, Done(job, Outcome.OK, seconds, stored, (moved,)))
+        return True
+
+    def begin_step(self) -> None:
+        """Allow LOOKS_A_STEP looks again."""
+        self._looks_left = LOOKS_A_STEP
+
     def cancel(self, *handles: Handle[Any]) -> None:
         """Cancel jobs that were submitted. Never blocks, never raises.
 
@@ -223,13 +253,16 @@ class TransferEngine:
 
     def _end(self, handle: Handle[Any], done: Done[Any]) -> Done[Any]:
         self.in_flight -= 1
+        self._tell(handle, done)
+        return done
+
+    def _tell(self, handle: Handle[Any], done: Done[Any]) -> None:
         for moved in done.moved:
             where = f"{moved.direction}/{moved.tier.value}"
             self.stats.add(f"transfers/{where}")
             self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
             self.stats.add(f"transfer_seconds/{where}", moved.seconds)
         handle.ended(done)
-        return done
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Give jobs in flight `timeout_s` to end, then stop. A second call does nothing.

@@ -82,6 +82,26 @@ def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> Store
     return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
 
 
+def look(host: HostCache, job: Fetch) -> StoredObject | None:
+    """Return the object of `job`, pinned, if the host cache has it and the job can use it.
+
+    Changes nothing: what is damaged is left to whoever fetches it. Any thread.
+    """
+    entry = host.open(job.key)
+    if entry is None:
+        return None
+    try:
+        sealed = unseal(entry.body, job.key, verify=False)
+    except (ObjectCorrupt, OSError):
+        entry.close()
+        return None
+    stored = StoredObject(job.key, sealed.spec, sealed.payload, entry)
+    if job.accepts is None or job.accepts(stored.spec):
+        return stored
+    stored.release()
+    return None
+
+
 async def _ended(work: asyncio.Future[Any]) -> None:
     """Return when a thread has done `work`, even if this task is cancelled meanwhile: the thread
     cannot be stopped."""

@@ -34,6 +34,7 @@ from ecshare.store.hostcache.folder import (
     default_roots,
     fitting,
     floor_bytes,
+    is_in_memory,
     make_private,
     temporary_root,
 )
@@ -266,6 +267,8 @@ class HostCache:
         self._prefix = f"{store_id}+" if store_id else ""
         self._warned: set[str] = set()
         make_private(root)
+        self.is_in_memory = is_in_memory(root)
+        """Whether its files are in memory: no device or network makes `open` wait."""
         self._usage = Usage(root, fitting(root, limit_bytes))
         self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)

@@ -26,6 +26,7 @@ _SHARE = 0.5
 _FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 0.25
 _OTHER_NAMES = 8
+_IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def default_root(wanted_bytes: int) -> Path:
@@ -117,6 +118,19 @@ def fitting(root: Path, limit_bytes: int) -> int:
 def floor_bytes(root: Path) -> int:
     """Return how much of the file system of `root` a cache leaves free. 0: it is unknown."""
     return int(min(_FLOOR_BYTES, _FLOOR_SHARE * _disk_bytes(root)))
+
+
+def is_in_memory(root: Path) -> bool:
+    """Whether the files of `root` are in memory, so that no device is waited for."""
+    try:
+        device = root.stat().st_dev
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounted = (line.split() for line in mounts.splitlines())
+    kinds = (fields[fields.index("-") + 1] for fields in mounted if fields[2] == number)
+    return next(kinds, "") in _IN_MEMORY
 
 
 def _size(folder: Path) -> int:
