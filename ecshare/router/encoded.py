@@ -102,11 +102,14 @@ class EncodedMedia:
         }
 
     async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:
-        """Return a report that is not in the index, and whether it was in the store."""
+        """Return a report that was not in the index, and whether E was not asked for it here."""
         has_asked = False
 
         async def found() -> tuple[Metadata | None, bool]:
             nonlocal has_asked
+            # Another request's report may have come since this one looked.
+            if (json := self._index.get(key)) is not None:
+                return msgspec.json.decode(json), True
             if (shared := await self._read_shared(key)) is not None:
                 self._hearsay.put(key, None, 1)
                 self._keep(key, shared)

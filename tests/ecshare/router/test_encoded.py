@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ecshare.router.encoded import EncodedMedia, Reports
+from ecshare.router.plan import Metadata
 from ecshare.router.single_flight import SingleFlight
 from tests.ecshare.router.fake_engine import (
     PNG,
@@ -101,6 +103,28 @@ async def test_a_picture_is_not_a_video() -> None:
         for part in (picture(PNG), video):
             await f.post(chat(part))
         assert len({media_of(body)[0]["uuid"] for body in f.e.bodies}) == 2
+
+
+async def test_a_report_that_comes_while_another_request_looks_is_used() -> None:
+    media, answers, num_asked = EncodedMedia(1 << 20, SOON_S), asyncio.Event(), 0
+
+    async def ask() -> Metadata:
+        nonlocal num_asked
+        num_asked += 1
+        await answers.wait()
+        return {"image_grid_thw": [1, 2, 3]}
+
+    async def reports() -> Reports:
+        return await media.reports({"uuid": b"key"}, {"uuid": ask})
+
+    first = asyncio.create_task(reports())
+    while not num_asked:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(reports())  # it looks at the index before E's answer is there
+    answers.set()
+    assert (await second).metadata == (await first).metadata
+    assert (await second).known == {"uuid"}
+    assert num_asked == 1
 
 
 @pytest.mark.parametrize("answer", [no_report, failing(500), failing(422)])

@@ -399,7 +399,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_deadline_is_504(stream: bool) -> None:
-    async with fleet(timeout_s=0.3) as f:
+    async with fleet(timeout_s=1.0) as f:  # D must have been asked by then
         f.d.answer = hanging = Hanging(start=EVENTS[0] if stream else None)
         response, body = await f.post(chat(picture(PNG), stream=stream))
         if stream:
@@ -408,7 +408,8 @@ async def test_the_deadline_is_504(stream: bool) -> None:
         else:
             assert response.status == 504
         assert json.loads(body)["error"]["code"] == "timeout"
-        await hanging.left.wait()
+        async with asyncio.timeout(10):
+            await hanging.left.wait()
 
 
 @pytest.mark.parametrize(
