@@ -262,7 +262,7 @@ def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
     prompt = list(range(5 * BLOCK + 1))
     start(specs=specs).run(make_request("p", prompt))
     monkeypatch.setattr(LoadOrCompute, "num_worth_loading", lambda *_: num_loaded)
-    engine = start(specs=specs)
+    engine = start(specs=specs, store={"load": "if_faster"})
     (answer,) = engine.run(make_request("d", prompt, 3))
     assert answer.tokens == expected_answer(prompt, 3, engine.windows)
     assert answer.computed_prompt_tokens == len(prompt) - num_loaded * BLOCK
