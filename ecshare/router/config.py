@@ -165,8 +165,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         type=_engine,
         action="append",
         default=_Repeated("required, or --engines"),
-        help="decode engine; dns+http://HOST:PORT stands for all addresses of a name, for each "
-        "stage; they are looked up every few seconds",
+        help="decode engine; dns+http://decode.example:8003 stands for all addresses of that name, "
+        "for each stage; they are looked up every few seconds",
     )
     say(
         "--engines",

@@ -49,7 +49,7 @@ class PendingRequest:
         self._watched = watched
         self.limit_s = limit_s
         self._is_last_resort = is_last_resort
-        self._timeout = timeout
+        self._timeout: asyncio.Timeout | None = timeout
         self._num_received_before = watched.num_received
         self._began_s = asyncio.get_running_loop().time()
 
@@ -68,14 +68,25 @@ class PendingRequest:
         self._watched.note_received()
         if self in self._watched.waits:
             self._watched.waits.remove(self)
-            if not self._timeout.expired():
-                self._timeout.reschedule(None)
+            self._reschedule(None)
 
     def give_up_if_late(self) -> None:
         """Cancel the request, so that another engine gets it, if it need not wait any longer."""
         may_move = self._watched.engine.is_hung or self.is_late
-        if may_move and not self._is_last_resort() and not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        if may_move and not self._is_last_resort():
+            self._reschedule(asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Note that nobody waits any more.
+
+        A time limit refers to its task. The task's error refers to frames, and they to this: that
+        cycle would keep the request's memory.
+        """
+        self._timeout = None
+
+    def _reschedule(self, when_s: float | None) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(when_s)
 
 
 @dataclass(eq=False)
@@ -164,6 +175,7 @@ class HealthMonitor:
         try:
             yield
         finally:
+            wait.end()
             if wait in watched.waits:
                 watched.waits.remove(wait)
                 watched.was_abandoned = True

@@ -6,7 +6,7 @@
      ├── ConfigError       (ValueError)         an option is wrong; names it, and the fix
      └── StoreError
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
-     │    └── ObjectGivenUp                     and whoever announced it will not store it
+          │    └── ObjectGivenUp                 and whoever announced it will not store it
           ├── ObjectCorrupt     (ValueError)         its bytes are not a valid object
           │    └── ObjectUnreadable              this one cannot be read, or is not an object
           └── StoreUnavailable  (OSError)            the store gave no answer, or a wrong one

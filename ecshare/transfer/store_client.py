@@ -5,7 +5,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import TypeVar
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
@@ -67,7 +67,7 @@ class StoreClient:
         half of that time. If it had less, because its job waited before, a time-out shows nothing.
 
         Raises:
-            StoreError, TimeoutError: as the store; the breaker is informed.
+            StoreError, TimeoutError: as the store; the breaker is informed, except of notes.
         """
         is_write = priority in (Priority.NOTE, Priority.SAVE)
         breaker = self._writes if is_write else self._reads
@@ -81,7 +81,9 @@ class StoreClient:
             ends_s = min(deadline_s, begun_s + self._timeout_s)
             is_fair = ends_s < deadline_s or ends_s - begun_s >= patience_s / 2
             # It may have gone while this waited for its turn.
-            with breaker.attempt(_VERDICTS if is_fair else _WITHOUT_TIME):
+            attempt = breaker.attempt(_VERDICTS if is_fair else _WITHOUT_TIME)
+            # A note follows a failure that was counted. And a full disk may have room for it.
+            with nullcontext() if priority is Priority.NOTE else attempt:
                 async with asyncio.timeout_at(ends_s):
                     return await call(self._store)
 

@@ -23,6 +23,7 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/testing.py", {"testing"}),
     ("ecshare/router/", {"router"}),
     ("ecshare/store/cloud.py", {"s3"}),
+    ("ecshare/store/cloud_errors.py", {"s3"}),
     ("ecshare/store/s3_options.py", {"s3"}),
     ("ecshare/store/", set()),
     ("ecshare/cli.py", {"cli"}),
