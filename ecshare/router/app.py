@@ -35,6 +35,7 @@ from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.memory import MemoryBudget, Reservation
+from ecshare.router.metrics import RouterMetrics, Sources
 from ecshare.router.middleware import (
     CONTEXT,
     RequestContext,
@@ -45,6 +46,8 @@ from ecshare.router.middleware import (
     verbatim,
 )
 from ecshare.router.models import ServedModels
+from ecshare.router.observer import Observer
+from ecshare.router.pages import Pages
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
 from ecshare.router.probes import Probes, Readiness, engine_states
 from ecshare.router.relay import Relay, Reply
@@ -138,9 +141,16 @@ class Router:
             },
         )
         self.in_flight = RequestsInFlight()
+        shows_urls = config.status_key is not None
+        self._metrics = RouterMetrics(Sources(self._pools, self._memory, self.counts, shows_urls))
+        self._observer = Observer(self._metrics)
         self._retry_budget = RetryBudget(config.retry_share, clock_s)
-        keeps_affinity = config.balance == "affinity"
-        self._retries = Retries(self._pools, self._retry_budget, keeps_affinity=keeps_affinity)
+        self._retries = Retries(
+            self._pools,
+            self._retry_budget,
+            self._metrics.count_retry,
+            keeps_affinity=config.balance == "affinity",
+        )
         self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
         self._encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
         self._served = ServedModels(self._served_models, clock_s)
@@ -157,13 +167,16 @@ class Router:
         decoders = self._pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
         probes = Probes(readiness, self._config.status_key, self.status)
-        for path, handler in (
-            ("/live", probes.live),
-            ("/ready", probes.ready),
-            ("/status", probes.status),
-        ):
+        pages = Pages(self._config.status_key, self._metrics)
+        for path, handler in {
+            "/live": probes.live,
+            "/ready": probes.ready,
+            "/status": probes.status,
+            **pages.routes(),
+        }.items():
             app.router.add_get(path, handler, expect_handler=_send_continue)
         app.on_response_prepare.append(self._close_if_stopping)
+        self._observer.attach(app)
         return app
 
     async def _close_if_stopping(self, http: web.Request, response: web.StreamResponse) -> None:
@@ -173,7 +186,7 @@ class Router:
             response.headers["Connection"] = "close"  # aiohttp has set its headers before this
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
-        self.relay = Relay(self._config, self._pools)
+        self.relay = Relay(self._config, self._pools, self._observer)
         await self._fleet.start()
         if self._config.store is not None:
             self._encoded.shared = SharedReports(self._config.store, self._clock_s)
@@ -196,7 +209,7 @@ class Router:
             late = self.in_flight.ending()
             if context.answer is None:
                 raise late from exc
-            return await end_stream(context.answer, late)
+            return await end_stream(context, late)
         finally:
             context.blobs.clear()  # an idle connection still refers to its last request
 
@@ -227,7 +240,7 @@ class Router:
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
-            report |= self._counts()
+            report |= self.counts()
         return json_response(200 if complete else 503, report)
 
     def status(self) -> dict[str, Any]:
@@ -237,10 +250,11 @@ class Router:
             "in_flight": len(self.in_flight),
             "stages": engine_states(self._pools, self._limits.used),
             "memory": self._memory.used_bytes,
-            **self._counts(),
+            **self.counts(),
         }
 
-    def _counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
+        """Return what was counted since the start. docs/metrics.md explains it."""
         return {
             "answered": dict(self._paths),
             "fallbacks": self._num_fallbacks,
@@ -358,6 +372,7 @@ class Router:
             self._encoded.confirm(encoded.keys)
             return answer
         self._num_repeats += 1
+        self._metrics.count_retry(Stage.ENCODE)
         context.path.clear()
         context.avoided.clear()
         return await self._through_stages(job, media, may_repeat=False)
@@ -594,7 +609,7 @@ class Router:
                 await context.answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)
-            return await end_stream(context.answer, unavailable(failure, self._config))
+            return await end_stream(context, unavailable(failure, self._config))
         await context.answer.write_eof()
         return context.answer
 

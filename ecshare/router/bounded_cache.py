@@ -18,6 +18,8 @@ class BoundedCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self.num_bytes = 0
         """The sum of what `put` was told."""
+        self.num_evicted = 0
+        """Entries that had to make room."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -44,6 +46,7 @@ class BoundedCache(Generic[K, V]):
         while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
             _, (_, freed_bytes) = self._entries.popitem(last=False)
             self.num_bytes -= freed_bytes
+            self.num_evicted += 1
 
     def discard(self, key: K) -> None:
         """Forget a value, if there is one."""

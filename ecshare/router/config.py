@@ -336,7 +336,8 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         type=_secret,
         default=None,
         help="a key, as env:NAME or file:PATH; whoever sends it to /health or /status, as "
-        "Authorization: Bearer KEY, is told where the engines are and what they do",
+        "Authorization: Bearer KEY, is told where the engines are and what they do; /metrics then "
+        "asks for it too",
     )
     say("--access-log", action="store_true", help="log one line per request")
     say(

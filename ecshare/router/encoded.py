@@ -99,6 +99,7 @@ class EncodedMedia:
             "waiting": self._asking.num_waiting,
             "remembered": len(self._index),
             "memory": self._index.num_bytes,
+            "evicted": self._index.num_evicted,
         }
 
     async def _report(self, key: bytes, ask: Ask) -> tuple[Metadata | None, bool]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
@@ -37,6 +38,8 @@ class Engine:
     """One engine, as the router sees it. Only its `EnginePool` changes it."""
 
     url: str
+    number: int = 0
+    """From 1 on; of no other engine of its stage. Used again when the engine is gone."""
     in_flight: int = 0
     tokens: int = 0
     """The work in flight, estimated."""
@@ -84,7 +87,9 @@ class EnginePool:
         engines that go keep the requests that they have.
         """
         known = {engine.url: engine for engine in self._ever}
-        self._engines = [known.get(url) or Engine(url) for url in urls]
+        taken = {engine.number for engine in self._ever}
+        free = (number for number in count(1) if number not in taken)
+        self._engines = [known.get(url) or Engine(url, next(free)) for url in urls]
         self._ever.update(self._engines)
 
     def owns(self, engine: Engine) -> bool:
@@ -206,6 +211,11 @@ class EnginePool:
     def set_streams(self, engine: Engine, *, streams: bool) -> None:
         """Remember whether `engine` stores KV while it computes."""
         engine.streams = streams
+
+
+def name_of(stage: Stage, engine: Engine) -> str:
+    """Return a name that tells nothing of where the engine is, such as `prefill-1`."""
+    return f"{stage}-{engine.number}"
 
 
 def _is_up(engine: Engine, now_s: float) -> bool:

@@ -39,6 +39,11 @@ class ApiError(Exception):
         self.reason = reason
         return self
 
+    @property
+    def kind(self) -> str:
+        """What the metrics count it as."""
+        return self.code or "invalid_request"
+
     def body(self) -> dict[str, Any]:
         """Return the JSON object that OpenAI's clients expect."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"

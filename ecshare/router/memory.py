@@ -13,7 +13,7 @@ class MemoryBudget:
     """A limit in bytes that requests share. Belongs to the event loop's thread."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
     @contextmanager
@@ -29,7 +29,7 @@ class MemoryBudget:
         """Tell whether `more_bytes` fit. They always do if the request already holds all that is
         used.
         """
-        return self.used_bytes == held_bytes or self.used_bytes + more_bytes <= self._limit_bytes
+        return self.used_bytes == held_bytes or self.used_bytes + more_bytes <= self.limit_bytes
 
 
 class Reservation:

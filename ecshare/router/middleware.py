@@ -45,6 +45,8 @@ class RequestContext:
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
     blobs: Blobs = field(default_factory=Blobs)
+    error: str = ""
+    """The kind of the error that the client gets, for the metrics."""
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
@@ -132,8 +134,11 @@ def verbatim(
     return response
 
 
-async def end_stream(answer: web.StreamResponse, error: ApiError) -> web.StreamResponse:
-    """End a stream with an error event. The stream may have stopped within an event."""
+async def end_stream(context: RequestContext, error: ApiError) -> web.StreamResponse:
+    """End a stream that has begun with an error event. It may have stopped within an event."""
+    answer = context.answer
+    assert answer is not None
+    context.error = error.kind
     await answer.write(b"\n\ndata: " + msgspec.json.encode(error.body()) + b"\n\n")
     await answer.write_eof()
     return answer
@@ -202,6 +207,7 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
         case _:
             logger.error("request %s failed", request[CONTEXT].request_id, exc_info=error)
             shown = ApiError(500, "The router failed.", code="internal_error")
+    request[CONTEXT].error = shown.kind
     response = json_response(shown.status, shown.body())
     if shown.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(shown.retry_after_s)))

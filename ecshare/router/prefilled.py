@@ -157,6 +157,7 @@ class PrefilledPrompts:
             "avoided": self._num_avoided,
             "remembered": len(self._index),
             "memory": self._index.num_bytes,
+            "evicted": self._index.num_evicted,
         }
 
     def _put(self, turns: list[Turn], missing_chars: int, hand_over: Request) -> None:

@@ -23,6 +23,8 @@ from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
+from ecshare.router.observer import Observer
+from ecshare.router.trace import Call
 from ecshare.store.integrity import TOKEN_HEADER
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -43,6 +45,7 @@ class Reply:
         self, stage: Stage, response: aiohttp.ClientResponse, wait: PendingRequest | None = None
     ) -> None:
         self.stage = stage
+        self.call: Call | None = None
         self._wait = wait
         self._response = response
         self.status = response.status
@@ -63,6 +66,8 @@ class Reply:
         return error
 
     def _heard(self) -> None:
+        if self.call is not None:
+            self.call.note_bytes()
         if self._wait is not None:
             self._wait.note_received()
 
@@ -72,7 +77,7 @@ class Reply:
         Raises:
             EngineError: it breaks off.
         """
-        with _broken_off(self.stage):
+        with _broken_off(self.stage, self.call):
             async for chunk in self._response.content.iter_any():
                 self._heard()
                 yield chunk
@@ -102,8 +107,15 @@ class _ForbiddenAddressError(OSError):
 class Relay:
     """Pooled HTTP clients for engines and media. Create and close it inside the event loop."""
 
-    def __init__(self, config: RouterConfig, engines: Mapping[Stage, EnginePool]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        engines: Mapping[Stage, EnginePool],
+        observer: Observer | None = None,
+    ) -> None:
+        """`observer` sees the calls of engines that have a body."""
         self._config = config
+        self._observer = observer
         token = config.router_token
         self._own_headers = {TOKEN_HEADER: token} if token else {}
         self._engines = engines
@@ -166,6 +178,26 @@ class Relay:
             EngineError: the engine fails, or a time limit ends, also inside the block.
         """
         stage = next(stage for stage, each in self._engines.items() if each.owns(engine))
+        if request is None or self._observer is None:
+            async with self._send(stage, engine, path, request, headers, limits) as reply:
+                yield reply
+            return
+        with self._observer.call(stage, engine) as call:
+            async with self._send(stage, engine, path, request, headers, limits) as reply:
+                call.note_head(reply.status, is_stream=reply.is_stream)
+                reply.call = call
+                yield reply
+
+    @asynccontextmanager
+    async def _send(  # noqa: PLR0913 — the arguments of `call`, and the stage
+        self,
+        stage: Stage,
+        engine: Engine,
+        path: str,
+        request: Payload | None,
+        headers: Mapping[str, str],
+        limits: TimeLimits,
+    ) -> AsyncIterator[Reply]:
         engines = self._engines[stage]
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
@@ -281,9 +313,11 @@ def _unreachable(stage: Stage, engine: Engine, engines: EnginePool) -> Iterator[
 
 
 @contextmanager
-def _broken_off(stage: Stage) -> Iterator[None]:
+def _broken_off(stage: Stage, call: Call | None) -> Iterator[None]:
     """Map the errors of reading an answer."""
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as exc:
+        if call is not None:
+            call.is_broken = True  # whoever reads a stream may handle the error within the call
         raise EngineError(stage, f"the answer broke off: {exc}", reached=True) from exc

@@ -84,11 +84,19 @@ class Retries:
     """Chooses the engines of each stage. Belongs to the event loop's thread."""
 
     def __init__(
-        self, pools: Mapping[Stage, EnginePool], budget: RetryBudget, *, keeps_affinity: bool
+        self,
+        pools: Mapping[Stage, EnginePool],
+        budget: RetryBudget,
+        count_retry: Callable[[Stage], None],
+        *,
+        keeps_affinity: bool,
     ) -> None:
-        """`keeps_affinity`: whether requests go to the engines that got similar ones before."""
+        """`count_retry` is told of each retry. `keeps_affinity`: whether requests go to the engines
+        that got similar ones before.
+        """
         self._pools = pools
         self._budget = budget
+        self._count_retry = count_retry
         self._keeps_affinity = keeps_affinity
 
     async def run(
@@ -131,6 +139,7 @@ class Retries:
                 logger.warning(
                     "request %s tries another %s: %s", context.request_id, stage, failure
                 )
+                self._count_retry(stage)
                 engine = following
 
     def _first(self, stage: Stage, work: Work) -> Engine:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sees every request come and go, and each call of an engine on its way."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ecshare.router.engines import Engine, Stage, name_of
+from ecshare.router.metrics import RouterMetrics
+from ecshare.router.middleware import CONTEXT
+from ecshare.router.trace import Call, Trace
+
+_MAX_REQUESTS = 100
+_OPENAI = "/v1/"
+_NO_ROUTE = "none"
+
+# Tasks inherit it: a call of an engine finds the request that it is made for.
+_CURRENT: ContextVar[Trace | None] = ContextVar("trace", default=None)
+_TRACE: web.RequestKey[Trace] = web.RequestKey("trace", Trace)
+
+
+class Observer:
+    """Counts and remembers what a router does. Belongs to the event loop's thread."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._recent: deque[Trace] = deque(maxlen=_MAX_REQUESTS)
+
+    def attach(self, app: web.Application) -> None:
+        """Observe an application, once it has all its routes.
+
+        Its own middleware, which turns errors into answers, stands inside.
+        """
+        for resource in app.router.resources():
+            self._metrics.expect(resource.canonical)
+        app.middlewares.insert(0, self._middleware())
+        app.on_response_prepare.append(_note_first_byte)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return the latest completions, the newest first, also those that are on their way."""
+        return [trace.shown() for trace in reversed(self._recent)]
+
+    @contextmanager
+    def call(self, stage: Stage, engine: Engine) -> Iterator[Call]:
+        """Observe a call of an engine while the block runs."""
+        call = Call(stage, name_of(stage, engine))
+        trace = _CURRENT.get()
+        if trace is not None:
+            trace.add(call)
+        try:
+            yield call
+        except BaseException as exc:
+            call.end(exc)
+            raise
+        else:
+            call.end(None)
+        finally:
+            self._metrics.observe_call(call)
+
+    def _middleware(self) -> Middleware:
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            trace = request[_TRACE] = Trace()
+            route = _route(request)
+            is_completion = request.method == "POST" and route.startswith(_OPENAI)
+            if is_completion:
+                self._recent.append(trace)
+            before = _CURRENT.set(trace if is_completion else None)
+            status = None
+            self._metrics.num_in_progress += 1
+            try:
+                response = await handler(request)
+                status = response.status
+            finally:
+                _CURRENT.reset(before)
+                self._metrics.num_in_progress -= 1
+                self._end(request, route, status)
+            return response
+
+        return middleware
+
+    def _end(self, request: web.Request, route: str, status: int | None) -> None:
+        trace, context = request[_TRACE], request[CONTEXT]
+        trace.path, trace.avoided = tuple(context.path), tuple(context.avoided)
+        trace.end(status, context.error)
+        self._metrics.observe_request(route, trace)
+
+
+def _route(request: web.Request) -> str:
+    """Return the path of the route. A client's own path is never a label."""
+    resource = request.match_info.route.resource
+    return _NO_ROUTE if resource is None else resource.canonical
+
+
+async def _note_first_byte(request: web.Request, response: web.StreamResponse) -> None:
+    """Note that a streamed answer begins. Others are whole by then."""
+    trace = request.get(_TRACE)
+    if trace is not None and trace.ended_s is None:
+        trace.first_byte_s = time.monotonic()
