@@ -11,7 +11,7 @@ CASES ?= 20
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-gpu fuzz test-matrix constraints docs clean
+.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
+	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
 	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
 	@echo "make docs                                 write docs/config.md from the option types"
@@ -44,7 +45,7 @@ lint: setup
 
 # Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
 unit: setup
-	$(BIN)/python -m pytest -q -m "not engine and not packaging" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser" -n 2 --dist loadfile
 
 # The wheel with each extra in an empty environment: a minute, and a package index.
 packaging: setup
@@ -70,6 +71,10 @@ fuzz: setup
 	@echo "SEED=$(SEED) CASES=$(CASES)"
 	FUZZ_SEED="$(SEED)" FUZZ_CASES="$(CASES)" $(BIN)/python -m pytest -q -m fuzz -n 2 --durations=0 \
 		--durations-min=1 tests/fuzz
+
+# The router's dashboard in Chromium, which `apt-get install chromium` brings.
+test-browser: setup
+	$(BIN)/python -m pytest -v -m browser tests/ecshare/router
 
 test-matrix:
 	@$(PYTHON) scripts/matrix.py $(VLLM)

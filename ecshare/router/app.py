@@ -27,7 +27,7 @@ from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.encoded import EncodedMedia
-from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, Work
+from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, Work, name_of
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.events import read_opening
 from ecshare.router.fleet import FleetWatch, fixed
@@ -142,7 +142,8 @@ class Router:
         )
         self.in_flight = RequestsInFlight()
         shows_urls = config.status_key is not None
-        self._metrics = RouterMetrics(Sources(self._pools, self._memory, self.counts, shows_urls))
+        self._sources = Sources(self._pools, self._memory, self.counts, shows_urls)
+        self._metrics = RouterMetrics(self._sources)
         self._observer = Observer(self._metrics)
         self._retry_budget = RetryBudget(config.retry_share, clock_s)
         self._retries = Retries(
@@ -166,8 +167,10 @@ class Router:
         app.router.add_get("/health", self.health, expect_handler=_send_continue)
         decoders = self._pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
-        probes = Probes(readiness, self._config.status_key, self.status)
-        pages = Pages(self._config.status_key, self._metrics)
+        key = self._config.status_key
+        probes = Probes(readiness, key, self.status)
+        stages = partial(self._stages, is_full=True)
+        pages = Pages(key, self._sources, self._metrics, self._observer, stages)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
@@ -231,12 +234,7 @@ class Router:
         """
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
-        stages: dict[str, list[dict[str, Any]]] = {}
-        for stage, engine, healthy in await self.check_all():
-            group = stages.setdefault(stage, [])
-            group.append({"name": f"{stage}-{len(group) + 1}", "healthy": healthy})
-            if is_full:
-                group[-1] |= {"url": engine.url, "in_flight": engine.in_flight}
+        stages = await self._stages(is_full=is_full)
         complete = all(any(each["healthy"] for each in group) for group in stages.values())
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
@@ -252,6 +250,17 @@ class Router:
             "memory": self._memory.used_bytes,
             **self.counts(),
         }
+
+    async def _stages(self, *, is_full: bool) -> dict[str, list[dict[str, Any]]]:
+        """Check all engines, and return what is known of them, by stage."""
+        stages: dict[str, list[dict[str, Any]]] = {}
+        for stage, engine, healthy in await self.check_all():
+            told: dict[str, Any] = {"name": name_of(stage, engine), "healthy": healthy}
+            if is_full:
+                state = self._pools[stage].state(engine)
+                told |= {"url": engine.url, "in_flight": engine.in_flight, "state": state}
+            stages.setdefault(stage, []).append(told)
+        return stages
 
     def counts(self) -> dict[str, Any]:
         """Return what was counted since the start. docs/metrics.md explains it."""

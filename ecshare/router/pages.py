@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router tells those who run it: its metrics."""
+"""What the router tells those who run it: its metrics, and a dashboard."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from aiohttp import hdrs, web
 
+from ecshare.router.dashboard import page, page_headers
 from ecshare.router.errors import ApiError
-from ecshare.router.metrics import RouterMetrics
+from ecshare.router.metrics import RouterMetrics, Sources
 from ecshare.router.middleware import CONTEXT, json_response
+from ecshare.router.observer import Observer
 from ecshare.router.secret import Secret
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Stages = Callable[[], Awaitable[dict[str, Any]]]
+"""Returns all that is known of the engines, by stage."""
 
+_NO_KEY = "The router was started without --status-key, and shows nothing here."
 _WRONG_KEY = "That is not the status key, sent as Authorization: Bearer KEY."
 
 
 class Pages:
     """The pages for operators. Belongs to the event loop's thread."""
 
-    def __init__(self, key: Secret | None, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        key: Secret | None,
+        sources: Sources,
+        metrics: RouterMetrics,
+        observer: Observer,
+        stages: Stages,
+    ) -> None:
         self._key = key
+        self._sources = sources
         self._metrics = metrics
+        self._observer = observer
+        self._stages = stages
 
     def routes(self) -> Mapping[str, Page]:
         """Return the pages, by path."""
-        return {"/metrics": self.metrics}
+        return {
+            "/metrics": self.metrics,
+            "/dashboard": self.dashboard,
+            "/dashboard/data": self.dashboard_data,
+        }
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         """Answer with the metrics in Prometheus's format.
@@ -35,6 +55,25 @@ class Pages:
             return _refused(http, _WRONG_KEY)
         body, content_type = self._metrics.exposed(http.headers.get(hdrs.ACCEPT, ""))
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+
+    async def dashboard(self, http: web.Request) -> web.StreamResponse:
+        """Answer with the page, which holds no data."""
+        return web.Response(text=page(), headers=page_headers())
+
+    async def dashboard_data(self, http: web.Request) -> web.StreamResponse:
+        """Answer with what the page shows, to those who send the status key."""
+        if not self._is_shown(http):
+            return _refused(http, _NO_KEY if self._key is None else _WRONG_KEY)
+        told = {
+            "stages": await self._stages(),
+            "counts": self._sources.counts(),
+            "in_flight_bytes": self._sources.memory.used_bytes,
+            "in_flight_limit_bytes": self._sources.memory.limit_bytes,
+            "requests": self._observer.recent(),
+        }
+        response = json_response(200, told)
+        response.headers[hdrs.CACHE_CONTROL] = "no-store"
+        return response
 
     def _is_shown(self, http: web.Request) -> bool:
         """Tell whether the request carries the status key."""

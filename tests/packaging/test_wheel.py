@@ -98,7 +98,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: str) -> None:
         path.relative_to(ROOT).as_posix()
         for package in ("ecshare", "kvshare")
         for path in (ROOT / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".html") or path.name == "py.typed"
     }
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == ours
