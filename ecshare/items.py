@@ -350,8 +350,7 @@ class Items:
             self.unsaved[item.identifier] = item
 
     def _count_wait(self, item: Item) -> None:
-        self._stats.add("waits")
-        self._stats.add("wait_seconds", time.monotonic() - item.asked_s)
+        self._stats.observe("wait_seconds", time.monotonic() - item.asked_s)
 
 
 def _most_items() -> int:

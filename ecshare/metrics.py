@@ -26,8 +26,9 @@ METRICS: MetricTable = {
         {"reason": MISS_REASONS},
     ),
     "encodes_avoided": Metric("encodes_avoided", "Media items that need not be encoded."),
-    "waits": Metric("waits", "Media items that a request waited for, hit or miss."),
-    "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed."),
+    "wait_seconds": Metric(
+        "wait_seconds", "Seconds that requests waited for media items.", is_histogram=True
+    ),
     **TRANSFER_METRICS,
     **HALF_METRICS,
 }

@@ -195,8 +195,7 @@ class Lookups:
         if search.is_over:
             return
         search.is_over = True
-        self._stats.add("waits/look_up")
-        self._stats.add("wait_seconds/look_up", self._clock_s() - search.begun_s)
+        self._stats.observe("wait_seconds/look_up", self._clock_s() - search.begun_s)
         if search.num_missing_blocks:
             self.sizes.look(self._config.io_timeout_s)
             self._stats.add("blocks/missed", search.num_missing_blocks)

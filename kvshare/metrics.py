@@ -3,7 +3,6 @@
 
 from ecshare.plugin.metrics import HALF_METRICS, MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
 
-_WAITS = {"stage": ("look_up", "load")}
 METRICS: MetricTable = {
     "blocks": Metric(
         "blocks",
@@ -26,12 +25,12 @@ METRICS: MetricTable = {
         "Prompt tokens: looked up, found or announced, computed though found, and loaded.",
         {"event": ("queried", "hit", "announced", "computed", "loaded")},
     ),
-    "waits": Metric(
-        "waits",
-        "Requests that waited, hit or miss, by what they waited for.",
-        _WAITS,
+    "wait_seconds": Metric(
+        "wait_seconds",
+        "Seconds that requests waited, hit or miss, by what for.",
+        {"stage": ("look_up", "load")},
+        is_histogram=True,
     ),
-    "wait_seconds": Metric("wait_seconds", "Seconds of these waits, summed.", _WAITS),
     **TRANSFER_METRICS,
     **HALF_METRICS,
 }

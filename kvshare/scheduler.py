@@ -428,8 +428,7 @@ class KVScheduler:
     def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
         seconds = self._clock_s() - loading.begun_s
-        self._stats.add("waits/load")
-        self._stats.add("wait_seconds/load", seconds)
+        self._stats.observe("wait_seconds/load", seconds)
         lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
         first = 0 if failed else (lost or [len(loading.chunks)])[0]
         for chunk in loading.chunks[:first]:

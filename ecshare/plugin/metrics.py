@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from ecshare.transfer.stats import is_gauge, merged
+from ecshare.transfer.stats import BUCKETS_S, is_gauge, is_observed, merged, observations, summed
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Metric:
     name: str
     what: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_histogram: bool = False
+    """Whether it takes observations in seconds, over BUCKETS_S."""
 
 
 MetricTable = Mapping[str, Metric]
@@ -43,10 +45,9 @@ MISS_REASONS = (
 )
 _MOVES = {"direction": ("read", "write"), "tier": ("host", "store")}
 TRANSFER_METRICS = {
-    "transfers": Metric("transfers", "Objects moved, by direction and tier.", _MOVES),
     "transfer_bytes": Metric("transfer_bytes", "Bytes moved, by direction and tier.", _MOVES),
     "transfer_seconds": Metric(
-        "transfer_seconds", "Seconds spent on moving them, summed over objects.", _MOVES
+        "transfer_seconds", "Seconds that an object took to move.", _MOVES, is_histogram=True
     ),
     "now/save_queue_bytes": Metric(
         "save_queue_bytes", "Bytes of host memory that saves in flight hold."
@@ -88,7 +89,7 @@ class CounterStats(KVConnectorStats):
         """Return the counts for vLLM's log line."""
         return {
             name: int(count) if float(count).is_integer() else round(count, 3)
-            for name, count in sorted(self.data.items())
+            for name, count in sorted(summed(self.data).items())
         }
 
     def is_empty(self) -> bool:
@@ -133,13 +134,22 @@ class PrometheusCounters:
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's counts to the metrics of engine `engine_idx`."""
+        for name, seconds, times in observations(transfer_stats_data):
+            child = self._child(name, engine_idx)
+            for _ in range(times if child is not None else 0):
+                child.observe(seconds)
         for name, count in transfer_stats_data.items():
-            family, labels = family_and_labels(name)
-            metric = self._metrics.get(family)
-            if metric is None or len(labels) != self._num_labels[family]:
-                continue
-            child = metric.labels(*self._label_values[engine_idx], *labels)
-            child.set(count) if is_gauge(name) else child.inc(count)
+            child = None if is_observed(name) else self._child(name, engine_idx)
+            if child is not None:
+                child.set(count) if is_gauge(name) else child.inc(count)
+
+    def _child(self, name: str, engine_idx: int) -> Any:
+        """Return the series of a count; None if it is none of ours."""
+        family, labels = family_and_labels(name)
+        metric = self._metrics.get(family)
+        if metric is None or len(labels) != self._num_labels[family]:
+            return None
+        return metric.labels(*self._label_values[engine_idx], *labels)
 
 
 def _registered(
@@ -150,6 +160,9 @@ def _registered(
     labelnames: list[str],
 ) -> Any:
     options: dict[str, Any] = {"labelnames": [*labelnames, *metric.labels]}
+    if metric.is_histogram:
+        options["buckets"] = BUCKETS_S
+        return metric_types[Histogram](name=name, documentation=metric.what, **options)
     if not is_gauge(family):
         return metric_types[Counter](name=name, documentation=metric.what, **options)
     # Several API server processes: the one that heard last knows best, as for vLLM's own gauges.

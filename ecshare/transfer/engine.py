@@ -259,9 +259,8 @@ class TransferEngine:
     def _tell(self, handle: Handle[Any], done: Done[Any]) -> None:
         for moved in done.moved:
             where = f"{moved.direction}/{moved.tier.value}"
-            self.stats.add(f"transfers/{where}")
             self.stats.add(f"transfer_bytes/{where}", moved.num_bytes)
-            self.stats.add(f"transfer_seconds/{where}", moved.seconds)
+            self.stats.observe(f"transfer_seconds/{where}", moved.seconds)
         handle.ended(done)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:

@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and gauges as plain, mergeable numbers."""
+"""Counters, gauges and histograms as plain, mergeable numbers.
 
-from collections.abc import Mapping
+A histogram is two counts for each bucket that has something in it: how many observations, and the
+sum of their seconds. So they are added over ranks and intervals like any other count.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+
+BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+"""The upper bounds of the buckets, in seconds. A last one has no bound."""
 
 _GAUGE = "now/"
+_BUCKET = "/bucket="
+_NUMBER, _SECONDS = "/number", "/seconds"
+_BOUNDS_S = (*BUCKETS_S, math.inf)
+# Made once: an observation in a hook costs two additions.
+_SUFFIXES = [
+    (f"{_BUCKET}{index}{_NUMBER}", f"{_BUCKET}{index}{_SECONDS}") for index in range(len(_BOUNDS_S))
+]
+_INDEXES = {number: index for index, (number, _) in enumerate(_SUFFIXES)}
 
 
 def is_gauge(name: str) -> bool:
@@ -29,6 +46,12 @@ class Stats:
         """Add `amount` to the count `name`, whose name gives the unit."""
         self._counts[name] = self._counts.get(name, 0) + amount
 
+    def observe(self, name: str, seconds: float) -> None:
+        """Add an observation to the histogram `name`."""
+        number, total = _SUFFIXES[bisect_left(BUCKETS_S, seconds)]
+        self.add(name + number)
+        self.add(name + total, seconds)
+
     def set(self, name: str, value: float) -> None:
         """Set a gauge, which starts at 0. `take` returns it only after a change."""
         if self._gauges.get(name, 0) != value:
@@ -49,3 +72,37 @@ def merged(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str,
     for name, amount in second.items():
         total[name] = amount if is_gauge(name) else total.get(name, 0) + amount
     return total
+
+
+def observations(counts: Mapping[str, float]) -> Iterator[tuple[str, float, int]]:
+    """Yield the observations of all histograms in `counts`: name, seconds, and how often.
+
+    Those of one bucket count as their mean, which lies in it: numbers and sums are the true ones.
+    """
+    for name, number in counts.items():
+        series, bucket, rest = name.partition(_BUCKET)
+        index = _INDEXES.get(bucket + rest)
+        if index is not None and number >= 1:
+            mean_s = counts.get(series + _SUFFIXES[index][1], 0.0) / number
+            yield series, _within(index, mean_s), round(number)
+
+
+def _within(index: int, seconds: float) -> float:
+    """Return `seconds`, which a sum has rounded, within its bucket."""
+    lowest_s = math.nextafter(_BOUNDS_S[index - 1], math.inf) if index else 0.0
+    return min(max(seconds, lowest_s), _BOUNDS_S[index])
+
+
+def summed(counts: Mapping[str, float]) -> dict[str, float]:
+    """Return `counts` with each histogram as its `_count` and its `_sum`, in seconds."""
+    sums: dict[str, float] = {}
+    for name, amount in counts.items():
+        series, bucket, rest = name.partition(_BUCKET)
+        total = series + ("_count" if rest.endswith(_NUMBER) else "_sum") if bucket else name
+        sums[total] = sums.get(total, 0) + amount
+    return sums
+
+
+def is_observed(name: str) -> bool:
+    """Whether the number belongs to a histogram."""
+    return _BUCKET in name

@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
 
@@ -16,7 +17,7 @@ from ecshare.plugin.metrics import (
     MetricTable,
     family_and_labels,
 )
-from ecshare.transfer.stats import is_gauge
+from ecshare.transfer.stats import BUCKETS_S, is_gauge, is_observed, observations
 
 PREFIX = "kvshare_tier"
 METRICS: MetricTable = {
@@ -31,12 +32,15 @@ METRICS: MetricTable = {
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return every metric of the tier, by its name."""
-    return {
-        f"{PREFIX}_{metric.name}": (
-            OffloadingGaugeMetadata if is_gauge(family) else OffloadingCounterMetadata
-        )(documentation=metric.what, labelnames=tuple(metric.labels))
-        for family, metric in METRICS.items()
-    }
+    return {f"{PREFIX}_{each.name}": _definition(family, each) for family, each in METRICS.items()}
+
+
+def _definition(family: str, metric: Metric) -> OffloadingMetricMetadata:
+    labels = tuple(metric.labels)
+    if metric.is_histogram:
+        return OffloadingHistogramMetadata(metric.what, labels, buckets=BUCKETS_S)
+    kind = OffloadingGaugeMetadata if is_gauge(family) else OffloadingCounterMetadata
+    return kind(metric.what, labels)
 
 
 def offloading_stats(counts: Mapping[str, float]) -> OffloadingConnectorStats | None:
@@ -44,9 +48,16 @@ def offloading_stats(counts: Mapping[str, float]) -> OffloadingConnectorStats | 
     if not counts:
         return None
     stats = OffloadingConnectorStats()
+    for name, seconds, times in observations(counts):
+        for _ in range(times):
+            stats.observe_histogram(*_series(name, seconds))
     for name, count in counts.items():
-        family, labels = family_and_labels(name)
-        metric = f"{PREFIX}_{METRICS[family].name}"
-        tell = stats.set_gauge if is_gauge(name) else stats.increase_counter
-        tell(metric, count, tuple(labels))
+        if not is_observed(name):
+            tell = stats.set_gauge if is_gauge(name) else stats.increase_counter
+            tell(*_series(name, count))
     return stats
+
+
+def _series(name: str, value: float) -> tuple[str, float, tuple[str, ...]]:
+    family, labels = family_and_labels(name)
+    return f"{PREFIX}_{METRICS[family].name}", value, tuple(labels)

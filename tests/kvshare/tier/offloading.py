@@ -204,7 +204,8 @@ class OffloadingHost:
                 if metric.startswith("kvshare_tier_"):
                     name_there = "/".join((metric.removeprefix("kvshare_tier_"), *labels))
                     before = 0 if metric in GAUGES else self.counts.get(name_there, 0)
-                    self.counts[name_there] = before + value
+                    seen = sum(value) if isinstance(value, list) else value  # of a histogram
+                    self.counts[name_there] = before + seen
         return self.counts.get(name, 0)
 
     def is_store_left_alone(self) -> bool:
