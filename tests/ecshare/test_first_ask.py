@@ -101,7 +101,7 @@ def test_what_this_host_has_is_ready_at_once(
     stats = scheduler.take_stats()
     assert stats is not None
     assert stats.data["items/loaded"] == stats.data["waits"] == 2
-    assert stats.data["transfers/read/host"] == 2
+    assert stats.data["transfer_seconds/read/host_count"] == 2
 
 
 def test_it_stays_pinned_until_the_load_cannot_be_on_its_way(
