@@ -14,7 +14,7 @@ CLASSES = [
 
 
 def test_every_error_is_in_the_drawing() -> None:
-    assert len(CLASSES) == 9
+    assert len(CLASSES) == 10
     for each in CLASSES:
         assert each.__name__ in (errors.__doc__ or "")
 
@@ -24,6 +24,7 @@ def test_every_error_is_in_the_drawing() -> None:
     [
         (errors.ConfigError, ValueError),
         (errors.ObjectMissing, FileNotFoundError),
+        (errors.ObjectGivenUp, errors.ObjectMissing),
         (errors.ObjectCorrupt, ValueError),
         (errors.ObjectUnreadable, errors.ObjectCorrupt),
         (errors.StoreUnavailable, OSError),
