@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecshare.plugin.admission import Sightings, wish
-from kvshare.prefix import Grid, HashFunction, Prefix, stored_tokens, tail_of
+from kvshare.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -57,10 +57,8 @@ class Admission:
         """Return up to which token all chunks of the prompt were seen often enough."""
         if self._sightings is None:
             return request.num_prompt_tokens
-        hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
-        prefix = Prefix(grid, hashes, tail_of(request, grid))
         end_tokens, is_often = 0, True
-        for chunk in prefix.chunks(0, self._hash_function):
+        for chunk in prompt_chunks(request, grid, self._hash_function):
             # Each is counted: a later prompt may differ from this one after any of them.
             is_often = self._sightings.add(chunk.key) >= self._save_after and is_often
             if is_often:

@@ -199,3 +199,10 @@ def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:
     The last token is never covered: the engine computes it to sample the next one.
     """
     return min(chunks[-1].end_tokens, request.num_tokens - 1) if chunks else 0
+
+
+def prompt_chunks(request: Request, grid: Grid, hash_function: HashFunction) -> tuple[Chunk, ...]:
+    """Return all chunks of a prompt, its tail included. O(chunks)."""
+    hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
+    prefix = Prefix(grid, hashes, tail_of(request, grid))
+    return tuple(prefix.chunks(0, hash_function))

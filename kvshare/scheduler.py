@@ -39,7 +39,7 @@ from kvshare.load_or_compute import LoadOrCompute
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, stored_tokens, tail_of
+from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.save_budget import SaveBudget, log_if_little, slab_sizes
 from kvshare.saves import Progress, SavePlan
 
@@ -457,14 +457,9 @@ class KVScheduler:
         if is_whole and tracked.num_lost_before == self._num_lost and not progress.has_gap:
             return stored_tokens(request, grid)
         # There was no memory for all of it, or a save has failed: it may be one of this prompt.
-        chunks = self._prompt_chunks(request, grid)
+        chunks = prompt_chunks(request, grid, self._facts.hash_function)
         ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
         return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
-
-    def _prompt_chunks(self, request: Request, grid: Grid) -> tuple[Chunk, ...]:
-        hashes = tuple(request.block_hashes[: request.num_prompt_tokens // grid.block_tokens])
-        prefix = Prefix(grid, hashes, tail_of(request, grid))
-        return tuple(prefix.chunks(0, self._facts.hash_function))
 
     def _give_up_rest(self, tracked: _Tracked, num_tokens: int) -> None:
         """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
@@ -477,8 +472,8 @@ class KVScheduler:
             return
         if num_tokens == stored_tokens(request, grid):
             return
-        missing = (c for c in self._prompt_chunks(request, grid) if c.end_tokens > num_tokens)
-        chunk = next(missing, None)
+        chunks = prompt_chunks(request, grid, self._facts.hash_function)
+        chunk = next((each for each in chunks if each.end_tokens > num_tokens), None)
         if chunk is not None:
             name = bytes(chunk.key)
             self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))

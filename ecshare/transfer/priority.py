@@ -39,8 +39,8 @@ class Priority(IntEnum):
     """The priority of an operation: first what requests wait for, last what nobody waits for.
 
     NOTE is for saves of few bytes that tell others something now. SAVE includes the look-ups of
-    saves. POLL is for objects that may never arrive, because they
-    were only announced, or are guesses. Polls have a limit of their own.
+    saves. POLL is for objects that may never arrive, because they were only announced, or are
+    guesses. Polls have a limit of their own.
     """
 
     LOAD = 0
