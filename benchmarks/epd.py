@@ -109,15 +109,19 @@ def main(words: Sequence[str]) -> None:
     report = Report("epd", command_line(MODULE, options), settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
-        stacks = stack.enter_context(_stacks(folder, options.proxy))
-        phases = _measure(stacks, rounds, num_requests)
-        report.add(_table(list(stacks), phases))
+        stacks, plain = stack.enter_context(_stacks(folder, options.proxy))
+        requests = [_requests(turn, num_requests) for turn in range(rounds)]
+        phases = _measure(stacks, requests)
+        report.add(_table(list(stacks), phases, _num_other(plain, requests, phases)))
     print(f"\nwritten: {report.write(options.results).name}")
 
 
 @contextmanager
-def _stacks(folder: Path, proxy: Path | None) -> Iterator[dict[str, Stack]]:
-    """Start both stacks, each with a store of its own, and have each answer once."""
+def _stacks(folder: Path, proxy: Path | None) -> Iterator[tuple[dict[str, Stack], EngineProcess]]:
+    """Start both stacks, each with a store of its own, and have each answer once.
+
+    The engine beside them has no connectors.
+    """
     model = make_qwen25_vl(folder / "model")
     with ExitStack() as stack:
 
@@ -127,6 +131,7 @@ def _stacks(folder: Path, proxy: Path | None) -> Iterator[dict[str, Stack]]:
             engine.start()
             return engine
 
+        plain = start("plain")
         started = {OURS: _our_engines(folder, start)}
         if proxy is not None:
             started[IN_TREE] = _example_engines(folder, start)
@@ -138,7 +143,8 @@ def _stacks(folder: Path, proxy: Path | None) -> Iterator[dict[str, Stack]]:
             stacks[name] = Stack(stack.enter_context(front), engines)
         for each in stacks.values():
             _ask_all(each, [_request(-number) for number in range(1, CLIENTS + 1)])
-        yield stacks
+        plain.wait_ready()
+        yield stacks, plain
 
 
 def _our_engines(folder: Path, start: Any) -> list[EngineProcess]:
@@ -184,23 +190,44 @@ def _request(number: int) -> dict[str, Any]:
     return question(f"Number {number}. {TEXT}", [picture(number, PICTURE_PIXELS)], ANSWER_TOKENS)
 
 
+def _requests(turn: int, num_requests: int) -> dict[str, list[int]]:
+    """Return the numbers of the requests of a round, by phase."""
+    first = 2 * turn * num_requests
+    asked = [first + number for number in range(num_requests)]
+    mixed = [each if each % 5 else each + num_requests for each in asked]
+    return {NEW: asked, MIXED: mixed, AGAIN: asked}
+
+
 def _measure(
-    stacks: dict[str, Stack], rounds: int, num_requests: int
+    stacks: dict[str, Stack], requests: Sequence[dict[str, list[int]]]
 ) -> dict[tuple[str, str], list[Phase]]:
     found: dict[tuple[str, str], list[Phase]] = {
         (name, phase): [] for name in stacks for phase in PHASES
     }
-    for turn in range(rounds):
-        first = 2 * turn * num_requests
-        asked = [_request(first + number) for number in range(num_requests)]
-        mixed = [
-            each if number % 5 else _request(first + num_requests + number)
-            for number, each in enumerate(asked)
-        ]
-        for phase, bodies in zip(PHASES, (asked, mixed, asked), strict=True):
+    for turn, asked in enumerate(requests):
+        for phase, numbers in asked.items():
+            bodies = [_request(number) for number in numbers]
             for name in in_turn(list(stacks), turn):
                 found[name, phase].append(_ask_all(stacks[name], bodies))
     return found
+
+
+def _num_other(
+    plain: EngineProcess,
+    requests: Sequence[dict[str, list[int]]],
+    found: dict[tuple[str, str], list[Phase]],
+) -> dict[tuple[str, str], int]:
+    """Return how many answers differ from those of `plain`, asked one at a time."""
+    numbers = {number for asked in requests for phase in asked.values() for number in phase}
+    right = {number: ask(plain.base_url, _request(number)).token_ids for number in sorted(numbers)}
+    return {
+        (name, phase): sum(
+            answered not in (None, right[number])
+            for asked, one in zip(requests, phases, strict=True)
+            for number, answered in zip(asked[phase], one.tokens, strict=True)
+        )
+        for (name, phase), phases in found.items()
+    }
 
 
 def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
@@ -235,7 +262,11 @@ def _cpu_s(process: int) -> float:
 # --- telling ---
 
 
-def _table(names: Sequence[str], found: dict[tuple[str, str], list[Phase]]) -> Table:
+def _table(
+    names: Sequence[str],
+    found: dict[tuple[str, str], list[Phase]],
+    num_other: dict[tuple[str, str], int],
+) -> Table:
     table = Table(
         "Requests through encode, prefill and decode",
         (
@@ -246,7 +277,8 @@ def _table(names: Sequence[str], found: dict[tuple[str, str], list[Phase]]) -> T
         f"{ANSWER_TOKENS} tokens answered, {CLIENTS} clients. Engines, router and clients share "
         "the cores. `x`: the median over the rounds of each round's ratio. CPU seconds of engines "
         "and router together. `lost`: no answer, or an error, in all rounds. `other tokens`: "
-        "answers, of all rounds, that differ from the other stack's.",
+        "answers, of all rounds, that differ from those of one engine without connectors, which "
+        "was asked one at a time.",
     )
     for phase in PHASES:
         for name in names:
@@ -263,14 +295,9 @@ def _table(names: Sequence[str], found: dict[tuple[str, str], list[Phase]]) -> T
                 else statistics.median(a.cpu_each_s / b.cpu_each_s for a, b in pairs),
                 1e3 * statistics.median(took_s for each in ours for took_s in each.seconds),
                 sum(tokens is None for each in ours for tokens in each.tokens),
-                None if is_alone else sum(_num_different(a, b) for a, b in pairs),
+                num_other[name, phase],
             )
     return table
-
-
-def _num_different(phase: Phase, other: Phase) -> int:
-    pairs = zip(phase.tokens, other.tokens, strict=True)
-    return sum(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 
-from lab.servers.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text, wait_until
+from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on_each_runner]
 
 TAKES_EITHER = ("--enable-mm-embeds", "--mm-processor-cache-gb=0")
 # Small as they are, more than the engine's own encoder cache holds.
@@ -39,7 +40,11 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, vlm: Path, other_vlm: Path, tmp_path_factory: pytest.TempPathFactory
+    engine: StartEngine,
+    vlm: Path,
+    other_vlm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
 ) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     url, host = str(root / "store"), str(root / "host")
@@ -51,7 +56,7 @@ def fleet(
     first = (
         engine("plain", model=model),
         engine("encoder", producer, model=model),
-        engine("consumer", consumer, *TAKES_EITHER, model=model),
+        engine("consumer", consumer, *TAKES_EITHER, model=model, runner=runner),
     )
     for started in first:
         started.wait_ready()

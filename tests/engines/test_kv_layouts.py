@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from lab import model_cache
-from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
+from lab.servers.engines import ON_V2, SMALL_ENGINE, EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS
 from tests.engines.chat import Answer, ask, complete, counting, stored_kv, text
 
@@ -30,6 +30,8 @@ class Kind(NamedTuple):
     family: str
     options: tuple[str, ...]
     parts: set[str]
+    environment: dict[str, str] = {}
+    """Of the engines that share."""
 
 
 KINDS = {
@@ -37,6 +39,7 @@ KINDS = {
     "all layers alike, windows or not": Kind(
         "gemma3", ("--disable-hybrid-kv-cache-manager",), {"t0of1"}
     ),
+    "windows on V2": Kind("gemma3", (), {"t0of1", "t0of1-s1"}, ON_V2),
     "8 bits": Kind("qwen2", ("--kv-cache-dtype=fp8",), {"t0of1"}),
     "windows of 8 bits": Kind("gemma3", ("--kv-cache-dtype=fp8",), {"t0of1", "t0of1-s1"}),
 }
@@ -77,14 +80,13 @@ def fleet(
     logs = LOGS / f"{__name__}.{request.param}"
     shutil.rmtree(logs, ignore_errors=True)  # engines append to what is there
 
-    def engine(name: str, *more: str) -> EngineProcess:
-        return EngineProcess(name, model, logs, (*flags, *more))
-
     def sharing(name: str) -> EngineProcess:
         own: dict[str, Any] = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
-        return engine(name, kv_argument("both", f"file://{root}/store", **own))
+        kv = kv_argument("both", f"file://{root}/store", **own)
+        return EngineProcess(name, model, logs, (*flags, kv), kind.environment)
 
-    with engine("plain") as plain, sharing("first") as first, sharing("second") as second:
+    plain = EngineProcess("plain", model, logs, flags)
+    with plain, sharing("first") as first, sharing("second") as second:
         yield Fleet(kind, plain, first, second, root, logs, flags)
 
 

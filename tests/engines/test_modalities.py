@@ -4,8 +4,6 @@
 An encoder and its consumers over S3, each with a host cache of its own, as on hosts of their own.
 """
 
-import http.client
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,15 +11,27 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab.faults.tcp_proxy import ProxyProcess
-from lab.servers.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from lab.servers.openai_client import counters
 from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
 from tests.conftest import StartEngine
-from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, text, video
+from tests.engines.chat import (
+    Answer,
+    announced,
+    ask,
+    begin,
+    counting,
+    passed_on,
+    picture,
+    text,
+    video,
+    wait_for_requests,
+)
+from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
 
-pytestmark = [pytest.mark.engine, pytest.mark.s3, needs_encoder_metrics]
+pytestmark = [pytest.mark.engine, pytest.mark.s3, needs_encoder_metrics, on_each_runner]
 
 QUESTION = text("what is to be seen here, and where?")
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
@@ -65,14 +75,17 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, seaweed: SeaweedFS, tmp_path_factory: pytest.TempPathFactory
+    engine: StartEngine,
+    seaweed: SeaweedFS,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
 ) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("fleet")
 
     def option(name: str, role: str, endpoint_url: str) -> str:
         return ec_argument(
             role,
-            f"{seaweed.url}/modalities",
+            f"{seaweed.url}/modalities-{runner}",
             storage_options={**seaweed.storage_options, "endpoint_url": endpoint_url},
             host_cache_dir=str(root / name),
             wait_s=20,
@@ -87,8 +100,9 @@ def fleet(
             engine(
                 *("roomy", SHOWS_VIDEOS, *CUT_PREFILLS, "--enable-mm-embeds", "--block-size=32"),
                 option("roomy", "consumer", proxy.url),
+                runner=runner,
             ),
-            engine("small", *SMALL, option("small", "consumer", direct)),
+            engine("small", *SMALL, option("small", "consumer", direct), runner=runner),
             proxy,
         )
         for started in fleet[:4]:
@@ -194,7 +208,9 @@ def test_a_client_that_leaves_while_its_embedding_is_on_its_way(fleet: Fleet) ->
     roomy = fleet.roomy
     fleet.proxy.stall()
     try:
-        leaving = post(roomy, [content, QUESTION], **passed_on(encoded))
+        asked = [{"role": "user", "content": [content, QUESTION]}]
+        body = {"model": roomy.model, "messages": asked, "temperature": 0}
+        leaving = begin(roomy, "chat/completions", body | passed_on(encoded))
         wait_for_requests(roomy, 1)
         beside = ask(roomy, roomy.model, [text("Why is the sky blue?")])
         leaving.close()
@@ -211,25 +227,3 @@ def test_a_client_that_leaves_while_its_embedding_is_on_its_way(fleet: Fleet) ->
 
 def sample(engine: EngineProcess, name: str) -> float:
     return counters(engine.base_url)[f"vllm:{name}", ""]
-
-
-def wait_for_requests(engine: EngineProcess, number: int) -> None:
-    """Return when so many requests are with the engine; the test run's own limit bounds it."""
-    while sum(sample(engine, f"num_requests_{at}") for at in ("waiting", "running")) != number:
-        pass
-
-
-def post(
-    engine: EngineProcess, content: list[dict[str, Any]], **fields: Any
-) -> http.client.HTTPConnection:
-    """Send a chat request and do not read the answer."""
-    body = {
-        "model": engine.model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        **fields,
-    }
-    connection = http.client.HTTPConnection(LOOPBACK, engine.port.number)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-    return connection

@@ -6,20 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from lab.servers.engines import EngineProcess, ec_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, counting, picture, text
+from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
 
-pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics]
+pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics, on_each_runner]
 
 QUESTION = text("what is to be seen here, and where?")
 
 
-def test_what_was_encoded_before_a_restart_is_loaded(engine: StartEngine, tmp_path: Path) -> None:
+def test_what_was_encoded_before_a_restart_is_loaded(
+    engine: StartEngine, tmp_path: Path, runner: ModelRunner
+) -> None:
     host = tmp_path / "host"
     option = ec_argument("both", str(tmp_path / "store"), host_cache_dir=str(host))
-    plain, offloading = engine("plain"), engine("offloading", option)
+    plain, offloading = engine("plain"), engine("offloading", option, runner=runner)
     expected = tokens(plain.wait_ready())
     assert expected != ask(plain, plain.model, [picture(2), picture(1), QUESTION]).tokens
     assert run(offloading) == (expected, 2, 0)

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab.servers import openai_client as client
-from lab.servers.engines import EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 from tests.conftest import LOGS, engines
 from tests.engines.chat import ask, picture, text
+from tests.engines.runners import on_each_runner
 from tests.releases import HAS_ENCODER_METRICS
 
-pytestmark = [pytest.mark.engine, pytest.mark.models]  # minutes: not in the gate
+pytestmark = [pytest.mark.engine, pytest.mark.models, on_each_runner]  # minutes: not in the gate
 
 BLOCK = 32
 ANSWER_TOKENS = 45
@@ -73,18 +74,21 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    vlm: Path, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("talk")
     url = f"file://{root}/store"
     shape = (f"--block-size={BLOCK}", "--num-gpu-blocks-override=256")
 
-    with engines(LOGS / __name__, vlm) as start:
+    with engines(LOGS / f"{__name__}.{runner}", vlm) as start:
 
         def consumer(name: str) -> EngineProcess:
             # A host cache of its own: what it has comes from the store.
             host = f"{root}/{name}-host"
             kv = kv_argument("both", url, host_cache_dir=host, chunk_tokens=2 * BLOCK)
-            return start(name, *shape, kv, ec_argument("consumer", url, host_cache_dir=host))
+            ec = ec_argument("consumer", url, host_cache_dir=host)
+            return start(name, *shape, kv, ec, runner=runner)
 
         encoder = ec_argument("producer", url, host_cache_dir=f"{root}/encode-host")
         fleet = Fleet(
