@@ -206,7 +206,6 @@ class KVHalves:
         results = self._execute(SchedulerOutput.make_empty())
         if results.failed_recving:
             raise NotStored(f"the load failed: {results.failed_recving}")
-        self.scheduler.update_connector_output(results)
         return request_id in (results.finished_recving or ())
 
     def _execute(self, step: SchedulerOutput) -> KVConnectorOutput:
@@ -215,6 +214,8 @@ class KVHalves:
         report = self.worker.execute(step).kv_connector_output or KVConnectorOutput()
         if report.kv_connector_stats is not None:
             self._num_saved += int(report.kv_connector_stats.data.get("blocks/saved", 0))
+        # Else the scheduler half takes it that the memory of the saves is still in use.
+        self.scheduler.update_connector_output(report)
         return report
 
 
