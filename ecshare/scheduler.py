@@ -4,9 +4,10 @@
 vLLM takes "yes, I have it" as a promise without a way back: an item that is promised and then
 cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
 pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
-polls and looks into dictionaries; it never waits and never touches storage, but for a few looks a
-step at a host cache that is in memory. What became of an item is known to `ecshare.items`; here is
-who waits for it, and what the workers are told.
+polls and looks into dictionaries; it never touches storage, but for a few looks a step at a host
+cache that is in memory, and never waits, but for a moment in a step that computes nothing. What
+became of an item is known to `ecshare.items`; here is who waits for it, and what the workers are
+told.
 """
 
 import heapq
@@ -25,8 +26,14 @@ from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.admission import Sightings, wish
-from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
+from ecshare.plugin.compat import (
+    is_named_by_request,
+    max_steps_in_flight,
+    names_media_by_request,
+    option,
+)
 from ecshare.plugin.deployment import deployment_refusal, has_remote_workers
+from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -113,6 +120,7 @@ class EncoderScheduler:
                 config.promise_s,
             )
         self._stats = self._engine.stats
+        self._idle_steps = IdleSteps(max_steps_in_flight(vllm_config))
         self._items = Items(
             self._engine,
             _embeddings(vllm_config, namespace),
@@ -209,6 +217,8 @@ class EncoderScheduler:
         self._engine.begin_step()
         saves = self._save_orders(scheduled) if self._role.is_producer else ()
         self._unpin(time.monotonic())
+        if self._idle_steps.is_idle(scheduled) and self._wanted:
+            self._engine.wait_idle()
         return Orders(self._take_loads(), saves)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:

@@ -178,6 +178,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(KVConnectorTransferResults, _failed_loads)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load ended, and of which nothing was loaded; each once."""
+        self.worker.wait_idle(self._orders())
         finished = self.worker.settle()
         # Together with the requests: whoever is reported without its lost blocks runs on noise.
         self._invalid_blocks |= self.worker.take_invalid_blocks()

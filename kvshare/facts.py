@@ -43,6 +43,8 @@ class KVFacts:
     """vLLM names media by numbers. KV computed from such media is not shared."""
     store_source: str = UNSPECIFIED_SOURCE
     """vLLM's name for hits in this kind of store."""
+    max_steps_in_flight: int = 1
+    """See `IdleSteps`."""
 
     def chunk_bytes(self, num_blocks: int) -> int:
         """Return how much memory a rank needs at most to save a chunk of so many blocks."""

@@ -238,6 +238,11 @@ class Loads:
             if wanted.job.is_announced and not wanted.is_wanted:
                 self._engine.cancel(wanted.handle)
 
+    @property
+    def are_under_way(self) -> bool:
+        """Whether a load has not ended."""
+        return bool(self._loads)
+
     def has_stopped(self) -> bool:
         """Begin to write to no block any more; return whether no load thread does now."""
         with self._lock:

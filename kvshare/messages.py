@@ -70,6 +70,8 @@ class Orders(KVConnectorMetadata):
     of this step may fill them."""
     refused: frozenset[str] = frozenset()
     """Requests that vLLM was promised a load for, and that get none: to be reported as failed."""
+    is_idle: bool = False
+    """This step computes nothing."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ecshare.plugin.compat import is_named_by_request, names_media_by_request, option
+from ecshare.plugin.compat import (
+    is_named_by_request,
+    max_steps_in_flight,
+    names_media_by_request,
+    option,
+)
+from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
@@ -79,7 +85,8 @@ class _Loading:
 class KVScheduler:
     """Plans loads and saves. Every method runs on vLLM's scheduler thread, which owns all fields.
 
-    None of them does I/O or waits: look-ups are submitted, and polled when vLLM asks again.
+    None of them does I/O: look-ups are submitted, and polled when vLLM asks again. None waits, but
+    for a moment in a step that computes nothing.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class KVScheduler:
         self._clock_s = clock_s
         self._facts = facts
         self._engine = engine
+        self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._events = events
         self._lookups = Lookups(config, facts, engine, clock_s)
         self._stored = self._lookups.stored
@@ -161,6 +169,7 @@ class KVScheduler:
             loads=role.is_kv_consumer and why_not is None,
             numbers_media=names_media_by_request(vllm_config),
             store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
+            max_steps_in_flight=max_steps_in_flight(vllm_config),
         )
         log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
         if facts.saves or facts.loads:
@@ -313,16 +322,19 @@ class KVScheduler:
             drafts = output.scheduled_spec_decode_tokens.values()
             num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))
             self._choice.steps.began(output.total_num_scheduled_tokens, num_decoded)
+        is_idle = self._idle_steps.is_idle(output.num_scheduled_tokens)
+        if is_idle and self._is_searching():
+            self._engine.wait_idle()
         loads, self._loads = tuple(self._loads), []
         abandoned, self._abandoned = tuple(self._abandoned), []
         if not self._facts.saves:
-            return Orders(self._facts.namespace, loads, abandoned)
+            return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._saves.left(self._tracked[request_id].progress)
         leaving = self._saves.take_leaving(option(output, "new_block_ids_to_zero") or ())
         saves = tuple(self._plan_saves(output))
-        return Orders(self._facts.namespace, loads, abandoned, saves, leaving)
+        return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
     def reported(self, output: KVConnectorOutput) -> None:
         """Learn from the workers which loads ended and which chunks are not in the store. Called
@@ -385,6 +397,10 @@ class KVScheduler:
         self._saves.forget_leaving()
         for tracked in self._tracked.values():
             tracked.progress.end_tokens = 0
+
+    def _is_searching(self) -> bool:
+        searches = (tracked.search for tracked in self._tracked.values())
+        return any(search is not None and not search.is_over for search in searches)
 
     @property
     def is_crowded(self) -> bool:

@@ -248,6 +248,11 @@ class KVWorker:
         """As `save`, for blocks that this step may refill: to be called before it does."""
         self._save_all(orders.namespace, orders.leaving)
 
+    def wait_idle(self, orders: Orders) -> None:
+        """Wait a moment for the end of a load, if the step of `orders` computes nothing."""
+        if orders.is_idle and self._loads is not None and self._loads.are_under_way:
+            self._engine.wait_idle()
+
     def settle(self) -> Finished:
         """Copy in what has arrived; return the loads that ended since the last call."""
         self._engine.poll()

@@ -184,6 +184,12 @@ def fill_cache(layer: Any, known: Callable[[str, int], Any], slots: Any) -> int:
     return int(sum(widths))
 
 
+def max_steps_in_flight(vllm_config: Any) -> int:
+    """Return how many steps vLLM may have scheduled whose outputs it has not processed."""
+    of_any_release = int(vllm_config.parallel_config.pipeline_parallel_size) + 1
+    return int(getattr(vllm_config, "max_concurrent_batches", of_any_release))
+
+
 def names_media_by_request(vllm_config: Any) -> bool:
     """Whether vLLM numbers media without a uuid, instead of hashing them.
 

@@ -2,7 +2,8 @@
 """Moves objects between this host and the store, on one thread of its own.
 
 Jobs go in, outcomes come out. Code below this file raises exceptions, code above it gets values: a
-vLLM hook submits and polls, and never waits for I/O or sees an I/O error.
+vLLM hook submits and polls. It never sees an I/O error, and never waits for I/O while an engine
+has something to compute.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store; a
 Backfill stores what the host cache has and the store has lost (save.py). A GiveUp tells those who
@@ -67,6 +68,8 @@ _CLOSE_S = 4.0
 _closing = ClosingTime()
 # So many look-ups on the caller's thread are less than a millisecond, whatever they find.
 LOOKS_A_STEP = 16
+# A new request may have to wait for so long behind an engine that has nothing to compute.
+_IDLE_WAIT_S = 0.003
 
 
 class _Message(Struct, frozen=True):
@@ -236,6 +239,17 @@ class TransferEngine:
         while not self._done.empty():
             ended.append(self._end(*self._done.get()))
         return ended
+
+    def wait_idle(self) -> None:
+        """Block until a job ends, for at most 3 ms, and call its continuation.
+
+        For a step in which the engine computes nothing because its requests wait for jobs. vLLM
+        makes the next such step at once. Hundreds of them a second would keep a core busy in each
+        of its processes, and would learn of a job's end no sooner.
+        """
+        if self.in_flight:
+            with suppress(queue.Empty):
+                self._end(*self._done.get(timeout=_IDLE_WAIT_S))
 
     def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
         """As `poll`, but block until all jobs or `until` have ended, for at most `timeout_s`."""

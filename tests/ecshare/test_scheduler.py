@@ -140,6 +140,23 @@ def until_ready(scheduler: EncoderScheduler, asked: Any) -> bool:
     return True
 
 
+def test_only_a_step_that_computes_nothing_waits_for_an_item(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store()
+    scheduler, waits = start("ec_consumer"), list[str]()
+    monkeypatch.setattr(TransferEngine, "wait_idle", lambda _: waits.append("now"))
+    scheduler.orders({})
+    assert not waits, "nobody wants anything"
+    asked = request(feature())
+    assert not scheduler.ready(asked, 0)
+    scheduler.orders({"other": 1})
+    assert not waits, "others would wait too"
+    scheduler.orders({})
+    assert waits
+    assert until_ready(scheduler, asked)
+
+
 def until_lost(scheduler: EncoderScheduler, *asked: Any) -> set[str]:
     """Poll as vLLM does, until a request is lost; return all that are. None becomes ready."""
     lost: set[str] = set()

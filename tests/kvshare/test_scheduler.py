@@ -2,6 +2,7 @@
 """The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,25 @@ def chunks_of(prompt: list[int], chunk_blocks: int = 1) -> tuple[Chunk, ...]:
 
 
 # --- look-ups ---
+
+
+def test_only_a_step_that_computes_nothing_waits_for_a_look_up(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, waits = bench(), Counter[str]()
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
+    here.half.orders(SchedulerOutput.make_empty())
+    GatedFileSystem.close_gate("exists")
+    asked = make_request("asked", PROMPT)
+    assert here.half.num_loadable_tokens(asked, 0) is None
+    here.run(make_request("other", PROMPT[: BLOCK // 2]), 0, BLOCK // 2, [1])
+    assert not waits, "others would wait too"
+    assert here.half.orders(SchedulerOutput.make_empty()).is_idle
+    assert waits["now"] == 1
+    GatedFileSystem.open_gates()
+    here.ask(asked)
+    here.half.orders(SchedulerOutput.make_empty())
+    assert waits["now"] == 1, "nobody asks any more"
 
 
 def test_the_longest_stored_prefix_counts(bench: StartBench) -> None:

@@ -144,6 +144,25 @@ def test_a_tail_that_cannot_be_cleaned_stays_here(
     assert report.lost == {B}, "nobody is told of it"
 
 
+def test_only_a_step_that_computes_nothing_waits_for_a_load(
+    host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, waits = host(), host(), Counter[str]()
+    source.save(block(A, TOKENS, 3))
+    monkeypatch.setattr(target.engine, "wait_idle", lambda: waits.update(["now"]))
+    idle = Orders(NAMESPACE, is_idle=True)
+    target.worker.wait_idle(idle)
+    assert not waits, "nothing is loaded"
+    target.load("r", block(A, TOKENS, 2))
+    target.worker.wait_idle(Orders(NAMESPACE))
+    assert not waits, "requests of this step would wait too"
+    target.worker.wait_idle(idle)
+    assert waits["now"] == 1
+    assert target.settle().requests == {"r"}
+    target.worker.wait_idle(idle)
+    assert waits["now"] == 1
+
+
 def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())

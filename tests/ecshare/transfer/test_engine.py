@@ -226,6 +226,15 @@ def test_poll_never_waits_and_counts_down(engine: TransferEngine) -> None:
     assert engine.in_flight == 0
 
 
+def test_an_idle_wait_ends_with_the_next_job_and_tells_of_it(engine: TransferEngine) -> None:
+    engine.wait_idle()  # there is nothing to wait for
+    told: list[Outcome] = []
+    engine.submit(Handle(Lookup((key("a"),), 5), lambda done: told.append(done.outcome)))
+    while engine.in_flight:
+        engine.wait_idle()
+    assert told == [Outcome.OK]
+
+
 def test_a_closed_engine_rejects(engine: TransferEngine, staging: Staging) -> None:
     engine.close()
     engine.close()
@@ -352,6 +361,13 @@ def test_a_stalled_store_costs_the_timeout_then_nothing(
     for _ in range(20):
         assert finish(unlucky, Lookup((key("a"),), 60)).outcome is Outcome.UNAVAILABLE
     assert failing.calls <= calls + 1
+
+
+def test_an_idle_wait_ends_without_the_job(unlucky: TransferEngine, failing: Failing) -> None:
+    failing.stalls = True
+    unlucky.submit(Lookup((key("a"),), 60))
+    unlucky.wait_idle()
+    assert unlucky.in_flight == 1
 
 
 def test_misses_keep_the_store_healthy(unlucky: TransferEngine, failing: Failing) -> None:
