@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.plugin.admission import is_for_another_engine
 from ecshare.plugin.compat import (
     is_named_by_request,
     max_steps_in_flight,
@@ -479,12 +480,9 @@ class KVScheduler:
 
     def _give_up_rest(self, tracked: _Tracked, num_tokens: int) -> None:
         """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
-        not be stored.
-
-        Only a request for one token is made for another engine.
-        """
+        not be stored."""
         request, grid = tracked.progress.request, self._adapters.grid_of(tracked.progress.adapter)
-        if request.max_tokens != 1 or not self._facts.saves or grid is None:
+        if not is_for_another_engine(request) or not self._facts.saves or grid is None:
             return
         if num_tokens == stored_tokens(request, grid):
             return

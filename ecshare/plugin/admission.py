@@ -47,15 +47,24 @@ class Sightings:
         return count + 1 + min(self._old[cell] for cell in cells)
 
 
+def is_for_another_engine(request: Any) -> bool:
+    """Whether a router sends `request` to have its prompt computed for another engine, which is
+    told of it and waits.
+
+    Such a request asks for a single token. One that samples none, as for pooling, is limited to one
+    token too, and is for nobody else.
+    """
+    samples = option(request, "sampling_params") is not None
+    return samples and option(request, "max_tokens") == 1
+
+
 def wish(request: Any, params: Any, name: str) -> bool | None:
     """Return whether a request itself says that what it computes is stored; None: it says nothing.
 
     It says so by the field `name` of its transfer params `params`. They come from a client: what is
-    not True or False says nothing. A request for a single token says yes, because a router sends it
-    to have a prompt computed for another engine, which is told of it and waits.
+    not True or False says nothing. A request for another engine says yes.
     """
     said = params.get(name) if isinstance(params, dict) else None
     if isinstance(said, bool):
         return said
-    samples = option(request, "sampling_params") is not None
-    return True if samples and option(request, "max_tokens") == 1 else None
+    return True if is_for_another_engine(request) else None

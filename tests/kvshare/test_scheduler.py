@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -764,6 +765,30 @@ def test_what_was_dropped_is_not_announced(
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
     request.append_output_token_ids([1, 2, 3, 4])
     assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
+
+
+def pooling_request(name: str, tokens: list[int]) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+@pytest.mark.parametrize(("make", "num_notes"), [(make_request, 1), (pooling_request, 0)])
+def test_a_note_is_left_where_an_engine_may_wait(
+    bench: StartBench, make: Callable[[str, list[int]], Request], num_notes: int
+) -> None:
+    """Both are limited to one token, but nobody waits for what only pools."""
+    here = bench()
+    request = make("r", PROMPT)
+    here.ask(request)
+    assert here.half.finished(request) is None
+    here.engine.drain(20.0)
+    notes = [path for path in GatedFileSystem.store if path.endswith(".gap")]
+    assert len(notes) == num_notes
 
 
 def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> None:
