@@ -2,7 +2,7 @@
 """The memory of the workers that ordered saves take."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,7 +12,7 @@ from kvshare.prefix import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 SlabBytes = Callable[[int, int], int]
 """The memory that a rank needs to save so many blocks (the second) of a layer set (its number)."""
 
@@ -63,8 +63,9 @@ class SaveBudget(Generic[T]):
     So the scheduler half knows at once what is not saved, and a worker need not drop a save that
     was ordered. Each rank has `limit_bytes`, and saves its part of each chunk.
 
-    An owner is a prompt. With its first save, memory is kept for the rest of it: a store that takes
-    less than is computed then gets some prompts as a whole, and not the beginnings of all.
+    An owner is a prompt; equal owners are one. With its first save, memory is kept for the rest of
+    it: a store that takes less than is computed then gets some prompts as a whole, and not the
+    beginnings of all.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -75,7 +76,7 @@ class SaveBudget(Generic[T]):
         self._clock_s = clock_s
         self._saves: dict[ChunkKey, _Save[T]] = {}  # the oldest first
         self._used_bytes = 0
-        self._kept: dict[int, int] = {}  # bytes for the owners that have begun, by their id
+        self._kept: dict[T, int] = {}  # bytes for the owners that have begun
         self._kept_bytes = 0
         self._is_full = False
 
@@ -91,7 +92,7 @@ class SaveBudget(Generic[T]):
         admitted alone.
         """
         self._give_up_lost()
-        kept_bytes = self._kept.get(id(owner))
+        kept_bytes = self._kept.get(owner)
         if kept_bytes is not None:
             rest_bytes = min(rest_bytes, max(0, kept_bytes - num_bytes))
         elif num_bytes + rest_bytes > self._limit_bytes:
@@ -99,7 +100,7 @@ class SaveBudget(Generic[T]):
         if not self._has_room(num_bytes + rest_bytes, kept_bytes or 0):
             self._is_full = True
             return False
-        self._kept[id(owner)] = rest_bytes
+        self._kept[owner] = rest_bytes
         self._kept_bytes += rest_bytes - (kept_bytes or 0)
         # It may be ordered again before the first order has ended.
         before = self._saves.pop(key, None)
@@ -113,7 +114,7 @@ class SaveBudget(Generic[T]):
 
     def release(self, owner: T) -> None:
         """Keep nothing for `owner` any more: it begins anew, or will be deleted."""
-        kept_bytes = self._kept.pop(id(owner), 0)
+        kept_bytes = self._kept.pop(owner, 0)
         if kept_bytes:
             self._kept_bytes -= kept_bytes
             self._is_full = False

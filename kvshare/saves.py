@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from kvshare.adapters import Adapter
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Progress:
-    """How far one request is computed, and considered for saves."""
+    """How far one request is computed, and considered for saves. Equal to itself alone."""
 
     request: "Request"
     adapter: "Adapter"

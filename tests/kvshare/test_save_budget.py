@@ -268,6 +268,23 @@ def test_room_that_is_kept_is_free_once_it_is_given_up() -> None:
     assert room.admit(B, 9, 1, b)
 
 
+def test_no_prompt_is_taken_for_one_that_is_gone() -> None:
+    """Python gives the identity of what is gone to what comes next."""
+
+    class Prompt:
+        pass
+
+    room = SaveBudget[Prompt](10, Clock())
+    gone = Prompt()
+    identity = id(gone)
+    assert room.admit(A, 2, 1, gone, rest_bytes=8)
+    room.ended({A: 1})
+    del gone
+    prompts = [Prompt() for _ in range(100)]
+    alike = [prompt for prompt in prompts if id(prompt) == identity]
+    assert not room.admit(B, 8, 1, (alike or prompts)[0])
+
+
 def test_a_prompt_beyond_the_limit_takes_what_there_is() -> None:
     room = budget(10)
     a = "first"
