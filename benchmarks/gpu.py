@@ -172,7 +172,7 @@ def _taken_for_a_gpu() -> Iterator[None]:
     import pytest
 
     from kvshare import blocks
-    from tests.gpu_stand_in import stand_in
+    from lab.gpu_stand_in import stand_in
 
     def copy(*_: object) -> None:
         pass

@@ -22,7 +22,7 @@ from lab.gpu_kit import workers
 from lab.gpu_kit.kit import Bench
 from lab.gpu_kit.layouts import EIGHT_B, LAYOUTS, bits, fill, make_cache
 from lab.gpu_kit.workers import EncoderHost, KVHost, chunks, drawn
-from tests.gpu_stand_in import Event, Gpu, Stream, stand_in
+from lab.gpu_stand_in import Event, Gpu, Stream, stand_in
 
 CHUNK_BLOCKS = 16
 CHUNKS = 4

@@ -117,6 +117,11 @@ def test_the_product_needs_nothing_of_the_repository(module: str) -> None:
     assert not packages & {"lab", "tests", "benchmarks", "examples", "scripts"}
 
 
+@pytest.mark.parametrize("module", sorted(ALL_MODULES.keys() - MODULES.keys()))
+def test_what_tests_and_benchmarks_share_is_in_the_lab(module: str) -> None:
+    assert not {name for name in imported(module) if name.partition(".")[0] == "tests"}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_halves_never_import_each_other(package: str) -> None:
     """They live in different processes: what they share is in messages.py."""

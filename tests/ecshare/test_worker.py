@@ -22,7 +22,7 @@ from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Kind, gap_key, object_key
 from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
-from tests.gpu_stand_in import stand_in
+from lab.gpu_stand_in import stand_in
 from tests.waiting import Clock
 
 KEY = object_key(Kind.EC, "0" * 32, "picture")

@@ -28,7 +28,7 @@ from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
 from kvshare.shards import Heads, ShardSlice
-from tests.gpu_stand_in import stand_in
+from lab.gpu_stand_in import stand_in
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 5, 2, 8, 6, 12
 SHAPE = (LAYERS, 1, HEADS, TOKENS, CONTENT)

@@ -28,7 +28,7 @@ from kvshare.messages import LoadOrder, Orders, Piece, Report
 from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
-from tests.gpu_stand_in import stand_in
+from lab.gpu_stand_in import stand_in
 from tests.kvshare.gated import GatedFileSystem
 
 NAMESPACE = "0" * 32

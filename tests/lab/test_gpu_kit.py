@@ -22,8 +22,8 @@ from lab.gpu_kit import embeddings, kv, memory, staging
 from lab.gpu_kit.driver import Pinned
 from lab.gpu_kit.kit import Bench, Check, Result, Skipped, play
 from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, make_cache
+from lab.gpu_stand_in import stand_in
 from tests.docs.pages import ROOT
-from tests.gpu_stand_in import stand_in
 
 CHECKS = [check for part in (staging, kv, embeddings, memory) for check in part.CHECKS]
 

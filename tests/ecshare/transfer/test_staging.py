@@ -4,7 +4,7 @@ import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.transfer.staging import Staging, as_tensor, dtype_name, torch_dtype
-from tests.gpu_stand_in import Gpu, Stream, stand_in
+from lab.gpu_stand_in import Gpu, Stream, stand_in
 
 MIB = 1 << 20
 

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,14 +22,18 @@ from ecshare.transfer import load_streams, staging
 from kvshare import blocks
 from kvshare import worker as kv_worker
 
+if TYPE_CHECKING:
+    import pytest
+
 _device = threading.RLock()
 """Held by who moves the device on."""
 
 
 class Stream:
-    """Work that was launched and is not done yet."""
+    """Work that was launched and is not done yet. Any thread."""
 
     def __init__(self, device: Any = None, *, is_compute: bool = False) -> None:
+        """`is_compute`: it is vLLM's own, whose work is done at once."""
         self.device = torch.device("cpu")
         self._is_compute = is_compute
         self._work: deque[Callable[[], Any]] = deque()
@@ -38,18 +41,22 @@ class Stream:
 
     @property
     def end(self) -> int:
+        """How much was ever launched: a point in the stream."""
         return self._num_done + len(self._work)
 
     def has_reached(self, end: int) -> bool:
+        """Whether all before `end` is done."""
         return self._num_done >= end
 
     def launch(self, work: Callable[[], Any]) -> None:
+        """Queue `work`."""
         with _device:
             self._work.append(work)
             if self._is_compute:
                 self.run_to(self.end)
 
     def run_to(self, end: int) -> None:
+        """Do what was launched before `end`."""
         with _device:
             while self._num_done < end:
                 work = self._work.popleft()
@@ -57,29 +64,35 @@ class Stream:
                 work()
 
     def wait_event(self, event: "Event") -> None:
+        """As torch's."""
         self.launch(event.synchronize)
 
     def wait_stream(self, stream: "Stream") -> None:
+        """As torch's."""
         event = Event(blocking=True)
         event.record(stream)
         self.wait_event(event)
 
 
 class Event:
-    """A point in a stream."""
+    """A point in a stream. Any thread."""
 
     def __init__(self, *, blocking: bool = False) -> None:
+        """As torch's; refuses one for which a thread would spin."""
         assert blocking, "who waits for this event would spin"
         self._stream: Stream | None = None
         self._end = 0
 
     def record(self, stream: Stream) -> None:
+        """As torch's."""
         self._stream, self._end = stream, stream.end
 
     def query(self) -> bool:
+        """As torch's."""
         return self._stream is None or self._stream.has_reached(self._end)
 
     def synchronize(self) -> None:
+        """As torch's: do what comes before it."""
         if self._stream is not None:
             self._stream.run_to(self._end)
 
@@ -88,17 +101,20 @@ class Gpu:
     """What stands in for torch.cuda, and what was seen of its use."""
 
     def __init__(self) -> None:
+        """Begin with nothing launched."""
         self.compute = Stream(is_compute=True)
         self._threads = threading.local()
         self.batches: list[int] = []
         """The number of copies of each call."""
 
     def current_stream(self, device: Any = None) -> Stream:
+        """As torch's."""
         current: Stream = getattr(self._threads, "stream", self.compute)
         return current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        """As torch's."""
         before, self._threads.stream = self.current_stream(), stream
         try:
             yield
@@ -117,7 +133,7 @@ class Gpu:
         self.current_stream().launch(work)
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def stand_in(monkeypatch: "pytest.MonkeyPatch") -> Gpu:
     """Have this CPU be taken for a GPU until the test ends."""
     gpu = Gpu()
     real_copy, real_to = Tensor.copy_, Tensor.to
