@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from msgspec import structs
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied, StoreUnavailable
@@ -23,6 +24,7 @@ from ecshare.transfer.jobs import (
     Backfill,
     Done,
     Fetch,
+    GiveUp,
     Handle,
     Job,
     Lookup,
@@ -137,6 +139,13 @@ def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
 def release(done: Done[Any]) -> None:
     assert done.value is not None
     done.value.release()
+
+
+def publish(engine: TransferEngine, key: Key = KEY) -> None:
+    """Have the object on the engine's host alone."""
+    entry = engine.host.publish(key, sealed(key))
+    assert entry is not None
+    entry.close()
 
 
 def finish(engine: TransferEngine, job: Job[Any], timeout_s: float = 20) -> Done[Any]:
@@ -272,9 +281,7 @@ def test_what_other_hosts_need_is_missing_until_the_store_has_it(
     store: Scripted, start: Start
 ) -> None:
     engine = start()
-    entry = engine.host.publish(KEY, sealed())
-    assert entry is not None
-    entry.close()
+    publish(engine)
     assert finish(engine, Fetch(KEY, 5)).outcome is Outcome.OK
     assert finish(engine, Fetch(KEY, 5, in_store=True)).outcome is Outcome.MISSING
     # It is on its way, of the same host: it is waited for, and the store asked ever less often.
@@ -292,9 +299,7 @@ def test_what_other_hosts_need_is_missing_until_the_store_has_it(
 
 def test_what_the_store_cannot_confirm_is_not_there(store: Scripted, start: Start) -> None:
     engine = start()
-    entry = engine.host.publish(KEY, sealed())
-    assert entry is not None
-    entry.close()
+    publish(engine)
 
     async def broken(keys: Sequence[Key]) -> list[bool]:
         raise StoreUnavailable("503")
@@ -375,6 +380,43 @@ def test_however_many_wait_the_store_is_asked_a_bounded_number_of_times(
     engine.submit(*lies(150, 2.0))
     assert [done.outcome for done in engine.drain(60)] == [Outcome.MISSING] * 150
     assert len(store.gets) < 150 + 2 * 500 + 150, "and once more, at the end of their time"
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_many_that_have_waited_long_ask_together(
+    store: Scripted, start: Start, in_store: bool
+) -> None:
+    engine = start()
+    jobs = [structs.replace(job, in_store=in_store) for job in lies(60, 100)]
+    if in_store:
+        for job in jobs:
+            publish(engine, job.key)
+    waiting = [Handle(job) for job in jobs]
+    engine.submit(*waiting)
+
+    def num_asked_together() -> int:
+        return len({key for keys in list(store.questions) if len(keys) > 1 for key in keys})
+
+    wait_until(lambda: num_asked_together() == len(jobs))
+    num_gets = len(store.gets)
+    store.objects[jobs[7].key] = sealed(jobs[7].key)
+    (done,) = engine.drain(20, until=waiting[7])
+    assert done.outcome is Outcome.OK
+    release(done)
+    assert len(store.gets) == num_gets + (not in_store), "what is not there is not fetched"
+    engine.cancel(*waiting)
+
+
+def test_many_that_have_waited_long_see_a_note(store: Scripted, start: Start) -> None:
+    engine, other = start(), start("other")
+    jobs = [structs.replace(job, may_be_given_up=True) for job in lies(60, 100)]
+    waiting = [Handle(job) for job in jobs]
+    engine.submit(*waiting)
+    wait_until(lambda: any(len(keys) > 1 for keys in list(store.questions)))
+    other.submit(GiveUp(jobs[7].key))
+    (done,) = engine.drain(20, until=waiting[7])
+    assert done.outcome is Outcome.GIVEN_UP
+    engine.cancel(*waiting)
 
 
 def test_what_never_comes_takes_no_turn_from_what_is_there(store: Scripted, start: Start) -> None:
