@@ -34,8 +34,8 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     load: Literal["always", "if_faster"] = "if_faster"
     """Whether all is loaded that a look-up finds, or only as much of it as should be here sooner
-    than this engine would compute it, by what both took of late. What another engine announces is
-    always loaded."""
+    than this engine would compute it, by what both took of late; less than a chunk that it computes
+    in 5 ms is not looked up. What another engine announces is always loaded."""
 
     save_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Prompts of which fewer tokens would be stored are not stored, except in requests for a single

@@ -22,6 +22,8 @@ _SLOW_S = 1.0
 # be here in the second time, or with one chunk.
 _PROBE_EVERY_S = 30.0
 _PROBE_S = 2.0
+# A look-up takes a step of the engine, and a load two more: no less than this.
+_ROUNDS_S = 0.005
 # More than any engine has in flight.
 _MOST_STEPS = 8
 
@@ -114,6 +116,13 @@ class LoadOrCompute:
         self._tried_s = dict.fromkeys(Tier, -inf)
         self._computed_s = -inf
         self._under_way_s = 0.0
+
+    @property
+    def fewest_tokens(self) -> int:
+        """How many tokens a hit must have to be worth a look-up: this engine computes fewer before
+        it would have loaded them. 0: it is not known."""
+        pace = self.steps.pace.s_per_token
+        return int(_ROUNDS_S / pace) if pace else 0
 
     def loaded(
         self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, seconds: float

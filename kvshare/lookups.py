@@ -103,13 +103,21 @@ class Lookups:
         # By what is asked for: requests with one prompt share one search.
         self._asking: dict[_Asked, list[Search]] = {}
 
-    def start(self, request: Request, grid: Grid, num_computed_tokens: int) -> Search:
-        """Return a search for the chunks that `request` can load after `num_computed_tokens`."""
+    def start(
+        self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0
+    ) -> Search:
+        """Return a search for the chunks that `request` can load after `num_computed_tokens`.
+
+        If these are fewer than `fewest_tokens`, and less than a whole chunk, nothing is looked up.
+        """
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
         sizes = self.sizes.with_announced(announced_tp_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
         awaited_tokens = 0
+        asks_nothing = start_block >= prefix.num_blocks or (
+            not announced and _is_little(request, grid, num_computed_tokens, fewest_tokens)
+        )
         if announced:
             # No look-up will miss and ask then: engines of other sizes may store meanwhile.
             self.sizes.look(self._config.io_timeout_s)
@@ -124,7 +132,7 @@ class Lookups:
             begun_s=now_s,
             deadline_s=now_s + self._config.wait_s,
             next_ask_s=now_s,
-            is_over=bool(announced) or start_block >= prefix.num_blocks,
+            is_over=bool(announced) or asks_nothing,
             found=announced,
             is_announced=bool(announced),
         )
@@ -200,6 +208,18 @@ class Lookups:
             self.sizes.look(self._config.io_timeout_s)
             self._stats.add("blocks/missed", search.num_missing_blocks)
             self._stats.add(f"misses/{reason}", search.num_missing_blocks)
+
+
+def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int) -> bool:
+    """Whether what is left to be loaded is not worth a look-up.
+
+    Not if a media item is in it: its embedding would be needed, and it may be without pixels.
+    """
+    num_left = request.num_tokens - 1 - num_computed_tokens
+    return num_left < min(fewest_tokens, grid.chunk_tokens) and all(
+        feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens
+        for feature in request.mm_features
+    )
 
 
 class _Asked:

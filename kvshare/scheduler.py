@@ -227,7 +227,10 @@ class KVScheduler:
             self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
-            search = tracked.search = self._lookups.start(request, grid, num_computed_tokens)
+            fewest_tokens = self._choice.fewest_tokens if self._choice is not None else 0
+            search = tracked.search = self._lookups.start(
+                request, grid, num_computed_tokens, fewest_tokens
+            )
         self._lookups.advance(search)
         if not search.is_over:
             return None

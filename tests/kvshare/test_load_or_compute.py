@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from ecshare.transfer.jobs import Tier
 from kvshare.load_or_compute import LoadOrCompute
@@ -246,6 +248,75 @@ def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench)
     before = make_request("before", list(range(5000, 5000 + 500 * 250)))
     here.ask(before)
     assert here.ask(make_request("second", PROMPT)) == 400
+
+
+# --- what is too little to be looked up ---
+
+
+@pytest.fixture
+def computing(bench: StartBench) -> StartBench:
+    """A half whose engine computes five tokens in the time of a look-up and a load."""
+
+    def start(**more: Any) -> Bench:
+        here = bench(**more)
+        here.put(chunks_of(PROMPT, more.get("chunk_blocks", 1)))
+        compute(here, "new", 0.076)
+        here.engine.drain(20.0)
+        return here
+
+    return start
+
+
+def with_left(num_left: int, **more: Any) -> Request:
+    """A request with so many tokens, besides its last one, after the two blocks it has."""
+    return make_request(f"{num_left} left", PROMPT[: 2 * BLOCK + num_left + 1], **more)
+
+
+def is_looked_up(here: Bench, request: Request) -> bool:
+    """Whether `request`, whose first two blocks the engine has, waits for a look-up."""
+    return here.half.num_loadable_tokens(request, 2 * BLOCK) is None
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(1, False), (4, False), (5, True)])
+def test_what_is_computed_sooner_than_it_is_loaded_is_not_looked_up(
+    computing: StartBench, num_left: int, expected: bool
+) -> None:
+    here = computing(chunk_blocks=4)
+    assert is_looked_up(here, with_left(num_left)) is expected
+    assert here.engine.in_flight == expected
+
+
+def test_a_whole_chunk_is_looked_up_however_fast_the_engine_is(computing: StartBench) -> None:
+    here = computing()
+    compute(here, "faster", 0.0)
+    assert not is_looked_up(here, with_left(BLOCK - 1))
+    assert is_looked_up(here, with_left(BLOCK))
+
+
+def test_little_is_looked_up_if_all_is_to_be_loaded_or_nothing_is_known(
+    computing: StartBench, bench: StartBench
+) -> None:
+    for here in (computing(options={"load": "always"}), bench()):
+        assert is_looked_up(here, with_left(1))
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, False), (1, True)])
+def test_little_is_looked_up_if_a_picture_would_have_to_be_encoded(
+    computing: StartBench, offset: int, expected: bool
+) -> None:
+    """It may have come without its pixels."""
+    place = PlaceholderRange(offset=offset, length=2 * BLOCK)
+    picture = MultiModalFeatureSpec(data=None, modality="image", identifier="p", mm_position=place)
+    assert is_looked_up(computing(), with_left(1, mm_features=[picture])) is expected
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(BLOCK - 1, 0), (BLOCK, BLOCK)])
+def test_a_block_that_was_announced_is_loaded_and_less_is_computed(
+    computing: StartBench, num_left: int, expected: int
+) -> None:
+    here = computing(chunk_blocks=4)
+    request = announcing(PROMPT[: 2 * BLOCK + num_left + 1])
+    assert here.half.num_loadable_tokens(request, 2 * BLOCK) == expected
 
 
 # --- through an engine ---
