@@ -16,6 +16,8 @@ from ecshare.router.errors import ApiError
 
 Request = dict[str, Any]
 
+CHAT = "/v1/chat/completions"
+
 _MODALITIES = {
     "image_url": "image",
     "video_url": "video",

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from ecshare.router.app import CHAT, Router, make_runner
+from ecshare.router.app import Router, make_runner
+from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Stage
 from ecshare.router.secret import Secret

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from tests.ecshare.router.fake_engine import Fleet, chat, fleet
 
 

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from ecshare.router.connections import fitting_connections
 from tests.ecshare.router.fake_engine import FakeEngine, chat, decoded, fleet
 from tests.ecshare.router.router_process import router_process

@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 
 from ecshare.router import fleet as fleet_module
-from ecshare.router.app import CHAT, Router, make_runner
+from ecshare.router.app import Router, make_runner
+from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import EnginePool, Stage, Work
 from ecshare.router.fleet import read_engines

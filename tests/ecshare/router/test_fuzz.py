@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from tests.ecshare.router.fake_engine import PNG, FakeEngine, Fleet, chat, decoded, fleet, picture
 
 VALID = json.dumps(chat(picture(PNG), temperature=0.5, stop=["\u00e9"])).encode()

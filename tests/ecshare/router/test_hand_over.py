@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ecshare.router.app import CHAT
 from ecshare.router.blobs import Blobs, Payload
+from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import EnginePool, Stage
 from ecshare.router.relay import Relay

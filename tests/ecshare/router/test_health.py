@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ecshare.router import app, health
+from ecshare.router import health, model_lists
+from ecshare.router.chat import CHAT
 from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
@@ -127,7 +128,7 @@ async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
 
         slow.answer, slow.healthy = pausing, False
         probes = count_probes(slow)
-        async with f.client.post(f.url + app.CHAT, data=json.dumps(chat(stream=True))) as response:
+        async with f.client.post(f.url + CHAT, data=json.dumps(chat(stream=True))) as response:
             assert await response.content.readany() == EVENTS[0]
             slow.answer = Hanging()
             with f.busy(f.decoders[1]):
@@ -322,8 +323,8 @@ async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app, "_MODELS_HEDGE_S", TICK_S)
-    monkeypatch.setattr(app, "_MODELS_TIMEOUT_S", LONG_S)  # would be seen
+    monkeypatch.setattr(model_lists, "_HEDGE_S", TICK_S)
+    monkeypatch.setattr(model_lists, "_TIMEOUT_S", LONG_S)  # would be seen
     monkeypatch.setattr("ecshare.router.models._MAX_WAIT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]

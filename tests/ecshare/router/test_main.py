@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare import __version__
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from tests.ecshare.router.fake_engine import EVENTS, FakeEngine, chat, decoded, listening
 
 

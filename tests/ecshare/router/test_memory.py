@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from ecshare.router.config import MIB
 from ecshare.router.errors import ApiError
 from ecshare.router.memory import MemoryBudget

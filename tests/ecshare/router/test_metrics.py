@@ -11,7 +11,7 @@ from aiohttp import web
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ecshare.router.app import CHAT
+from ecshare.router.chat import CHAT
 from ecshare.router.trace import OUTCOMES, STATUSES
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ecshare.router import app, models
+from ecshare.router import model_lists, models
 from ecshare.router.models import ServedModels
 from tests.ecshare.router.fake_engine import Clock, Fleet, chat, fleet
 
@@ -55,7 +55,7 @@ async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
 
 
 async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_MODELS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(model_lists, "_TIMEOUT_S", 0.1)
     async with fleet(0, 0, num_d=2) as f:
         for engine in f.decoders:
             engine.lists = asyncio.Event()

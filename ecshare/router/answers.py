@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes D's answers on to clients, unchanged."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from aiohttp import web
+
+from ecshare.router.chat import CHAT, Request
+from ecshare.router.config import RouterConfig
+from ecshare.router.engines import Stage
+from ecshare.router.errors import EngineError
+from ecshare.router.events import read_opening
+from ecshare.router.health import TimeLimits
+from ecshare.router.middleware import (
+    CONTEXT,
+    RequestContext,
+    end_stream,
+    unavailable,
+    verbatim,
+)
+from ecshare.router.relay import Relay
+from ecshare.router.retries import Attempt
+from ecshare.router.work import decode_work
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream(NamedTuple):
+    """A streamed answer of D that has begun."""
+
+    opening: bytes
+    rest: AsyncIterator[bytes]
+    content_type: str
+
+
+class Answers:
+    """Asks D's and passes on what they answer. Belongs to the event loop's thread."""
+
+    def __init__(self, config: RouterConfig, relay: Relay) -> None:
+        self._config = config
+        self._relay = relay
+        self.paths: Counter[str] = Counter()
+        """How many requests were answered, by the stages that worked for them."""
+
+    async def by(
+        self,
+        attempt: Attempt,
+        http: web.Request,
+        request: Request,
+        concurrent_stage: Stage | None = None,
+    ) -> web.StreamResponse:
+        """Pass on the answer of one D.
+
+        Raises:
+            EngineError: it failed, and the attempt is not the last.
+        """
+        context, began_s = http[CONTEXT], time.monotonic()
+        first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
+        limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=attempt.is_last)
+        payload = context.payload(request, decode_work(context.work, request))
+        async with self._relay.call(
+            attempt.engine, CHAT, payload, context.headers, limits
+        ) as reply:
+            if reply.failed and not attempt.is_last():
+                raise reply.failure()
+            if reply.is_stream:
+                chunks = reply.chunks()
+                opening = await read_opening(chunks)
+                if (opening.error_status or 0) >= 500 and not attempt.is_last():
+                    reason, status = "the stream begins with an error", opening.error_status
+                    raise EngineError(Stage.DECODE, reason, reached=True, status=status)
+                stream = _Stream(opening.content, chunks, reply.content_type)
+                return await self._stream(http, stream, context, concurrent_stage)
+            body = await reply.read()
+        self._count_answer(context, concurrent_stage)
+        context.seconds[Stage.DECODE] = time.monotonic() - began_s
+        return verbatim(reply.status, body, reply.content_type, reply.retry_after)
+
+    def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
+        if not request.get("stream"):  # the first byte arrives with the last
+            return self._config.timeout_s
+        waits_for_s = 0.0 if concurrent_stage is None else self._config.stage_timeout_s
+        return self._config.first_byte_timeout_s + waits_for_s
+
+    async def _stream(
+        self,
+        http: web.Request,
+        stream: _Stream,
+        context: RequestContext,
+        concurrent_stage: Stage | None,
+    ) -> web.StreamResponse:
+        """Copy D's events to the client, byte for byte."""
+        self._count_answer(context, concurrent_stage)
+        headers = {
+            "Content-Type": stream.content_type,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would hold the events back
+        }
+        context.answer = web.StreamResponse(headers=headers | context.response_headers())
+        await context.answer.prepare(http)
+        try:
+            await context.answer.write(stream.opening)
+            async for chunk in stream.rest:
+                await context.answer.write(chunk)
+        except EngineError as failure:
+            logger.warning("request %s: %s", context.request_id, failure)
+            return await end_stream(context, unavailable(failure, self._config))
+        await context.answer.write_eof()
+        return context.answer
+
+    def _count_answer(self, context: RequestContext, concurrent_stage: Stage | None) -> None:
+        if concurrent_stage is not None:
+            context.passed(concurrent_stage)
+        context.passed(Stage.DECODE)
+        self.paths[",".join(context.path)] += 1

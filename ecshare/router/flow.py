@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow of one request through the stages.
+
+E (encode) encodes each distinct item, P (prefill) prefills the conversation, D (decode) answers.
+Where an engine fails, another one of its stage is asked; if E or P has none left, D gets the media
+and does all three. D may get its request while P computes. It then loads what P has computed so far
+while P computes the rest.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from ecshare.router import plan
+from ecshare.router.answers import Answers
+from ecshare.router.chat import CHAT, Chat, Media, Request
+from ecshare.router.config import RouterConfig
+from ecshare.router.encoded import EncodedMedia
+from ecshare.router.engines import Engine, EnginePool, Stage, Work
+from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.limits import Place, StageLimits
+from ecshare.router.memory import Reservation
+from ecshare.router.metrics import RouterMetrics
+from ecshare.router.middleware import CONTEXT, RequestContext
+from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
+from ecshare.router.relay import Relay
+from ecshare.router.retries import Attempt, Retries, RetryBudget
+from ecshare.router.work import decode_work, item_work, prompt_work
+
+logger = logging.getLogger(__name__)
+
+_LOST_STATUSES = (500, 503)
+"""What an engine answers to a request of which it has neither pixels nor embeddings, and to others
+that fail."""
+
+
+class Job(NamedTuple):
+    """A chat completion on its way through the stages."""
+
+    http: web.Request
+    chat: Chat
+    reservation: Reservation
+
+    @property
+    def context(self) -> RequestContext:
+        """Return its state."""
+        return self.http[CONTEXT]
+
+
+class _Encoded(NamedTuple):
+    """A request whose media E has encoded, now or before."""
+
+    request: Request
+    keys: tuple[bytes, ...]
+    was_known: bool
+    """Whether E was not asked for one of them."""
+
+
+class Flow:
+    """Takes requests through the stages. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        pools: Mapping[Stage, EnginePool],
+        relay: Relay,
+        metrics: RouterMetrics,
+        clock_s: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._relay = relay
+        self._metrics = metrics
+        self._answers = Answers(config, relay)
+        self._num_fallbacks = 0
+        self._num_repeats = 0
+        self.limits = StageLimits(
+            pools,
+            {
+                Stage.ENCODE: config.max_encodes,
+                Stage.PREFILL: config.max_prefills,
+                Stage.DECODE: config.max_decodes,
+            },
+        )
+        self.retry_budget = RetryBudget(config.retry_share, clock_s)
+        self._retries = Retries(
+            pools,
+            self.retry_budget,
+            metrics.count_retry,
+            keeps_affinity=config.balance == "affinity",
+        )
+        self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
+        self.encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
+
+    def counts(self) -> dict[str, Any]:
+        """Return what was counted since the start. docs/metrics.md explains it."""
+        return {
+            "answered": dict(self._answers.paths),
+            "fallbacks": self._num_fallbacks,
+            "retries": self.retry_budget.status(),
+            "encodes": self.encoded.status() | {"repeated": self._num_repeats},
+            "prefills": self._prefilled.status(),
+            "downloads": self._relay.media.status(),
+        }
+
+    async def answer(self, job: Job) -> web.StreamResponse:
+        """Answer a request that has been read."""
+        media = await self._load(job)
+        job.context.work = prompt_work(job.chat, media)
+        # Every request ends at D. One that D has no room for must not keep E and P busy before.
+        with self.limits.place(Stage.DECODE) as place:
+            place.take()
+            return await self._answer_from(job, media)
+
+    async def _answer_from(self, job: Job, media: list[Media]) -> web.StreamResponse:
+        context = job.context
+        try:
+            answer = await self._through_stages(job, media, may_repeat=True)
+            if answer is not None:
+                return answer
+        except EngineError as failure:
+            if context.answer is not None or self._is_refused(failure):
+                raise
+            logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
+            self._num_fallbacks += 1
+            context.path.clear()
+            context.avoided.clear()
+        plain = plan.inline_request(job.chat, await self._complete(job, media))
+        return await self._decode_alone(job.http, plain, context)
+
+    def _is_refused(self, failure: EngineError) -> bool:
+        """Tell whether a request ends because a stage has too much to do. D must not get its work
+        as well, or the stage that no request can do without fails next.
+        """
+        to_refuse = failure.stage is Stage.DECODE or self._config.when_overloaded == "refuse"
+        return failure.is_overload and to_refuse
+
+    async def _load(self, job: Job) -> list[Media]:
+        """Return the request's media, without the bytes that it can do without."""
+        options = plan.encoding_options(job.chat)
+
+        def is_known(uuid: str) -> bool:
+            return bool(self.encoded.known({uuid: plan.encoding_key(options, uuid)}))
+
+        blobs = job.context.blobs
+        return await self._relay.media.load(job.chat.items, blobs, job.reservation, is_known)
+
+    async def _complete(self, job: Job, media: list[Media]) -> list[Media]:
+        """Return the request's media with all their bytes."""
+        blobs = job.context.blobs
+        return await self._relay.media.complete(job.chat.items, media, blobs, job.reservation)
+
+    async def _through_stages(
+        self, job: Job, media: list[Media], *, may_repeat: bool
+    ) -> web.StreamResponse | None:
+        """Return the answer that E and P have worked for; None if there is neither.
+
+        If P or D fails without an item that E was not asked for this time, all items go to E, once.
+
+        Raises:
+            ApiError: an item cannot be fetched that is needed after all.
+            EngineError: a stage failed.
+            RefusalError: a stage refused the request.
+        """
+        context, chat = job.context, job.chat
+        if not chat.items or not self._pools[Stage.ENCODE]:
+            plain = plan.inline_request(chat, media)
+            return await self._from_prefill_on(job.http, plain, context, is_plain=True)
+        encoded = await self._encode(job, media)
+        try:
+            answer = await self._from_prefill_on(job.http, encoded.request, context, is_plain=False)
+            _check_accepted(answer)
+        except (EngineError, RefusalError) as failure:
+            if context.answer is not None or not self._may_be_wrong(encoded, failure):
+                raise
+            # The embeddings may be gone. If they are not, asking E again costs little.
+            self.encoded.forget(encoded.keys)
+            if not encoded.was_known or not may_repeat:
+                raise
+            logger.warning("request %s encodes its media again: %s", context.request_id, failure)
+        else:
+            self.encoded.confirm(encoded.keys)
+            return answer
+        self._num_repeats += 1
+        self._metrics.count_retry(Stage.ENCODE)
+        context.path.clear()
+        context.avoided.clear()
+        return await self._through_stages(job, media, may_repeat=False)
+
+    def _may_be_wrong(self, encoded: _Encoded, failure: EngineError | RefusalError) -> bool:
+        """Tell whether P or D may have failed because of what E is said to have reported."""
+        if isinstance(failure, RefusalError):
+            return self.encoded.is_hearsay(encoded.keys)
+        return failure.status in _LOST_STATUSES
+
+    async def _from_prefill_on(
+        self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
+    ) -> web.StreamResponse | None:
+        """Return D's answer; None if there is no P and the request `is_plain`."""
+        if not self._pools[Stage.PREFILL]:
+            return None if is_plain else await self._decode(http, request)
+        if self._config.prefill == "needed":
+            context.turns = turns_of(request)
+            known = self._prefilled.find(context.turns)
+            if known is not None:
+                return await self._decode_known(http, request, known)
+        answer = await self._prefill(http, request, context)
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return await self._decode(http, answer)
+
+    async def _decode_known(
+        self, http: web.Request, request: Request, known: Known
+    ) -> web.StreamResponse:
+        """Return D's answer to a prompt that is stored, or nearly."""
+        context = http[CONTEXT]
+        context.avoided.append(Stage.PREFILL)
+        try:
+            answer = await self._decode(http, plan.decode_request(request, known.hand_over))
+        except EngineError:
+            self._prefilled.forget(context.turns)
+            raise
+        if answer.status == 200:
+            self._prefilled.note_decoded(context.turns, known)
+        return answer
+
+    async def _encode(self, job: Job, media: list[Media]) -> _Encoded:
+        """Return the request to P, with what E reports of the items or has reported before."""
+        context, chat = job.context, job.chat
+
+        async def ask(request: Request, work: Work, place: Place) -> plan.Metadata | None:
+            place.take()
+            payload = context.payload(request, work)
+
+            async def by(attempt: Attempt) -> Request:
+                return await self._relay.ask(attempt.engine, CHAT, payload, context.headers)
+
+            answer = await self._retries.run(Stage.ENCODE, by, context, work)
+            return plan.reported_metadata(answer)
+
+        keys = _encoding_keys(chat, media)
+        known = self.encoded.known(keys)
+        if len(known) == len(keys) and not plan.needs_bytes(chat, media, known):
+            context.avoided.append(Stage.ENCODE)
+            reports = await self.encoded.reports(keys, {})
+        else:
+            media = await self._complete(job, media)
+            keys = _encoding_keys(chat, media)
+            requests = plan.encode_requests(chat, media)
+            with context.timed(Stage.ENCODE), self.limits.place(Stage.ENCODE) as place:
+                works = {
+                    held.uuid: item_work(keys[held.uuid], item)
+                    for item, held in zip(chat.items, media, strict=True)
+                }
+                asks = {
+                    uuid: partial(ask, each, works[uuid], place) for uuid, each in requests.items()
+                }
+                reports = await self.encoded.reports(keys, asks)
+            if not reports.was_asked:
+                context.path.remove(Stage.ENCODE)
+                context.avoided.append(Stage.ENCODE)
+        request = plan.metadata_request(chat, media, reports.metadata)
+        return _Encoded(request, tuple(keys.values()), bool(reports.known))
+
+    async def _prefill(
+        self, http: web.Request, request: Request, context: RequestContext
+    ) -> web.StreamResponse | Request:
+        """Have P prefill; return the request to D, or D's answer if D was asked meanwhile.
+
+        D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
+        requests D would hold cache blocks for KV that P has not begun to compute.
+        """
+        is_streamed = self._config.hand_over == "streamed"
+
+        async def by(attempt: Attempt) -> web.StreamResponse | Request:
+            engine = attempt.engine
+            if is_streamed and engine.streams and not engine.in_flight:
+                return await self._prefill_and_decode(http, engine, request, context)
+            return plan.decode_request(request, await self._hand_over_of(engine, request, context))
+
+        return await self._retries.run(Stage.PREFILL, by, context, context.work)
+
+    async def _hand_over_of(
+        self, engine: Engine, request: Request, context: RequestContext
+    ) -> Request | None:
+        """Return what P hands over to D."""
+        with self.limits.place(Stage.PREFILL) as place, context.timed(Stage.PREFILL):
+            place.take()
+            payload = context.payload(plan.prefill_request(request), context.work)
+            answer = await self._relay.ask(engine, CHAT, payload, context.headers)
+        if context.turns:
+            self._prefilled.note_prefilled(context.turns, answer)
+        hand_over = plan.reported_hand_over(answer)
+        self._pools[Stage.PREFILL].set_streams(engine, streams=plan.is_streamed(hand_over))
+        return hand_over
+
+    async def _prefill_and_decode(
+        self, http: web.Request, engine: Engine, request: Request, context: RequestContext
+    ) -> web.StreamResponse | Request:
+        """Return D's answer; D loads KV while P computes.
+
+        D's request is cancelled if P ends before D has begun to answer, without having stored what
+        D waits for. Then the request to send to D instead is returned.
+
+        Raises:
+            EngineError: P or D failed.
+            RefusalError: P or D refused the request.
+        """
+        streamed = plan.decode_request(request, plan.STREAMED)
+        prefilling = asyncio.create_task(self._hand_over_of(engine, request, context))
+        answering = asyncio.create_task(
+            self._decode(http, streamed, concurrent_stage=Stage.PREFILL)
+        )
+        try:
+            with self._pools[Stage.PREFILL].lease(engine):
+                # Until the call holds its own lease: no other request may find the engine idle.
+                await asyncio.sleep(0)
+            await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and context.answer is None:
+                hand_over = prefilling.result()
+                if not plan.is_streamed(hand_over):
+                    return plan.decode_request(request, hand_over)
+            return await answering
+        finally:
+            for task in (prefilling, answering):
+                task.cancel()
+            await asyncio.gather(prefilling, answering, return_exceptions=True)
+
+    async def _decode_alone(
+        self, http: web.Request, plain: Request, context: RequestContext
+    ) -> web.StreamResponse:
+        """Ask D's in turn for all the work. The last one's answer counts, whatever it is."""
+
+        async def by(attempt: Attempt) -> web.StreamResponse:
+            return await self._answers.by(attempt, http, plain)
+
+        work = decode_work(context.work, plain)
+        return await self._retries.run(Stage.DECODE, by, context, work)
+
+    async def _decode(
+        self, http: web.Request, request: Request, concurrent_stage: Stage | None = None
+    ) -> web.StreamResponse:
+        """Pass on D's answer to a request that E and P have worked for.
+
+        `concurrent_stage` is a stage that works for this answer at the same time.
+
+        Raises:
+            EngineError: D failed.
+        """
+        context = http[CONTEXT]
+
+        async def by(attempt: Attempt) -> web.StreamResponse:
+            not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
+            return await self._answers.by(not_last, http, request, concurrent_stage)
+
+        def may_move(failure: EngineError) -> bool:
+            return failure.status not in _LOST_STATUSES  # else it may be lost for every D
+
+        work = decode_work(context.work, request)
+        return await self._retries.run(Stage.DECODE, by, context, work, may_move)
+
+
+def _check_accepted(answer: web.StreamResponse | None) -> None:
+    """Check that D has not refused the request.
+
+    Raises:
+        RefusalError: it has.
+    """
+    if isinstance(answer, web.Response) and 400 <= answer.status < 500:
+        assert isinstance(answer.body, bytes)  # `verbatim` makes no other
+        raise RefusalError(answer.status, answer.body, answer.content_type)
+
+
+def _encoding_keys(chat: Chat, media: list[Media]) -> dict[str, bytes]:
+    options = plan.encoding_options(chat)
+    return {held.uuid: plan.encoding_key(options, held.uuid) for held in media}
