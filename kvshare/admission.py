@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecshare.plugin.admission import Sightings, wish
+from kvshare.messages import is_for_decode
 from kvshare.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Admission:
         asked = wish(request, request.kv_transfer_params, WISH)
         if asked is False:
             return Limit(0, "request")
-        if not asked:
+        if not (asked or is_for_decode(request)):
             if stored_tokens(request, grid) < self._save_min_tokens:
                 return Limit(0, "save_min_tokens")
             end_tokens = self._often_seen(request, grid)

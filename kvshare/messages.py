@@ -143,5 +143,26 @@ def announced_tokens(request: "Request") -> int:
 def _announced(request: "Request") -> dict[Any, Any]:
     """Return our part of the request's `kv_transfer_params`, unchecked; empty: there is none."""
     params: Any = request.kv_transfer_params
-    ours = params.get("kvshare") if isinstance(params, dict) else None
+    if not isinstance(params, dict):
+        return {}
+    ours = params.get("kvshare")
+    if ours is None and _is_prefilled_for_storage(params):
+        return {"streamed": True}
     return ours if isinstance(ours, dict) else {}
+
+
+def _is_prefilled_for_storage(params: dict[Any, Any]) -> bool:
+    """Whether a coordinator says that the prompt was prefilled, and D is to find it in a store.
+
+    Where another connector is to fetch it from P, the params tell where P is.
+    """
+    return params.get("do_remote_prefill") is True and not any(
+        isinstance(name, str) and name.startswith("remote_") and value is not None
+        for name, value in params.items()
+    )
+
+
+def is_for_decode(request: "Request") -> bool:
+    """Whether a coordinator says that another engine goes on with this prompt."""
+    params: Any = request.kv_transfer_params
+    return isinstance(params, dict) and params.get("do_remote_decode") is True

@@ -25,6 +25,7 @@ from tests.docs.pages import PAGES, ROOT, commands, json_objects
 # Programs that the pages tell people to run, and what runs each in CI.
 RUN_BY_TESTS = {
     "examples.shared_cache.two_engines": "tests/engines/test_examples.py",
+    "examples.coordinator.ask": "tests/examples/test_coordinator.py",
     "examples.s3.run": "tests/engines/test_examples.py",
     "examples/one_box/run.sh": "examples/s3/run.py",
     "examples/one_box/engine.sh": "examples/one_box/run.sh",
@@ -33,6 +34,7 @@ RUN_BY_TESTS = {
 ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
     "--ec-transfer-config",
+    "--enable-prompt-tokens-details",
     "--kv-events-config",
     "--kv-transfer-config",
     "--max-num-batched-tokens",

@@ -20,6 +20,7 @@ FORMS: list[dict[str, Any]] = [
     {"kvshare": {"streamed": True}},
     {"kvshare": {"streamed": True, "size": 2}},
     {"do_remote_prefill": True, "kvshare": {"num_tokens": 9}},
+    {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": None},
 ]
 
 

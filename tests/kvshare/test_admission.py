@@ -114,11 +114,11 @@ def test_a_request_may_keep_itself_out_of_the_store(
     assert num_stored(tmp_path) == 4
 
 
+@pytest.mark.parametrize("wish", [{"kvshare_save": True}, {"do_remote_decode": True}])
 def test_a_request_may_have_itself_stored_whatever_the_rules_say(
-    start: StartEngine, tmp_path: Path
+    start: StartEngine, tmp_path: Path, wish: Any
 ) -> None:
     engine = start(store={"save_after": 9, "save_min_tokens": 1000})
-    wish = {"kvshare_save": True}
     assert announced(ask(engine, "r", kv_transfer_params=wish)) == ALL
     assert num_stored(tmp_path) == 4
 
@@ -133,11 +133,18 @@ def test_a_request_may_have_itself_stored_whatever_the_rules_say(
         {"kvshare_save": {"save": False}},
         {"kvshare": {"save": False}},
         {"ecshare_save": False},
+        {"do_remote_decode": False},
     ],
 )
 def test_malformed_wishes_are_ignored(start: StartEngine, tmp_path: Path, params: Any) -> None:
     assert announced(ask(start(), "r", kv_transfer_params=params)) == ALL
     assert num_stored(tmp_path) == 4
+
+
+@pytest.mark.parametrize("said", [1, "true", None, [True]])
+def test_what_is_not_true_is_no_word_of_a_coordinator(start: StartEngine, said: Any) -> None:
+    engine = start(store={"save_after": 9})
+    assert announced(ask(engine, "r", kv_transfer_params={"do_remote_decode": said})) == 0
 
 
 def test_a_wish_beside_an_announcement_leaves_that_as_it_is(

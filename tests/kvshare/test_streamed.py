@@ -53,8 +53,10 @@ def start_d(gated: StartEngine, *, is_async: bool = False, **store: Any) -> ToyE
     return gated("kv_consumer", engine={"is_async": is_async}, chunk_tokens=CHUNK, **store)
 
 
-def add_streamed(d: ToyEngine, name: str = "d", prompt: list[int] = PROMPT) -> None:
-    d.add(make_request(name, prompt, 3, kv_transfer_params=STREAMED))
+def add_streamed(
+    d: ToyEngine, name: str = "d", prompt: list[int] = PROMPT, params: Any = STREAMED
+) -> None:
+    d.add(make_request(name, prompt, 3, kv_transfer_params=params))
 
 
 def load(d: ToyEngine, num_tokens: int) -> None:
@@ -71,13 +73,14 @@ def check(d: ToyEngine, computed: int, name: str = "d", prompt: list[int] = PROM
     assert is_at_rest(d)
 
 
+@pytest.mark.parametrize("params", [STREAMED, {"do_remote_prefill": True}])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_each_chunk_is_loaded_once_it_is_computed(
-    gated: StartEngine, asked: list[str], is_async: bool
+    gated: StartEngine, asked: list[str], is_async: bool, params: dict[str, Any]
 ) -> None:
     p, d = start_p(gated), start_d(gated, is_async=is_async)
     asked.clear()
-    add_streamed(d)
+    add_streamed(d, params=params)
     p.add(make_request("p", PROMPT, 1))
     for computed in range(STEP, len(PROMPT), STEP):
         p.step()
