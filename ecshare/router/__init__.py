@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP front of an encode / prefill / decode fleet: OpenAI's chat completions in, three stages out.
+"""HTTP front of an encode / prefill / decode fleet: vLLM's APIs in, three stages out.
 
-`plan` and `engines` decide and are pure; `relay` is the only module that does I/O; `app` is the
-flow of one request. Start it with `python -m ecshare.router`.
+`doors`, `plan` and `engines` decide and are pure; `relay` is the only module that calls engines;
+`flow` takes a request through the stages. Start it with `python -m ecshare.router`.
 """

@@ -9,19 +9,14 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from ecshare.router.chat import CHAT, Request
+from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Stage
 from ecshare.router.errors import EngineError
 from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
-from ecshare.router.middleware import (
-    CONTEXT,
-    RequestContext,
-    end_stream,
-    unavailable,
-    verbatim,
-)
+from ecshare.router.job import Job
+from ecshare.router.middleware import RequestContext, end_stream, unavailable, verbatim
 from ecshare.router.relay import Relay
 from ecshare.router.retries import Attempt
 from ecshare.router.work import decode_work
@@ -49,21 +44,22 @@ class Answers:
     async def by(
         self,
         attempt: Attempt,
-        http: web.Request,
+        job: Job,
         request: Request,
         concurrent_stage: Stage | None = None,
     ) -> web.StreamResponse:
-        """Pass on the answer of one D.
+        """Pass on the answer of one D to what it is sent of the client's request.
 
         Raises:
             EngineError: it failed, and the attempt is not the last.
         """
-        context, began_s = http[CONTEXT], time.monotonic()
+        context, began_s = job.context, time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
         limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=attempt.is_last)
         payload = context.payload(request, decode_work(context.work, request))
+        path = job.client.door.path
         async with self._relay.call(
-            attempt.engine, CHAT, payload, context.headers, limits
+            attempt.engine, path, payload, context.headers, limits
         ) as reply:
             if reply.failed and not attempt.is_last():
                 raise reply.failure()
@@ -74,7 +70,7 @@ class Answers:
                     reason, status = "the stream begins with an error", opening.error_status
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 stream = _Stream(opening.content, chunks, reply.content_type)
-                return await self._stream(http, stream, context, concurrent_stage)
+                return await self._stream(job, stream, concurrent_stage)
             body = await reply.read()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
@@ -87,13 +83,10 @@ class Answers:
         return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
-        self,
-        http: web.Request,
-        stream: _Stream,
-        context: RequestContext,
-        concurrent_stage: Stage | None,
+        self, job: Job, stream: _Stream, concurrent_stage: Stage | None
     ) -> web.StreamResponse:
         """Copy D's events to the client, byte for byte."""
+        context = job.context
         self._count_answer(context, concurrent_stage)
         headers = {
             "Content-Type": stream.content_type,
@@ -101,7 +94,7 @@ class Answers:
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
         context.answer = web.StreamResponse(headers=headers | context.response_headers())
-        await context.answer.prepare(http)
+        await context.answer.prepare(job.http)
         try:
             await context.answer.write(stream.opening)
             async for chunk in stream.rest:

@@ -9,14 +9,16 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from ecshare.router.bodies import read_body
-from ecshare.router.chat import CHAT, is_inline, read_chat
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
+from ecshare.router.doors import PASSED_ON, SPLIT
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, name_of
 from ecshare.router.fleet import FleetWatch, fixed
-from ecshare.router.flow import Flow, Job
+from ecshare.router.flow import Flow
+from ecshare.router.identity import is_inline
+from ecshare.router.job import Job
 from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.metrics import RouterMetrics, Sources
 from ecshare.router.middleware import CONTEXT, end_stream, json_response, request_middleware
@@ -28,6 +30,7 @@ from ecshare.router.relay import Relay
 from ecshare.router.shared_reports import SharedReports
 
 _SHUTDOWN_S = 5.0
+_READERS = {**SPLIT, **PASSED_ON}
 
 
 class Router:
@@ -67,7 +70,8 @@ class Router:
         """Return the web application. The relay lives as long as the application runs."""
         app = web.Application(middlewares=[request_middleware(self._config)])
         app.cleanup_ctx.append(self._with_relay)
-        app.router.add_post(CHAT, self.chat, expect_handler=_send_continue)
+        for path in _READERS:
+            app.router.add_post(path, partial(self._serve, path), expect_handler=_send_continue)
         app.router.add_get(MODELS, self._models, expect_handler=_send_continue)
         app.router.add_get("/health", self.health, expect_handler=_send_continue)
         decoders = self._pools[Stage.DECODE]
@@ -108,13 +112,13 @@ class Router:
         await self._lists.close()
         await self.relay.close()
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
-        """Answer a chat completion, streamed or not, within the overall deadline."""
+    async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
+        """Answer a request at one of the doors, streamed or not, within the overall deadline."""
         context = http[CONTEXT]
         try:
             async with self.in_flight.begin(self._config.timeout_s):
                 with self._memory.reservation() as reservation:
-                    return await self._answer(http, reservation)
+                    return await self._answer(path, http, reservation)
         except TimeoutError as exc:
             late = self.in_flight.ending()
             if context.answer is None:
@@ -186,16 +190,19 @@ class Router:
         # A hung engine is known to be unhealthy, and would take long to answer.
         return not engine.is_hung and await self.relay.is_healthy(engine)
 
-    async def _answer(self, http: web.Request, reservation: Reservation) -> web.StreamResponse:
+    async def _answer(
+        self, path: str, http: web.Request, reservation: Reservation
+    ) -> web.StreamResponse:
         context = http[CONTEXT]
         body = await read_body(http, self._config, reservation, context.blobs)
-        chat = read_chat(body, self._config.max_items)
+        client = _READERS[path](body, self._config.max_items)
         del body  # the decoded request takes several times the memory
         self._flow.retry_budget.note_request()
-        await self._lists.check_model(chat.model, context.headers)
-        if not all(is_inline(item.source) for item in chat.items):
+        await self._lists.check_model(client.model, context.headers)
+        if not all(is_inline(item.source) for item in client.items):
             await self._lists.check_client(context.headers)
-        return await self._flow.answer(Job(http, chat, reservation))
+        job = Job(http, client, reservation)
+        return await (self._flow.answer(job) if path in SPLIT else self._flow.pass_on(job))
 
 
 async def _send_continue(http: web.Request) -> None:

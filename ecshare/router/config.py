@@ -134,7 +134,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command line. docs/config.md is generated from it."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Route chat completions over encode, prefill and decode engines.",
+        description="Route completions over encode, prefill and decode engines.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )

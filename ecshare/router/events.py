@@ -11,20 +11,21 @@ from msgspec import Struct
 _MAX_OPENING_BYTES = 64 * 1024
 _SERVER_ERROR = 500
 _BETWEEN = re.compile(rb"\r?\n\r?\n")
+_NAME = re.compile(rb"event:[^\r\n]*\r?\n")
+# Events of the Responses and the Messages API that precede the first token.
+_PREFACES = ("response.created", "response.in_progress", "message_start", "ping")
+_FAILURES = ("error", "response.failed")
 
 
 class _Choice(Struct):
-    delta: dict[str, Any] = {}
+    delta: dict[str, Any] | None = None
     finish_reason: str | None = None
-
-
-class _Error(Struct):
-    code: int = _SERVER_ERROR
 
 
 class _Event(Struct):
     choices: list[_Choice] = []
-    error: _Error | None = None
+    error: dict[str, Any] | None = None
+    type: str = ""
 
 
 class Opening(Struct, frozen=True):
@@ -46,10 +47,9 @@ async def read_opening(chunks: AsyncIterator[bytes]) -> Opening:
         content += chunk
         *whole, _ = _BETWEEN.split(content)
         events = map(_parsed, whole)
-        telling = next((event for event in events if not _is_role_alone(event)), None)
+        telling = next((event for event in events if not _is_preface(event)), None)
         if telling is not None:
-            error = telling.error
-            return Opening(content, None if error is None else error.code)
+            return Opening(content, _error_status(telling))
         if len(content) > _MAX_OPENING_BYTES:
             break
     return Opening(content)
@@ -57,14 +57,27 @@ async def read_opening(chunks: AsyncIterator[bytes]) -> Opening:
 
 def _parsed(event: bytes) -> _Event:
     """Return what an event says, an empty one if it says something else."""
+    data = _NAME.sub(b"", event, count=1).removeprefix(b"data:")
     try:
-        return msgspec.json.decode(event.removeprefix(b"data:"), type=_Event)
+        return msgspec.json.decode(data, type=_Event)
     except (ValueError, RecursionError):
         return _Event()
 
 
-def _is_role_alone(event: _Event) -> bool:
-    return bool(event.choices) and not any(
-        choice.finish_reason or any(choice.delta[name] for name in choice.delta.keys() - {"role"})
-        for choice in event.choices
-    )
+def _error_status(event: _Event) -> int | None:
+    if event.error is None:
+        return _SERVER_ERROR if event.type in _FAILURES else None
+    code = event.error.get("code")
+    return code if type(code) is int else _SERVER_ERROR
+
+
+def _is_preface(event: _Event) -> bool:
+    if event.type in _PREFACES:
+        return True
+    return bool(event.choices) and all(_is_role_alone(choice) for choice in event.choices)
+
+
+def _is_role_alone(choice: _Choice) -> bool:
+    if choice.delta is None or choice.finish_reason:
+        return False
+    return not any(choice.delta[name] for name in choice.delta.keys() - {"role"})

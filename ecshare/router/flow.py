@@ -17,15 +17,15 @@ from aiohttp import web
 
 from ecshare.router import plan
 from ecshare.router.answers import Answers
-from ecshare.router.chat import CHAT, Chat, Media, Request
+from ecshare.router.chat import CHAT
+from ecshare.router.client_request import ClientRequest, Media, Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.job import Job
 from ecshare.router.limits import Place, StageLimits
-from ecshare.router.memory import Reservation
 from ecshare.router.metrics import RouterMetrics
-from ecshare.router.middleware import CONTEXT, RequestContext
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
 from ecshare.router.relay import Relay
 from ecshare.router.retries import Attempt, Retries, RetryBudget
@@ -38,24 +38,13 @@ _LOST_STATUSES = (500, 503)
 that fail."""
 
 
-class Job(NamedTuple):
-    """A chat completion on its way through the stages."""
-
-    http: web.Request
-    chat: Chat
-    reservation: Reservation
-
-    @property
-    def context(self) -> RequestContext:
-        """Return its state."""
-        return self.http[CONTEXT]
-
-
 class _Encoded(NamedTuple):
     """A request whose media E has encoded, now or before."""
 
     request: Request
+    media: list[Media]
     keys: tuple[bytes, ...]
+    """Of the reports without which the request cannot be answered."""
     was_known: bool
     """Whether E was not asked for one of them."""
 
@@ -110,11 +99,20 @@ class Flow:
     async def answer(self, job: Job) -> web.StreamResponse:
         """Answer a request that has been read."""
         media = await self._load(job)
-        job.context.work = prompt_work(job.chat, media)
+        job.context.work = prompt_work(job.client, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
         with self.limits.place(Stage.DECODE) as place:
             place.take()
             return await self._answer_from(job, media)
+
+    async def pass_on(self, job: Job) -> web.StreamResponse:
+        """Have one engine do all that the request asks for."""
+        media = await self._complete(job, await self._load(job))
+        # No engine has part of the answer in its caches.
+        job.context.work = prompt_work(job.client, media)._replace(key=b"")
+        with self.limits.place(Stage.DECODE) as place:
+            place.take()
+            return await self._decode_alone(job, plan.inline_request(job.client, media))
 
     async def _answer_from(self, job: Job, media: list[Media]) -> web.StreamResponse:
         context = job.context
@@ -129,8 +127,8 @@ class Flow:
             self._num_fallbacks += 1
             context.path.clear()
             context.avoided.clear()
-        plain = plan.inline_request(job.chat, await self._complete(job, media))
-        return await self._decode_alone(job.http, plain, context)
+        plain = plan.inline_request(job.client, await self._complete(job, media))
+        return await self._decode_alone(job, plain)
 
     def _is_refused(self, failure: EngineError) -> bool:
         """Tell whether a request ends because a stage has too much to do. D must not get its work
@@ -141,18 +139,19 @@ class Flow:
 
     async def _load(self, job: Job) -> list[Media]:
         """Return the request's media, without the bytes that it can do without."""
-        options = plan.encoding_options(job.chat)
+        options = plan.encoding_options(job.client)
 
         def is_known(uuid: str) -> bool:
-            return bool(self.encoded.known({uuid: plan.encoding_key(options, uuid)}))
+            key = plan.encoding_key(options, uuid)
+            return job.client.door.takes_metadata and bool(self.encoded.known({uuid: key}))
 
         blobs = job.context.blobs
-        return await self._relay.media.load(job.chat.items, blobs, job.reservation, is_known)
+        return await self._relay.media.load(job.client.items, blobs, job.reservation, is_known)
 
     async def _complete(self, job: Job, media: list[Media]) -> list[Media]:
         """Return the request's media with all their bytes."""
         blobs = job.context.blobs
-        return await self._relay.media.complete(job.chat.items, media, blobs, job.reservation)
+        return await self._relay.media.complete(job.client.items, media, blobs, job.reservation)
 
     async def _through_stages(
         self, job: Job, media: list[Media], *, may_repeat: bool
@@ -166,13 +165,15 @@ class Flow:
             EngineError: a stage failed.
             RefusalError: a stage refused the request.
         """
-        context, chat = job.context, job.chat
-        if not chat.items or not self._pools[Stage.ENCODE]:
-            plain = plan.inline_request(chat, media)
-            return await self._from_prefill_on(job.http, plain, context, is_plain=True)
+        context, client = job.context, job.client
+        if not client.items or not self._pools[Stage.ENCODE]:
+            plain = plan.inline_request(client, media)
+            return await self._from_prefill_on(job, plain, media, is_plain=True)
         encoded = await self._encode(job, media)
         try:
-            answer = await self._from_prefill_on(job.http, encoded.request, context, is_plain=False)
+            answer = await self._from_prefill_on(
+                job, encoded.request, encoded.media, is_plain=False
+            )
             _check_accepted(answer)
         except (EngineError, RefusalError) as failure:
             if context.answer is not None or not self._may_be_wrong(encoded, failure):
@@ -198,29 +199,28 @@ class Flow:
         return failure.status in _LOST_STATUSES
 
     async def _from_prefill_on(
-        self, http: web.Request, request: Request, context: RequestContext, *, is_plain: bool
+        self, job: Job, request: Request, media: list[Media], *, is_plain: bool
     ) -> web.StreamResponse | None:
-        """Return D's answer; None if there is no P and the request `is_plain`."""
-        if not self._pools[Stage.PREFILL]:
-            return None if is_plain else await self._decode(http, request)
+        """Return D's answer; None if D alone is to be asked and the request `is_plain`."""
+        context = job.context
+        if not self._pools[Stage.PREFILL] or plan.scores_prompt(job.client.door, request):
+            return None if is_plain else await self._decode(job, request)
         if self._config.prefill == "needed":
-            context.turns = turns_of(request)
+            context.turns = turns_of(job.client, media)
             known = self._prefilled.find(context.turns)
             if known is not None:
-                return await self._decode_known(http, request, known)
-        answer = await self._prefill(http, request, context)
+                return await self._decode_known(job, request, known)
+        answer = await self._prefill(job, request)
         if isinstance(answer, web.StreamResponse):
             return answer
-        return await self._decode(http, answer)
+        return await self._decode(job, answer)
 
-    async def _decode_known(
-        self, http: web.Request, request: Request, known: Known
-    ) -> web.StreamResponse:
+    async def _decode_known(self, job: Job, request: Request, known: Known) -> web.StreamResponse:
         """Return D's answer to a prompt that is stored, or nearly."""
-        context = http[CONTEXT]
+        context = job.context
         context.avoided.append(Stage.PREFILL)
         try:
-            answer = await self._decode(http, plan.decode_request(request, known.hand_over))
+            answer = await self._decode(job, plan.decode_request(request, known.hand_over))
         except EngineError:
             self._prefilled.forget(context.turns)
             raise
@@ -230,7 +230,8 @@ class Flow:
 
     async def _encode(self, job: Job, media: list[Media]) -> _Encoded:
         """Return the request to P, with what E reports of the items or has reported before."""
-        context, chat = job.context, job.chat
+        context, client = job.context, job.client
+        announced: Request = {}
 
         async def ask(request: Request, work: Work, place: Place) -> plan.Metadata | None:
             place.take()
@@ -240,21 +241,22 @@ class Flow:
                 return await self._relay.ask(attempt.engine, CHAT, payload, context.headers)
 
             answer = await self._retries.run(Stage.ENCODE, by, context, work)
+            announced.update(plan.announced_media(answer))
             return plan.reported_metadata(answer)
 
-        keys = _encoding_keys(chat, media)
+        keys = _encoding_keys(client, media)
         known = self.encoded.known(keys)
-        if len(known) == len(keys) and not plan.needs_bytes(chat, media, known):
+        if len(known) == len(keys) and not plan.needs_bytes(client, media, known):
             context.avoided.append(Stage.ENCODE)
             reports = await self.encoded.reports(keys, {})
         else:
             media = await self._complete(job, media)
-            keys = _encoding_keys(chat, media)
-            requests = plan.encode_requests(chat, media)
+            keys = _encoding_keys(client, media)
+            requests = plan.encode_requests(client, media)
             with context.timed(Stage.ENCODE), self.limits.place(Stage.ENCODE) as place:
                 works = {
                     held.uuid: item_work(keys[held.uuid], item)
-                    for item, held in zip(chat.items, media, strict=True)
+                    for item, held in zip(client.items, media, strict=True)
                 }
                 asks = {
                     uuid: partial(ask, each, works[uuid], place) for uuid, each in requests.items()
@@ -263,43 +265,42 @@ class Flow:
             if not reports.was_asked:
                 context.path.remove(Stage.ENCODE)
                 context.avoided.append(Stage.ENCODE)
-        request = plan.metadata_request(chat, media, reports.metadata)
-        return _Encoded(request, tuple(keys.values()), bool(reports.known))
+        request = plan.encoded_request(client, media, reports.metadata, announced)
+        needed = tuple(keys.values()) if client.door.takes_metadata else ()
+        return _Encoded(request, media, needed, was_known=bool(needed and reports.known))
 
-    async def _prefill(
-        self, http: web.Request, request: Request, context: RequestContext
-    ) -> web.StreamResponse | Request:
+    async def _prefill(self, job: Job, request: Request) -> web.StreamResponse | Request:
         """Have P prefill; return the request to D, or D's answer if D was asked meanwhile.
 
         D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
         requests D would hold cache blocks for KV that P has not begun to compute.
         """
-        is_streamed = self._config.hand_over == "streamed"
+        is_streamed = self._config.hand_over == "streamed" and job.client.is_one_prompt
 
         async def by(attempt: Attempt) -> web.StreamResponse | Request:
             engine = attempt.engine
             if is_streamed and engine.streams and not engine.in_flight:
-                return await self._prefill_and_decode(http, engine, request, context)
-            return plan.decode_request(request, await self._hand_over_of(engine, request, context))
+                return await self._prefill_and_decode(job, engine, request)
+            return plan.decode_request(request, await self._hand_over_of(job, engine, request))
 
-        return await self._retries.run(Stage.PREFILL, by, context, context.work)
+        return await self._retries.run(Stage.PREFILL, by, job.context, job.context.work)
 
-    async def _hand_over_of(
-        self, engine: Engine, request: Request, context: RequestContext
-    ) -> Request | None:
+    async def _hand_over_of(self, job: Job, engine: Engine, request: Request) -> Request | None:
         """Return what P hands over to D."""
+        context, door = job.context, job.client.door
         with self.limits.place(Stage.PREFILL) as place, context.timed(Stage.PREFILL):
             place.take()
-            payload = context.payload(plan.prefill_request(request), context.work)
-            answer = await self._relay.ask(engine, CHAT, payload, context.headers)
+            payload = context.payload(plan.prefill_request(door, request), context.work)
+            answer = await self._relay.ask(engine, door.path, payload, context.headers)
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
         self._pools[Stage.PREFILL].set_streams(engine, streams=plan.is_streamed(hand_over))
-        return hand_over
+        # Of several prompts it describes the first alone.
+        return hand_over if job.client.is_one_prompt else None
 
     async def _prefill_and_decode(
-        self, http: web.Request, engine: Engine, request: Request, context: RequestContext
+        self, job: Job, engine: Engine, request: Request
     ) -> web.StreamResponse | Request:
         """Return D's answer; D loads KV while P computes.
 
@@ -311,16 +312,14 @@ class Flow:
             RefusalError: P or D refused the request.
         """
         streamed = plan.decode_request(request, plan.STREAMED)
-        prefilling = asyncio.create_task(self._hand_over_of(engine, request, context))
-        answering = asyncio.create_task(
-            self._decode(http, streamed, concurrent_stage=Stage.PREFILL)
-        )
+        prefilling = asyncio.create_task(self._hand_over_of(job, engine, request))
+        answering = asyncio.create_task(self._decode(job, streamed, Stage.PREFILL))
         try:
             with self._pools[Stage.PREFILL].lease(engine):
                 # Until the call holds its own lease: no other request may find the engine idle.
                 await asyncio.sleep(0)
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and context.answer is None:
+            if not answering.done() and job.context.answer is None:
                 hand_over = prefilling.result()
                 if not plan.is_streamed(hand_over):
                     return plan.decode_request(request, hand_over)
@@ -330,19 +329,17 @@ class Flow:
                 task.cancel()
             await asyncio.gather(prefilling, answering, return_exceptions=True)
 
-    async def _decode_alone(
-        self, http: web.Request, plain: Request, context: RequestContext
-    ) -> web.StreamResponse:
+    async def _decode_alone(self, job: Job, plain: Request) -> web.StreamResponse:
         """Ask D's in turn for all the work. The last one's answer counts, whatever it is."""
 
         async def by(attempt: Attempt) -> web.StreamResponse:
-            return await self._answers.by(attempt, http, plain)
+            return await self._answers.by(attempt, job, plain)
 
-        work = decode_work(context.work, plain)
-        return await self._retries.run(Stage.DECODE, by, context, work)
+        work = decode_work(job.context.work, plain)
+        return await self._retries.run(Stage.DECODE, by, job.context, work)
 
     async def _decode(
-        self, http: web.Request, request: Request, concurrent_stage: Stage | None = None
+        self, job: Job, request: Request, concurrent_stage: Stage | None = None
     ) -> web.StreamResponse:
         """Pass on D's answer to a request that E and P have worked for.
 
@@ -351,17 +348,16 @@ class Flow:
         Raises:
             EngineError: D failed.
         """
-        context = http[CONTEXT]
 
         async def by(attempt: Attempt) -> web.StreamResponse:
             not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
-            return await self._answers.by(not_last, http, request, concurrent_stage)
+            return await self._answers.by(not_last, job, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
             return failure.status not in _LOST_STATUSES  # else it may be lost for every D
 
-        work = decode_work(context.work, request)
-        return await self._retries.run(Stage.DECODE, by, context, work, may_move)
+        work = decode_work(job.context.work, request)
+        return await self._retries.run(Stage.DECODE, by, job.context, work, may_move)
 
 
 def _check_accepted(answer: web.StreamResponse | None) -> None:
@@ -375,6 +371,6 @@ def _check_accepted(answer: web.StreamResponse | None) -> None:
         raise RefusalError(answer.status, answer.body, answer.content_type)
 
 
-def _encoding_keys(chat: Chat, media: list[Media]) -> dict[str, bytes]:
-    options = plan.encoding_options(chat)
+def _encoding_keys(client: ClientRequest, media: list[Media]) -> dict[str, bytes]:
+    options = plan.encoding_options(client)
     return {held.uuid: plan.encoding_key(options, held.uuid) for held in media}

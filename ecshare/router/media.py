@@ -19,10 +19,11 @@ from yarl import URL
 
 from ecshare.router.blobs import Blobs
 from ecshare.router.bounded_cache import BoundedCache
-from ecshare.router.chat import Media, MediaItem, identity, inline_url, is_inline
+from ecshare.router.client_request import Media, MediaItem
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError
+from ecshare.router.identity import identity, inline_url, is_inline
 from ecshare.router.memory import Reservation
 from ecshare.router.single_flight import SingleFlight
 

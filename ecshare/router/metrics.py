@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ecshare.router.doors import SPLIT
 from ecshare.router.engines import EnginePool, Stage, name_of
 from ecshare.router.memory import MemoryBudget
 from ecshare.router.trace import OUTCOMES, STATUSES, Call, Trace
@@ -82,7 +83,7 @@ class RouterMetrics:
         self._answers.labels(route, trace.status).inc()
         if trace.error:
             self._errors.labels(trace.error).inc()
-        if trace.path and trace.status == "2xx" and trace.ended_s is not None:
+        if route in SPLIT and trace.status == "2xx" and trace.ended_s is not None:
             path = ",".join(trace.path)
             self._request_s.labels(path).observe(trace.ended_s - trace.began_s)
             if trace.first_byte_s is not None:

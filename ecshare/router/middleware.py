@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every answer has: a request id, timings, and errors in OpenAI's shape."""
+"""What every answer has: a request id, timings, and errors in the shape of its API."""
 
 import logging
 import time
@@ -14,8 +14,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
 from ecshare.router.blobs import Blobs, Payload
-from ecshare.router.chat import Request, too_deep
+from ecshare.router.client_request import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
+from ecshare.router.dialects import Dialect, dialect_of, error_body, error_event, restated
 from ecshare.router.engines import Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.prefilled import Turn
@@ -34,6 +35,8 @@ class RequestContext:
     request_id: str
     headers: dict[str, str]
     """Sent to the engines with the request."""
+    dialect: Dialect = Dialect.OPENAI
+    """In which the client is told of errors."""
     seconds: dict[str, float] = field(default_factory=dict)
     path: list[Stage] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -139,7 +142,7 @@ async def end_stream(context: RequestContext, error: ApiError) -> web.StreamResp
     answer = context.answer
     assert answer is not None
     context.error = error.kind
-    await answer.write(b"\n\ndata: " + msgspec.json.encode(error.body()) + b"\n\n")
+    await answer.write(error_event(context.dialect, error))
     await answer.write_eof()
     return answer
 
@@ -173,7 +176,8 @@ def _begin(request: web.Request) -> RequestContext:
     given = plan.acceptable_request_id(request.headers.get("x-request-id"))
     request_id = given or uuid.uuid4().hex
     headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
-    return RequestContext(request_id, headers | {"X-Request-Id": request_id})
+    headers["X-Request-Id"] = request_id
+    return RequestContext(request_id, headers, dialect_of(request.path))
 
 
 def _check_headers(context: RequestContext) -> None:
@@ -190,9 +194,11 @@ def _check_headers(context: RequestContext) -> None:
 
 
 def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> web.Response:
+    dialect = request[CONTEXT].dialect
     match error:
         case RefusalError():
-            return verbatim(error.status, error.body, error.content_type)
+            body = restated(dialect, error.status, error.body)
+            return verbatim(error.status, body, error.content_type)
         case ApiError():
             if error.reason:
                 logger.warning("request %s: %s", request[CONTEXT].request_id, error.reason)
@@ -208,7 +214,7 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
             logger.error("request %s failed", request[CONTEXT].request_id, exc_info=error)
             shown = ApiError(500, "The router failed.", code="internal_error")
     request[CONTEXT].error = shown.kind
-    response = json_response(shown.status, shown.body())
+    response = json_response(shown.status, error_body(dialect, shown))
     if shown.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(shown.retry_after_s)))
     return response

@@ -11,13 +11,13 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ecshare.router.doors import SPLIT
 from ecshare.router.engines import Engine, Stage, name_of
 from ecshare.router.metrics import RouterMetrics
 from ecshare.router.middleware import CONTEXT
 from ecshare.router.trace import Call, Trace
 
 _MAX_REQUESTS = 100
-_OPENAI = "/v1/"
 _NO_ROUTE = "none"
 
 # Tasks inherit it: a call of an engine finds the request that it is made for.
@@ -68,7 +68,7 @@ class Observer:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             trace = request[_TRACE] = Trace()
             route = _route(request)
-            is_completion = request.method == "POST" and route.startswith(_OPENAI)
+            is_completion = route in SPLIT
             if is_completion:
                 self._recent.append(trace)
             before = _CURRENT.set(trace if is_completion else None)

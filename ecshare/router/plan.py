@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from ecshare.router.chat import (
-    MEDIA_FIELDS,
-    TRANSFER_FIELDS,
-    Chat,
+from ecshare.router.chat import CHAT, other_fields, part_with_bytes
+from ecshare.router.client_request import (
+    ClientRequest,
+    Door,
     Media,
     MediaItem,
     Request,
@@ -29,11 +29,9 @@ Metadata = dict[str, list[int | float]]
 # They ask for output that nobody reads, or contradict max_tokens = 1.
 _NOT_FOR_PREFILL = (
     "stream_options", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs",
-    "min_tokens", "use_beam_search", "echo", "return_token_ids", "return_prompt_text",
+    "min_tokens", "use_beam_search", "echo", "return_token_ids", "return_prompt_text", "include",
+    "enable_response_messages", "max_tool_calls",
 )  # fmt: skip
-# Besides its bytes, these change an item's embedding or its identity inside vLLM.
-_FOR_ENCODE = ("model", "mm_processor_kwargs", "media_io_kwargs")
-
 STREAMED: Request = {"kvshare": {"streamed": True}}
 """Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
 
@@ -42,34 +40,36 @@ _MAX_METADATA_FIELDS = 16
 _MAX_METADATA_VALUES = 65_536
 
 
-def inline_request(chat: Chat, media: Sequence[Media]) -> Request:
-    """Return the client's request with every item inline, under its uuid."""
-    parts = zip(chat.items, media, strict=True)
-    return _with_parts(chat, {item: _full_part(chat, item, held) for item, held in parts})
+def inline_request(client: ClientRequest, media: Sequence[Media]) -> Request:
+    """Return the client's request with the bytes of every item, under its uuid if it takes one."""
+    parts = zip(client.items, media, strict=True)
+    return client.with_parts({item: _full_part(client, item, held) for item, held in parts})
 
 
-def encode_requests(chat: Chat, media: Sequence[Media]) -> dict[str, Request]:
-    """Return one request to E for each distinct item, by uuid.
+def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, Request]:
+    """Return one chat completion for E for each distinct item, by uuid.
 
     An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
     can share the items of one request.
     """
-    common = {name: chat.request[name] for name in _FOR_ENCODE if name in chat.request}
+    common = {name: client.request[name] for name in client.door.options if name in client.request}
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     return {
         held.uuid: common
-        | {"messages": [{"role": "user", "content": [_full_part(chat, item, held)]}]}
-        for item, held in zip(chat.items, media, strict=True)
+        | {"messages": [{"role": "user", "content": [_encoder_part(client, item, held)]}]}
+        for item, held in zip(client.items, media, strict=True)
     }
 
 
-def encoding_options(chat: Chat) -> bytes:
+def encoding_options(client: ClientRequest) -> bytes:
     """Return a digest of all that E's reports depend on besides the item.
 
     Raises:
         ApiError: the processing options are nested too deeply.
     """
-    options = {name: chat.request.get(name) for name in _FOR_ENCODE}
+    options = {name: client.request.get(name) for name in client.door.options}
+    if not client.door.takes_names:
+        options["named by"] = "vLLM"
     try:
         return hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
     except RecursionError as exc:
@@ -81,43 +81,77 @@ def encoding_key(options: bytes, uuid: str) -> bytes:
     return hashlib.sha256(options + uuid.encode()).digest()
 
 
+def encoded_request(
+    client: ClientRequest,
+    media: Sequence[Media],
+    reports: Mapping[str, Metadata | None],
+    announced: Request,
+) -> Request:
+    """Return the client's request, for P and D, with what E says.
+
+    Where vLLM takes no metadata in place of an item, P gets its bytes, and waits for the embedding
+    if it is `announced`: E's answers may be there before what they announce.
+    """
+    if client.door.takes_metadata:
+        return metadata_request(client, media, reports)
+    request = inline_request(client, media)
+    return request | {"ec_transfer_params": announced} if announced else request
+
+
 def metadata_request(
-    chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
 ) -> Request:
     """Return the client's request with metadata in place of the items that E encoded.
 
     For each modality vLLM takes either media or metadata, and metadata with one set of fields. So a
     modality keeps its media if an item has no metadata, or other fields than the rest.
     """
-    whole = _modalities_sent_whole(chat, media, reports)
+    whole = _modalities_sent_whole(client, media, reports)
     parts = {}
-    for item, held in zip(chat.items, media, strict=True):
+    for item, held in zip(client.items, media, strict=True):
         if (report := reports.get(held.uuid)) and item.modality not in whole:
-            parts[item] = _metadata_part(chat, item, held.uuid, report)
+            parts[item] = _metadata_part(client, item, held.uuid, report)
         else:
-            parts[item] = _full_part(chat, item, held)
-    return _with_parts(chat, parts)
+            parts[item] = _full_part(client, item, held)
+    return client.with_parts(parts)
 
 
-def needs_bytes(chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]) -> bool:
-    """Tell whether `metadata_request` would send an item whole."""
-    return bool(_modalities_sent_whole(chat, media, reports))
+def needs_bytes(
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+) -> bool:
+    """Tell whether `encoded_request` would send an item whole."""
+    return not client.door.takes_metadata or bool(_modalities_sent_whole(client, media, reports))
 
 
 def _modalities_sent_whole(
-    chat: Chat, media: Sequence[Media], reports: Mapping[str, Metadata | None]
+    client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
 ) -> set[str]:
     fields: dict[str, set[tuple[str, ...]]] = {}
-    for item, held in zip(chat.items, media, strict=True):
+    for item, held in zip(client.items, media, strict=True):
         names = tuple(sorted(reports.get(held.uuid) or ()))
         fields.setdefault(item.modality, set()).add(names)
     return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
 
 
-def prefill_request(request: Request) -> Request:
+def prefill_request(door: Door, request: Request) -> Request:
     """Return the request to P: the same prompt, one token, no further output."""
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
-    return kept | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
+    if _is_thinking(kept.get("thinking")):
+        del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
+    return kept | dict.fromkeys(door.limits, 1) | door.prefill
+
+
+def _is_thinking(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "enabled"
+
+
+def scores_prompt(door: Door, request: Request) -> bool:
+    """Tell whether D computes the whole prompt in any case, because its logits are asked for."""
+    if request.get("prompt_logprobs") is not None:
+        return True
+    # Chat completions have `top_logprobs`, which counts as 0 if it is missing.
+    counts = door.path == CHAT or request.get("logprobs") is not None
+    return counts and bool(request.get("echo"))
 
 
 def decode_request(request: Request, hand_over: Request | None) -> Request:
@@ -125,35 +159,23 @@ def decode_request(request: Request, hand_over: Request | None) -> Request:
     return request if hand_over is None else request | {"kv_transfer_params": hand_over}
 
 
-def _full_part(chat: Chat, item: MediaItem, held: Media) -> Request:
+def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
     assert held.url, "an item without its bytes"
-    part = _other_fields(chat, item)
-    if item.kind == "input_audio":
-        value = chat.request["messages"][item.message]["content"][item.part]["input_audio"]
-        return part | {"type": item.kind, item.kind: value, "uuid": held.uuid}
-    return part | {"type": item.kind, item.kind: {"url": held.url}, "uuid": held.uuid}
+    return client.door.with_bytes(client.part_at(item), item, held)
 
 
-def _metadata_part(chat: Chat, item: MediaItem, uuid: str, report: Metadata) -> Request:
+def _encoder_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
+    if client.door.takes_metadata:
+        return _full_part(client, item, held)
+    part = part_with_bytes({}, item, held)
+    if not client.door.takes_names:
+        del part["uuid"]  # P and D name it by its bytes, and so must E
+    return part
+
+
+def _metadata_part(client: ClientRequest, item: MediaItem, uuid: str, report: Metadata) -> Request:
     kind = f"{item.modality}_embeds"
-    return _other_fields(chat, item) | {"type": kind, kind: report, "uuid": uuid}
-
-
-def _other_fields(chat: Chat, item: MediaItem) -> Request:
-    """Return the remaining fields of a part; chat templates may read them."""
-    part = chat.request["messages"][item.message]["content"][item.part]
-    return {name: value for name, value in part.items() if name not in MEDIA_FIELDS}
-
-
-def _with_parts(chat: Chat, parts: Mapping[MediaItem, Request]) -> Request:
-    messages = list(chat.request["messages"])
-    for item, part in parts.items():
-        message = messages[item.message]
-        if message is chat.request["messages"][item.message]:
-            message = messages[item.message] = message | {"content": list(message["content"])}
-        message["content"][item.part] = part
-    request = chat.request | {"messages": messages}
-    return {name: value for name, value in request.items() if name not in TRANSFER_FIELDS}
+    return other_fields(client.part_at(item)) | {"type": kind, kind: report, "uuid": uuid}
 
 
 def reported_metadata(answer: Request) -> Metadata | None:
@@ -169,6 +191,12 @@ def reported_metadata(answer: Request) -> Metadata | None:
         return None
     metadata = report.get("metadata")
     return metadata if is_metadata(metadata) else None
+
+
+def announced_media(answer: Request) -> Request:
+    """Return what E says of its item, in the form that P and D are sent."""
+    reports = answer.get("ec_transfer_params")
+    return reports if isinstance(reports, dict) else {}
 
 
 def is_metadata(value: Any) -> bool:
@@ -199,14 +227,25 @@ def num_missing_tokens(answer: Request) -> int | None:
 
     None: P does not say, or hands over something that may serve only once.
     """
-    hand_over, usage = reported_hand_over(answer) or {}, answer.get("usage")
+    hand_over = reported_hand_over(answer) or {}
     ours = hand_over.get("kvshare")
-    if hand_over.keys() != {"kvshare"} or not isinstance(ours, dict) or not isinstance(usage, dict):
+    if hand_over.keys() != {"kvshare"} or not isinstance(ours, dict):
         return None
-    num_stored, num_tokens = ours.get("num_tokens"), usage.get("prompt_tokens")
-    if type(num_stored) is not int or type(num_tokens) is not int:
+    num_stored, num_tokens = ours.get("num_tokens"), _num_prompt_tokens(answer.get("usage"))
+    if type(num_stored) is not int or num_tokens is None:
         return None
     return num_tokens - 1 - num_stored if 0 < num_stored < num_tokens else None
+
+
+def _num_prompt_tokens(usage: Any) -> int | None:
+    """Return the length of the prompt, as any of the doors spells it."""
+    if not isinstance(usage, dict):
+        return None
+    # The Messages API alone counts what was found in a cache apart.
+    apart = (usage.get("cache_read_input_tokens"), usage.get("cache_creation_input_tokens"))
+    counts = [usage.get("prompt_tokens", usage.get("input_tokens")), *(each or 0 for each in apart)]
+    numbers = [count for count in counts if type(count) is int]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def is_streamed(hand_over: Request | None) -> bool:

@@ -7,7 +7,7 @@ to be for sampling alone. A wrong guess costs time only: D looks KV up by its ow
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from ecshare.router import plan
 from ecshare.router.bounded_cache import BoundedCache
-from ecshare.router.chat import MEDIA_FIELDS, Request, too_deep
+from ecshare.router.chat import MEDIA_FIELDS
+from ecshare.router.client_request import ClientRequest, Media, Request, too_deep
 
 _MAX_ENTRIES = 1_000_000
 _ENTRY_BYTES = 500
@@ -30,7 +31,8 @@ _FOR_SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "logit_bias",
     "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "stream",
-    "stream_options", "user", "priority", "request_id", "kv_transfer_params",
+    "stream_options", "user", "priority", "request_id", "kv_transfer_params", "max_output_tokens",
+    "stop_sequences", "metadata", "store", "include", "echo", "return_token_ids",
 ))  # fmt: skip
 
 
@@ -58,21 +60,32 @@ class _Stored(Struct, frozen=True):
     stored_s: float
 
 
-def turns_of(request: Request) -> list[Turn]:
-    """Return the messages of a request to P.
+def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
+    """Return the messages of a request, each with the names of its media instead of them.
+
+    Empty if it has several prompts: nobody says of them what is stored.
 
     Raises:
         ApiError: a field is nested too deeply.
     """
-    fields = {name: value for name, value in request.items() if name not in _FOR_SAMPLING}
-    messages = fields.pop("messages")
+    if not client.is_one_prompt:
+        return []
+    named = client.with_parts(
+        {
+            item: _without_media(client.part_at(item)) | {"uuid": held.uuid}
+            for item, held in zip(client.items, media, strict=True)
+        }
+    )
+    fields = {name: value for name, value in named.items() if name not in _FOR_SAMPLING}
+    fields["path"] = client.door.path
+    fields.pop(client.door.prompt, None)
     digest = hashlib.sha256(_json(fields)).digest()
+    with_media = {client.turn_of(item) for item in client.items}
     turns = []
-    for message in messages:
-        named, has_media = _named(message)
-        json = _json(named)
+    for at, message in enumerate(client.turns_of(named)):
+        json = _json(message)
         digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
-        turns.append(Turn(digest, len(json), has_media))
+        turns.append(Turn(digest, len(json), at in with_media))
     return turns
 
 
@@ -83,19 +96,8 @@ def _json(value: Any) -> bytes:
         raise too_deep() from exc
 
 
-def _named(message: Request) -> tuple[Request, bool]:
-    """Return a message with the names of its media instead of them, and whether it has any."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message, False
-    parts = [_without_media(part) if isinstance(part, dict) else part for part in content]
-    return message | {"content": parts}, parts != content
-
-
 def _without_media(part: Request) -> Request:
-    if not any(name in part for name in MEDIA_FIELDS):
-        return part
-    return {name: part[name] for name in part if name not in (*MEDIA_FIELDS, "type")}
+    return {name: part[name] for name in part if name not in (*MEDIA_FIELDS, "type", "source")}
 
 
 class PrefilledPrompts:

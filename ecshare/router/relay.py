@@ -17,7 +17,7 @@ import msgspec
 
 from ecshare.router.addresses import may_connect
 from ecshare.router.blobs import Payload
-from ecshare.router.chat import Request
+from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import EngineError, RefusalError

@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ecshare.router.chat import Chat, Media, MediaItem, Request
+from ecshare.router.client_request import ClientRequest, Media, MediaItem, Request
 from ecshare.router.engines import Work
 
 _CHARS_A_TOKEN = 4
 _ITEM_TOKENS = {"image": 1000, "audio": 500, "video": 4000}
 _USUAL_OUTPUT_TOKENS = 256
 _MAX_OUTPUT_TOKENS = 4096
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _INSTRUCTIONS = ("system", "developer")
 _MAX_KEY_CHARS = 4000
 """How much of the instructions, and of the text behind them, tells prompts apart."""
@@ -25,37 +26,41 @@ def item_work(key: bytes, item: MediaItem) -> Work:
     return Work(key, _ITEM_TOKENS[item.modality])
 
 
-def prompt_work(chat: Chat, media: Sequence[Media]) -> Work:
+def prompt_work(client: ClientRequest, media: Sequence[Media]) -> Work:
     """Return the work of prefilling a conversation.
 
     All turns of a conversation have one key. So have questions about the same media or the same
     long text, if they come after it and after the same instructions.
     """
-    num_chars = sum(len(text) for message in chat.request["messages"] for text in _texts(message))
+    turns = client.turns_of(client.request)
+    num_chars = sum(len(text) for message in turns for text in _texts(message))
     tokens = 1 + num_chars // _CHARS_A_TOKEN
-    tokens += sum(_ITEM_TOKENS[item.modality] for item in chat.items)
-    return Work(_conversation_key(chat, media), tokens)
+    tokens += sum(_ITEM_TOKENS[item.modality] for item in client.items)
+    return Work(_conversation_key(client, turns, media), tokens)
 
 
 def decode_work(prompt: Work, request: Request) -> Work:
     """Return the work of answering: D holds the prompt, and computes as much as it may say."""
-    limits = (request.get("max_completion_tokens"), request.get("max_tokens"))
+    limits = (request.get(name) for name in _LIMITS)
     given = next((limit for limit in limits if type(limit) is int), _USUAL_OUTPUT_TOKENS)
     return prompt._replace(tokens=prompt.tokens + max(1, min(given, _MAX_OUTPUT_TOKENS)))
 
 
-def _conversation_key(chat: Chat, media: Sequence[Media]) -> bytes:
-    messages = chat.request["messages"]
-    is_opening = [message["role"] not in _INSTRUCTIONS for message in messages]
-    opening = is_opening.index(True) if True in is_opening else len(messages) - 1
-    instructions = (text for message in messages[:opening] for text in _texts(message))
+def _conversation_key(
+    client: ClientRequest, turns: Sequence[Request], media: Sequence[Media]
+) -> bytes:
+    is_opening = [message.get("role") not in _INSTRUCTIONS for message in turns]
+    opening = is_opening.index(True) if True in is_opening else len(turns) - 1
+    instructions = (text for message in turns[:opening] for text in _texts(message))
     shown = [
-        held.uuid for item, held in zip(chat.items, media, strict=True) if item.message == opening
+        held.uuid
+        for item, held in zip(client.items, media, strict=True)
+        if client.turn_of(item) == opening
     ]
     # With media it is they that cost: their question may come first, and differ.
-    subject = "\0".join(shown) if shown else _start(_texts(messages[opening]))
-    salt = chat.request.get("cache_salt")
-    parts = (chat.model, salt if isinstance(salt, str) else "", _start(instructions), subject)
+    subject = "\0".join(shown) if shown else _start(_texts(turns[opening]))
+    salt = client.request.get("cache_salt")
+    parts = (client.model, salt if isinstance(salt, str) else "", _start(instructions), subject)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256((part or "").encode("utf-8", "replace")).digest())

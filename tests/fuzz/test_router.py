@@ -17,18 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from ecshare.router import plan
-from ecshare.router.chat import (
-    MEDIA_FIELDS,
-    TRANSFER_FIELDS,
-    Chat,
-    Media,
-    identity,
-    inline_url,
-    is_inline,
-    read_chat,
-)
+from ecshare.router.chat import CHAT_DOOR, MEDIA_FIELDS, read_chat
+from ecshare.router.client_request import TRANSFER_FIELDS, ClientRequest, Media
 from ecshare.router.engine_urls import engine_url
 from ecshare.router.errors import ApiError
+from ecshare.router.identity import identity, inline_url, is_inline
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, odd_text, values, written
 
@@ -162,7 +155,7 @@ def decoded(answer: Any) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def media_of(chat: Chat) -> list[Media]:
+def media_of(chat: ClientRequest) -> list[Media]:
     media = []
     for item in chat.items:
         url = item.source if is_inline(item.source) else inline_url("ZG93bmxvYWRlZA==")
@@ -213,7 +206,7 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
     for request in (
         plan.inline_request(chat, media),
         lean,
-        plan.prefill_request(lean),
+        plan.prefill_request(CHAT_DOOR, lean),
         *plan.encode_requests(chat, media).values(),
     ):
         check_sent(request, media)

@@ -27,6 +27,7 @@ PNG_2 = b"\x89PNG picture two"
 EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
 
 
+HASHED = "vLLM's own name of an item that has no uuid"
 STATUS_KEY = "a key to all that /health tells"
 
 LOOPBACK = (ip_network("127.0.0.0/8"),)
@@ -51,7 +52,7 @@ async def encoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse
     (part,) = body["messages"][0]["content"]
     grid = [1, 2, len(part["image_url"]["url"])]
     report = {"metadata": {"image_grid_thw": grid}, "item_indices": [0]}
-    return web.json_response({"ec_transfer_params": {part["uuid"]: report}})
+    return web.json_response({"ec_transfer_params": {part.get("uuid", HASHED): report}})
 
 
 async def prefilled(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -123,7 +124,7 @@ class Held:
 
 @dataclass
 class FakeEngine:
-    """One engine: `bodies` and `headers` of the chat requests it got, in order."""
+    """One engine: `bodies`, `paths` and `headers` of the requests it got, in order."""
 
     answer: Answer
     url: str = ""
@@ -137,6 +138,7 @@ class FakeEngine:
     on_health: Callable[[], None] | None = None
     """Called whenever it is asked for its health."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     num_model_lists: int = 0
     lists: asyncio.Event | None = None
@@ -150,9 +152,10 @@ class FakeEngine:
             return None
         return web.json_response({"error": "who is this?"}, status=self.refusal)
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
+    async def _asked(self, http: web.Request) -> web.StreamResponse:
         body = json.loads(await http.read())
         self.bodies.append(body)
+        self.paths.append(http.path)
         self.headers.append({name.lower(): value for name, value in http.headers.items()})
         return self._refuses(http) or await self.answer(http, body)
 
@@ -178,7 +181,7 @@ class FakeEngine:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["FakeEngine"]:
         app = web.Application(client_max_size=2**30)
-        app.router.add_post(CHAT, self._chat)
+        app.router.add_post("/{path:.*}", self._asked)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         async with _listening(
@@ -263,11 +266,11 @@ class Fleet:
             yield
 
     async def post(
-        self, body: object, headers: dict[str, str] | None = None
+        self, body: object, headers: dict[str, str] | None = None, path: str = CHAT
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Send a chat request; returns the answer with its body."""
+        """Send a request; returns the answer with its body."""
         content = io.BytesIO(json.dumps(body).encode()) if isinstance(body, dict) else body
-        async with self.client.post(self.url + CHAT, data=content, headers=headers) as response:
+        async with self.client.post(self.url + path, data=content, headers=headers) as response:
             return response, await response.read()
 
     async def health(self, key: str | None = STATUS_KEY) -> tuple[int, dict[str, Any]]:

@@ -11,7 +11,7 @@ import pybase64
 import pytest
 
 from ecshare.router.blobs import Blobs, Payload
-from ecshare.router.chat import identity
+from ecshare.router.identity import identity
 from tests.ecshare.router.fake_engine import chat, data_url, fleet
 
 KIB = 1024

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from ecshare.router.chat import Chat, identity, inline_url, read_chat
+from ecshare.router.chat import read_chat
+from ecshare.router.client_request import ClientRequest
 from ecshare.router.errors import ApiError
+from ecshare.router.identity import identity, inline_url
 
 
-def read(request: object, max_items: int = 8) -> Chat:
+def read(request: object, max_items: int = 8) -> ClientRequest:
     return read_chat(json.dumps(request).encode(), max_items)
 
 

@@ -416,7 +416,7 @@ async def test_the_deadline_is_504(stream: bool) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "unknown_url"),
-        ("POST", "/v1/completions", 404, "unknown_url"),
+        ("POST", "/v1/moderations", 404, "unknown_url"),
         ("GET", CHAT, 405, "wrong_method"),
         ("POST", "/v1/models", 405, "wrong_method"),
     ],

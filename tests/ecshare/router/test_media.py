@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router import media as media_module
-from ecshare.router.chat import identity
+from ecshare.router.identity import identity
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     PNG,

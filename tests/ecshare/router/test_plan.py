@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from ecshare.router import plan
-from ecshare.router.chat import Chat, Media, identity, read_chat
+from ecshare.router.chat import CHAT_DOOR, read_chat
+from ecshare.router.client_request import ClientRequest, Media
+from ecshare.router.identity import identity
 from tests.ecshare.router.fake_engine import PNG, PNG_2, data_url, picture
 
 GRID: plan.Metadata = {"image_grid_thw": [1, 32, 32]}
 
 
-def read(request: dict[str, Any]) -> tuple[Chat, list[Media]]:
+def read(request: dict[str, Any]) -> tuple[ClientRequest, list[Media]]:
     chat = read_chat(json.dumps(request).encode(), 16)
     media = [Media(identity(item.modality, item.source), item.source) for item in chat.items]
     return chat, media
@@ -123,7 +125,7 @@ def test_prefill_gets_the_same_prompt_and_one_token() -> None:
     chat, media = read(conversation())
     request = plan.inline_request(chat, media)
     before = copy.deepcopy(request)
-    sent = plan.prefill_request(request)
+    sent = plan.prefill_request(CHAT_DOOR, request)
     expected = before | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
     for name in ("stream_options", "logprobs", "min_tokens"):
         del expected[name]

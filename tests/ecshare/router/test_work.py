@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from ecshare.router.chat import Media, identity, read_chat
+from ecshare.router.chat import read_chat
+from ecshare.router.client_request import Media
+from ecshare.router.doors import read_completion, read_responses
 from ecshare.router.engines import Work
+from ecshare.router.identity import identity
 from ecshare.router.work import decode_work, item_work, prompt_work
 from tests.ecshare.router.fake_engine import PNG, PNG_2, picture
 
@@ -113,3 +116,25 @@ def test_odd_messages_are_work_too(message: Any) -> None:
     work = work_of(message, cache_salt={"not": "text"})
     assert work.key
     assert work.tokens >= 1
+
+
+def response_work(given: Any, **fields: Any) -> Work:
+    body = json.dumps({"model": "m", "input": given, **fields}).encode()
+    client = read_responses(body, 64)
+    media = [Media(identity(item.modality, item.source), item.source) for item in client.items]
+    return prompt_work(client, media)
+
+
+def test_prompts_at_other_doors_have_keys_too() -> None:
+    image = {"type": "input_image", "image_url": picture(PNG)["image_url"]["url"]}
+    asked = [user({"type": "input_text", "text": "What is this?"}, image)]
+    again = [user({"type": "input_text", "text": "And its colour?"}, image), ANSWER]
+    brief = {"instructions": "Be brief."}
+    assert response_work(asked, **brief).key == response_work(again, **brief).key
+    assert response_work(asked, **brief).key != response_work(asked).key
+    assert response_work(asked).tokens > 1000
+    assert response_work("Hello").key == response_work([user("Hello")]).key
+    ids = [read_completion(json.dumps({"prompt": ids}).encode(), 0) for ids in ([7] * 99, [8] * 99)]
+    works = [prompt_work(each, []) for each in ids]
+    assert works[0].key != works[1].key
+    assert works[0].tokens > 20
