@@ -6,17 +6,24 @@ What P and D load of each other and of E may be lost on the way.
 
 import json
 import shutil
+import subprocess
+import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anthropic
+import openai
 import pytest
 
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
-from tests.conftest import StartEngine
+from lab.servers.processes import Server
+from lab.servers.router import RouterProcess
+from tests.conftest import LOGS, StartEngine
 from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, stored_kv, text
 from tests.engines.runners import V2_IN_THE_GATE, on
-from tests.releases import HAS_ENCODER_METRICS
+from tests.releases import ANNOUNCES_AT_EVERY_DOOR, HAS_ENCODER_METRICS
 
 # Of V1 other tests of the gate tell the same.
 pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models), V2_IN_THE_GATE)]
@@ -140,3 +147,156 @@ def test_spoiled_kv_is_computed_again_from_the_embedding(fleet: Fleet) -> None:
     assert gained[FAILED] > 0
     if HAS_ENCODER_METRICS:
         assert gained[LOADED] == 1
+
+
+# --- what others send ---
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_coordinator_of_llm_d_needs_no_router(fleet: Fleet, returned: bool) -> None:
+    """examples/coordinator says the same."""
+    shown = [text(f"returned: {returned}"), picture(8 + returned), STORY, QUESTION]
+    fleet.encode(shown[1])  # nothing of the answer is passed on
+    for_p = {"do_remote_decode": True, "do_remote_prefill": False}
+    prefilled = ask(fleet.p, fleet.p.model, shown, max_tokens=1, kv_transfer_params=for_p)
+    params = prefilled.body["kv_transfer_params"] if returned else {}
+    params |= {"do_remote_decode": False, "do_remote_prefill": True}
+    answer = ask(fleet.d, fleet.d.model, shown, kv_transfer_params=params)
+    assert answer.tokens == fleet.plain_tokens(*shown)
+    assert answer.num_cached_tokens == answer.num_prompt_tokens - 1
+
+
+@pytest.fixture(scope="module")
+def router(fleet: Fleet) -> Iterator[RouterProcess]:
+    engines = {"encoder": [fleet.e], "prefiller": [fleet.p], "decoder": [fleet.d]}
+    # Beside P, D may answer first: P's request is cancelled then.
+    options = ["--hand-over=after"]
+    with RouterProcess("router", LOGS / __name__, engines, options) as router:
+        router.wait_ready()
+        yield router
+
+
+Said = tuple[Any, str]
+"""An answer, and which way it took."""
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
+
+
+def said(answer: Any, reply: Any) -> Said:
+    return answer, reply.headers.get("x-ecshare-path", "")
+
+
+def complete(server: Server, model: str, number: int) -> Said:
+    with client_of(server) as client:
+        reply = client.completions.with_raw_response.create(
+            model=model,
+            prompt=f"{number}: {STORY['text']}",
+            max_tokens=12,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+    choice: Any = reply.parse().choices[0]
+    return said(choice.token_ids, reply)
+
+
+def chat(server: Server, model: str, number: int) -> Said:
+    content: Any = [STORY, picture(20 + number), QUESTION]
+    with client_of(server) as client:
+        reply = client.chat.completions.with_raw_response.create(
+            model=model,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=12,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+    choice: Any = reply.parse().choices[0]
+    return said(choice.token_ids, reply)
+
+
+def respond(server: Server, model: str, number: int) -> Said:
+    url = picture(30 + number)["image_url"]["url"]
+    content: Any = [
+        {"type": "input_text", "text": STORY["text"]},
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+    ]
+    with client_of(server) as client:
+        reply = client.responses.with_raw_response.create(
+            model=model,
+            input=[{"role": "user", "content": content}],
+            max_output_tokens=12,
+            temperature=0,
+        )
+    return said(reply.parse().output_text, reply)
+
+
+def message(server: Server, model: str, number: int) -> Said:
+    data = picture(40 + number)["image_url"]["url"].split(",")[1]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content: Any = [STORY, {"type": "image", "source": source}]
+    with anthropic.Anthropic(base_url=server.base_url, auth_token="none", max_retries=0) as client:
+        reply = client.messages.with_raw_response.create(
+            model=model,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=12,
+            extra_body={"temperature": 0},
+        )
+    (block,) = reply.parse().content
+    return said(block.to_dict(), reply)
+
+
+@pytest.mark.parametrize("ask_at", [complete, chat, respond, message])
+def test_every_door_gives_the_answer_of_a_plain_engine(
+    fleet: Fleet, router: RouterProcess, ask_at: Any
+) -> None:
+    model = fleet.plain.model
+    with counting(fleet.p) as gained:
+        answer, path = ask_at(router, model, 1)
+    has_picture = ask_at is not complete
+    assert path == ("encode,prefill,decode" if has_picture else "prefill,decode")
+    if HAS_ENCODER_METRICS and (ask_at is chat or ANNOUNCES_AT_EVERY_DOOR):
+        assert gained[LOADED] == has_picture
+    expected, _ = ask_at(fleet.plain, model, 1)
+    assert answer
+    assert answer == expected
+    other, _ = ask_at(fleet.plain, model, 2)
+    assert answer != other, "the answer does not depend on the prompt: no test"
+
+
+# The program `vllm bench serve`; vLLM's command line lacks the metadata of the CPU build.
+BENCHMARK = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.models  # vLLM's benchmark takes its time to start
+def test_vllms_benchmark_runs_without_a_failed_request(
+    fleet: Fleet, router: RouterProcess, tmp_path: Path
+) -> None:
+    number = 12
+    for backend, endpoint in (
+        ("openai", "/v1/completions"),
+        ("openai-chat", "/v1/chat/completions"),
+    ):
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-c", BENCHMARK),
+                *(f"--backend={backend}", f"--endpoint={endpoint}", f"--model={fleet.plain.model}"),
+                *(f"--base-url={router.base_url}", "--dataset-name=random"),
+                *(f"--num-prompts={number}", "--random-input-len=64", "--random-output-len=8"),
+                *("--save-result", f"--result-dir={tmp_path}", f"--result-filename={backend}.json"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout
+        result = json.loads((tmp_path / f"{backend}.json").read_text())
+        assert (result["completed"], result.get("failed", 0)) == (number, 0), ended.stdout

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The official clients of OpenAI and Anthropic, against a router and engines with fixed answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+
+from tests.ecshare.router.fake_engine import PNG, Fleet, data_url, failing, fleet
+
+WORDS = ["It", " is", " a cat."]
+SAID = "".join(WORDS)
+
+
+def completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    head = {"id": "cmpl-1", "created": 1, "model": "m", "object": "text_completion"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": None}
+    chunks = [{"index": 0, "text": word} for word in WORDS]
+    whole = head | {"choices": [choice | {"text": SAID}], "usage": usage}
+    return whole, [head | {"choices": [chunk]} for chunk in chunks]
+
+
+def chat_completions(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    head: dict[str, Any] = {
+        "id": "chatcmpl-1",
+        "created": 1,
+        "model": "m",
+        "object": "chat.completion",
+    }
+    message = {"role": "assistant", "content": SAID}
+    whole = head | {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": word} for word in WORDS]
+    chunk = head | {"object": "chat.completion.chunk"}
+    return whole, [chunk | {"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+
+
+def responses(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    text = {"type": "output_text", "text": SAID, "annotations": []}
+    message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
+    whole: dict[str, Any] = {
+        "id": "resp_1", "object": "response", "created_at": 1, "model": "m", "status": "completed",
+        "output": [message | {"content": [text]}], "parallel_tool_calls": True, "tools": [],
+        "tool_choice": "auto",
+    }  # fmt: skip
+    begun = whole | {"status": "in_progress", "output": []}
+    place = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
+    deltas = [{"type": "response.output_text.delta", "delta": word, **place} for word in WORDS]
+    told: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        {
+            "type": "response.output_item.added",
+            "output_index": 0,
+            "item": message | {"content": []},
+        },
+        {"type": "response.content_part.added", "part": text | {"text": ""}, **place},
+        *deltas,
+        {"type": "response.completed", "response": whole},
+    ]
+    return whole, [event | {"sequence_number": at} for at, event in enumerate(told)]
+
+
+def messages(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    usage = {"input_tokens": 3, "output_tokens": 3}
+    whole: dict[str, Any] = {
+        "id": "msg_1", "type": "message", "role": "assistant", "model": "m", "usage": usage,
+        "content": [{"type": "text", "text": SAID}], "stop_reason": "end_turn",
+    }  # fmt: skip
+    at = {"index": 0}
+    deltas = [{"type": "text_delta", "text": word} for word in WORDS]
+    told: list[dict[str, Any]] = [
+        {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}},
+        {"type": "content_block_start", "content_block": {"type": "text", "text": ""}, **at},
+        *({"type": "content_block_delta", "delta": delta, **at} for delta in deltas),
+        {"type": "content_block_stop", **at},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    return whole, told
+
+
+def embeddings(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    data = [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    return {"object": "list", "model": "m", "data": data, "usage": usage}, []
+
+
+def count_tokens(request: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return {"input_tokens": 17}, []
+
+
+SPEAKS = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
+    "/v1/embeddings": embeddings,
+}
+
+
+async def speaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer in the shape that vLLM gives the answers of this path."""
+    whole, told = SPEAKS[http.path](body)
+    if not body.get("stream"):
+        return web.json_response(whole)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(http)
+    for event in told:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    if http.path.endswith("completions"):
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+@asynccontextmanager
+async def speaking_fleet() -> AsyncIterator[tuple[Fleet, openai.AsyncOpenAI]]:
+    async with fleet() as f:
+        f.d.answer = speaking
+        base_url = f.url + "/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="k", max_retries=0) as client:
+            yield f, client
+
+
+CHAT: Any = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "what is this?"},
+            {"type": "image_url", "image_url": {"url": data_url(PNG)}},
+        ],
+    }
+]
+INPUT: Any = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "input_text", "text": "what is this?"},
+            {"type": "input_image", "image_url": data_url(PNG), "detail": "auto"},
+        ],
+    }
+]
+
+
+async def test_openais_client_completes_and_chats() -> None:
+    async with speaking_fleet() as (f, client):
+        text = await client.completions.create(model="m", prompt="This is", max_tokens=5)
+        assert text.choices[0].text == SAID
+        texts = await client.completions.create(model="m", prompt="This is", stream=True)
+        assert "".join([part.choices[0].text async for part in texts]) == SAID
+        talk = await client.chat.completions.create(model="m", messages=CHAT)
+        assert talk.choices[0].message.content == SAID
+        talks = await client.chat.completions.create(model="m", messages=CHAT, stream=True)
+        assert "".join([part.choices[0].delta.content or "" async for part in talks]) == SAID
+        assert len(f.p.bodies) == 4
+        assert len(f.e.bodies) == 1
+        assert {headers["authorization"] for headers in f.p.headers} == {"Bearer k"}
+
+
+async def test_openais_client_gets_responses_and_embeddings() -> None:
+    async with speaking_fleet() as (f, client):
+        told = await client.responses.create(model="m", input=INPUT)
+        assert told.output_text == SAID
+        async with client.responses.stream(model="m", input=INPUT) as stream:
+            names = [event.type async for event in stream]
+            assert names[0] == "response.created"
+            assert (await stream.get_final_response()).output_text == SAID
+        assert len(f.e.bodies) == 1
+        assert len(f.p.bodies) == 2
+        found = await client.embeddings.create(model="m", input="cat", encoding_format="float")
+        assert found.data[0].embedding == [0.5, -1.0]
+        assert len(f.p.bodies) == 2
+        assert [model.id async for model in client.models.list()] == ["m"]
+
+
+async def test_openais_client_understands_the_errors() -> None:
+    async with speaking_fleet() as (f, client):
+        with pytest.raises(openai.NotFoundError, match="`n` does not exist"):
+            await client.responses.create(model="n", input="hi")
+        with pytest.raises(openai.BadRequestError, match="responses are not kept"):
+            await client.responses.create(model="m", input="hi", previous_response_id="resp_1")
+        f.d.answer = failing(400)
+        with pytest.raises(openai.BadRequestError, match="engine says no"):
+            await client.completions.create(model="m", prompt="hi")
+
+
+IMAGE: Any = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": data_url(PNG).split(",")[1]},
+}
+TALK: Any = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, IMAGE]}]
+
+
+@asynccontextmanager
+async def anthropic_client(f: Fleet) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=f.url, auth_token="k", max_retries=0) as client:
+        yield client
+
+
+async def test_anthropics_client_gets_messages() -> None:
+    async with speaking_fleet() as (f, _), anthropic_client(f) as client:
+        told = await client.messages.create(model="m", max_tokens=5, messages=TALK)
+        assert told.content[0].type == "text"
+        assert told.content[0].text == SAID
+        async with client.messages.stream(model="m", max_tokens=5, messages=TALK) as stream:
+            assert [text async for text in stream.text_stream] == WORDS
+        assert len(f.e.bodies) == 1
+        assert len(f.p.bodies) == 2
+        assert f.p.headers[0]["authorization"] == "Bearer k"
+        counted = await client.messages.count_tokens(model="m", messages=TALK)
+        assert counted.input_tokens == 17
+        assert len(f.p.bodies) == 2
+
+
+async def test_anthropics_client_understands_the_errors() -> None:
+    async with speaking_fleet() as (f, _), anthropic_client(f) as client:
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.messages.create(model="n", max_tokens=5, messages=TALK)
+        assert caught.value.type == "not_found_error"
+
+        async def breaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(http)
+            for event in messages(body)[1][:3]:
+                text = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+                await response.write(text.encode())
+            assert http.transport is not None
+            http.transport.close()
+            return response
+
+        f.d.answer = breaking
+        with pytest.raises(anthropic.APIStatusError, match="decode engine failed"):
+            async with client.messages.stream(model="m", max_tokens=5, messages=TALK) as stream:
+                await asyncio.wait_for(stream.until_done(), 10)
