@@ -3,10 +3,9 @@
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ecshare.plugin.admission import Sightings, wish
-from kvshare.messages import is_for_decode
+from ecshare.plugin.admission import Sightings, is_for_another_engine, wish
 from kvshare.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 
 if TYPE_CHECKING:
@@ -16,6 +15,16 @@ if TYPE_CHECKING:
 
 WISH = "kvshare_save"
 """The field of a request's `kv_transfer_params`."""
+
+
+def is_for_decode(request: "Request") -> bool:
+    """Whether another engine goes on with this prompt: one that is told of it, and waits.
+
+    Coordinators other than our router may say so in words of vLLM's.
+    """
+    params: Any = request.kv_transfer_params
+    is_said = isinstance(params, dict) and params.get("do_remote_decode") is True
+    return is_said or is_for_another_engine(request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,9 +160,3 @@ def _is_prefilled_for_storage(params: dict[Any, Any]) -> bool:
         isinstance(name, str) and name.startswith("remote_") and value is not None
         for name, value in params.items()
     )
-
-
-def is_for_decode(request: "Request") -> bool:
-    """Whether a coordinator says that another engine goes on with this prompt."""
-    params: Any = request.kv_transfer_params
-    return isinstance(params, dict) and params.get("do_remote_decode") is True

@@ -15,7 +15,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ecshare.plugin.admission import is_for_another_engine
 from ecshare.plugin.compat import (
     is_named_by_request,
     max_steps_in_flight,
@@ -30,7 +29,7 @@ from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import GiveUp, Tier
 from kvshare.adapters import Adapter
-from kvshare.admission import Admission
+from kvshare.admission import Admission, is_for_decode
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
@@ -485,7 +484,7 @@ class KVScheduler:
         """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
         not be stored."""
         request, grid = tracked.progress.request, self._adapters.grid_of(tracked.progress.adapter)
-        if not is_for_another_engine(request) or not self._facts.saves or grid is None:
+        if not is_for_decode(request) or not self._facts.saves or grid is None:
             return
         if num_tokens == stored_tokens(request, grid):
             return

@@ -4,6 +4,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -789,11 +790,23 @@ def pooling_request(name: str, tokens: list[int]) -> Request:
     )
 
 
-@pytest.mark.parametrize(("make", "num_notes"), [(make_request, 1), (pooling_request, 0)])
+def long_request(name: str, tokens: list[int], **params: Any) -> Request:
+    return make_request(name, tokens, 2, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_notes"),
+    [
+        (make_request, 1),
+        (pooling_request, 0),
+        (long_request, 0),
+        (partial(long_request, do_remote_decode=True), 1),
+    ],
+)
 def test_a_note_is_left_where_an_engine_may_wait(
     bench: StartBench, make: Callable[[str, list[int]], Request], num_notes: int
 ) -> None:
-    """Both are limited to one token, but nobody waits for what only pools."""
+    """Nobody waits for what only pools, though that is limited to one token too."""
     here = bench()
     request = make("r", PROMPT)
     here.ask(request)
