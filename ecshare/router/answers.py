@@ -17,7 +17,7 @@ from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
 from ecshare.router.job import Job
 from ecshare.router.middleware import RequestContext, end_stream, unavailable, verbatim
-from ecshare.router.relay import Relay
+from ecshare.router.relay import Relay, lacks_model
 from ecshare.router.retries import Attempt
 from ecshare.router.work import decode_work
 
@@ -72,6 +72,8 @@ class Answers:
                 stream = _Stream(opening.content, chunks, reply.content_type)
                 return await self._stream(job, stream, concurrent_stage)
             body = await reply.read()
+            if lacks_model(reply, body) and not attempt.is_last():
+                raise reply.failure()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)

@@ -2,7 +2,7 @@
 """The router's routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ecshare.router.middleware import CONTEXT, end_stream, json_response, reques
 from ecshare.router.model_lists import MODELS, ModelLists
 from ecshare.router.observer import Observer
 from ecshare.router.pages import Pages
-from ecshare.router.probes import Probes, Readiness, engine_states
+from ecshare.router.probes import Probes, Readiness, engine_state, engine_states
 from ecshare.router.relay import Relay
 from ecshare.router.shared_reports import SharedReports
 
@@ -78,8 +78,7 @@ class Router:
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
         key = self._config.status_key
         probes = Probes(readiness, key, self.status)
-        stages = partial(self._stages, is_full=True)
-        pages = Pages(key, self._sources, self._metrics, self._observer, stages)
+        pages = Pages(key, self._sources, self._metrics, self._observer, self._stages)
         for path, handler in {
             "/live": probes.live,
             "/ready": probes.ready,
@@ -137,8 +136,11 @@ class Router:
         """
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
-        stages = await self._stages(is_full=is_full)
-        complete = all(any(each["healthy"] for each in group) for group in stages.values())
+        checked = await self.check_all()
+        stages = self._shown(checked, is_full=is_full)
+        healthy = {engine for _, engine, is_healthy in checked if is_healthy}
+        groups = [group for pool in self._pools.values() if (group := pool.serving())]
+        complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
             report |= self.counts()
@@ -154,14 +156,18 @@ class Router:
             **self.counts(),
         }
 
-    async def _stages(self, *, is_full: bool) -> dict[str, list[dict[str, Any]]]:
+    async def _stages(self) -> dict[str, list[dict[str, Any]]]:
         """Check all engines, and return what is known of them, by stage."""
+        return self._shown(await self.check_all(), is_full=True)
+
+    def _shown(
+        self, checked: Iterable[tuple[Stage, Engine, bool]], *, is_full: bool
+    ) -> dict[str, list[dict[str, Any]]]:
         stages: dict[str, list[dict[str, Any]]] = {}
-        for stage, engine, healthy in await self.check_all():
+        for stage, engine, healthy in checked:
             told: dict[str, Any] = {"name": name_of(stage, engine), "healthy": healthy}
             if is_full:
-                state = self._pools[stage].state(engine)
-                told |= {"url": engine.url, "in_flight": engine.in_flight, "state": state}
+                told |= engine_state(stage, self._pools[stage], engine)
             stages.setdefault(stage, []).append(told)
         return stages
 
@@ -198,7 +204,7 @@ class Router:
         client = _READERS[path](body, self._config.max_items)
         del body  # the decoded request takes several times the memory
         self._flow.retry_budget.note_request()
-        await self._lists.check_model(client.model, context.headers)
+        client = client.for_model(await self._lists.resolve(client.model, context.headers))
         if not all(is_inline(item.source) for item in client.items):
             await self._lists.check_client(context.headers)
         job = Job(http, client, reservation)

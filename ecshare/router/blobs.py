@@ -12,6 +12,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
 
+from ecshare.router.engines import Work
+
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
 _BLOCK_BYTES = 16 * 1024
 """A run is found if it covers a whole block, so every run of twice this size is found."""
@@ -20,6 +22,7 @@ _LONGEST_ESCAPE = 5
 """How many characters of an escape such as backslash u0041 may look like base64."""
 _CHUNK_BYTES = 64 * 1024
 _DIGITS = 6
+_NO_WORK = Work()
 
 
 class Blobs:
@@ -83,9 +86,9 @@ class Payload:
     Owns no text: `Blobs` alone does. Clearing it frees them, whoever still refers to the payload.
     """
 
-    def __init__(self, blobs: Blobs, json: bytes, tokens: int = 0) -> None:
-        """`tokens`: the work that it is for an engine."""
-        self.tokens = tokens
+    def __init__(self, blobs: Blobs, json: bytes, work: Work = _NO_WORK) -> None:
+        """`work`: what it is for an engine."""
+        self.work = work
         self._bulk = blobs
         self._json = json
         self.num_bytes = sum(map(len, blobs.pieces(json)))

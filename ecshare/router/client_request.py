@@ -89,6 +89,12 @@ class ClientRequest(Struct, frozen=True):
         model: str | None = self.request.get("model")
         return model
 
+    def for_model(self, model: str | None) -> "ClientRequest":
+        """Return the same request for another model; None: as it is."""
+        if model in (None, self.model):
+            return self
+        return msgspec.structs.replace(self, request=self.request | {"model": model})
+
     @property
     def preamble(self) -> list[Request]:
         """Return the instructions before the prompt, as a message, if there are any."""

@@ -65,6 +65,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_decodes: int = 0
     drain_s: float = 25.0
     status_key: Secret | None = None
+    adapter_encoders: Literal["listed", "base"] = "listed"
     access_log: bool = False
     store: StoreConfig | None = None
     router_token: str = ""
@@ -113,6 +114,7 @@ def parse_arguments(
         max_decodes=options.max_decodes,
         drain_s=options.drain_s,
         status_key=options.status_key,
+        adapter_encoders=options.adapter_encoders,
         access_log=options.access_log,
         store=options.store,
         router_token=options.router_key,
@@ -173,9 +175,11 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         default=None,
-        help="a JSON file of the lists encoders, prefillers and decoders, instead of the above; it "
-        "is read every few seconds: engines that are new get requests, and engines that are gone "
-        "only finish those that they have; a file that is wrong changes nothing",
+        help="a JSON file of the lists encoders, prefillers and decoders, instead of the above; an "
+        "entry is a url, or an object of url and models: an engine that is used for these models "
+        "alone, whatever else it lists; the file is read every few seconds: engines "
+        "that are new get requests, and engines that are gone only finish those that they have; a "
+        "file that is wrong changes nothing",
     )
     say = parser.add_argument
     say("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on")
@@ -310,9 +314,19 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             metavar="N",
             type=_natural,
             default=0,
-            help=f"most requests in the {stage} stage, for each of its engines that is up; "
+            help=f"most requests in the {stage} stage, for each of its engines that is up and "
+            "serves their model; "
             f"{consequence}; 0: no limit",
         )
+    say(
+        "--adapter-encoders",
+        choices=("listed", "base"),
+        default="listed",
+        help="which encode engines get the media of a request for a LoRA adapter; listed: those "
+        "that list the adapter, so without one P and D encode; base: also those that list its "
+        "base model, under that name, so that a picture is encoded once for all adapters; right "
+        "unless engines run with --enable-tower-connector-lora",
+    )
     say(
         "--when-overloaded",
         choices=("refuse", "decode"),
@@ -376,7 +390,7 @@ def _from_file(options: argparse.Namespace) -> Urls:
     if any(getattr(options, name) for name in _ENGINES):
         raise ConfigError("argument --engines: the file names all engines; give no others")
     try:
-        return read_engines(options.engines)
+        return read_engines(options.engines).urls
     except ConfigError as exc:
         raise ConfigError(f"argument --engines: {exc}") from exc
 

@@ -3,7 +3,7 @@
 
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +11,8 @@ from itertools import count
 from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
+_UP = ("up", "doubtful")
+_NOTHING_TOLD: Mapping[str, frozenset[str]] = {}
 USUAL_BOUND = 1.25
 
 
@@ -20,6 +22,8 @@ class Work(NamedTuple):
     key: bytes = b""
     """Requests with the same key have media or the start of a prompt in common; empty: unknown."""
     tokens: int = 0
+    model: str | None = None
+    """Only engines that serve it get the work; None: any engine does."""
 
 
 _ANY_WORK = Work()
@@ -54,6 +58,15 @@ class Engine:
     num_hangs: int = 0
     """How often it has hung since its last answer. Above 0 the engine is on probation: it gets one
     request at a time, whatever its /health answers."""
+    listed: Mapping[str, str | None] | None = None
+    """The models that it listed last, adapters with their base models; None: it has never told."""
+    told: frozenset[str] | None = None
+    """The models that the operator wants it to be used for; None: all that it lists."""
+
+    @property
+    def models(self) -> Collection[str] | None:
+        """The models that it gets requests for; None: nobody knows."""
+        return self.listed if self.told is None else self.told
 
 
 class EnginePool:
@@ -82,24 +95,31 @@ class EnginePool:
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
 
-    def update(self, urls: Iterable[str]) -> None:
+    def update(
+        self,
+        urls: Iterable[str],
+        told: Mapping[str, frozenset[str]] = _NOTHING_TOLD,
+    ) -> None:
         """Have these engines get requests, and no others. Engines that stay keep their state, and
         engines that go keep the requests that they have.
+
+        `told`: the models of those that are used for these alone, by url.
         """
         known = {engine.url: engine for engine in self._ever}
         taken = {engine.number for engine in self._ever}
         free = (number for number in count(1) if number not in taken)
         self._engines = [known.get(url) or Engine(url, next(free)) for url in urls]
         self._ever.update(self._engines)
+        for engine in self._engines:
+            engine.told = told.get(engine.url)
 
     def owns(self, engine: Engine) -> bool:
         """Tell whether `engine` is one of these, or was until it was removed."""
         return engine in self._ever
 
-    @property
-    def num_up(self) -> int:
-        """How many engines neither cool down nor hang."""
-        return sum(self.state(engine) != "down" for engine in self._engines)
+    def num_up(self, engines: Iterable[Engine]) -> int:
+        """Return how many of these get requests: they neither cool down nor hang."""
+        return sum(self.state(engine) in _UP for engine in engines)
 
     def state(self, engine: Engine) -> str:
         """Return "up", "down", or "doubtful" for one that failed its last request."""
@@ -108,15 +128,26 @@ class EnginePool:
             return "down"
         return "doubtful" if self._is_doubtful(engine) else "up"
 
+    def serving(self, model: str | None = None) -> list[Engine]:
+        """Return the engines that may get requests for `model`, also those that are down now.
+
+        If none is known to serve it, these are the engines of which nobody knows. None: all.
+        """
+        if model is None:
+            return list(self._engines)
+        known = [each for each in self._engines if each.models is not None and model in each.models]
+        return known or [each for each in self._engines if each.models is None]
+
     def choose(self, excluded: Collection[Engine] = (), work: Work = _ANY_WORK) -> Engine | None:
-        """Return the best available engine that is not in `excluded`, None if there is none.
+        """Return the best available engine for `work` that is not in `excluded`, None if there is
+        none.
 
         Work with a key goes to the engine that got such work before, unless that engine has far
         more to do than others; then to the next one in an order that is the key's own. Work
         without a key goes to the least busy engine. Among equally busy engines that is the least
         recently used one, so light traffic goes round. Doubtful engines come last.
         """
-        live = [each for each in self._live() if each not in excluded]
+        live = [each for each in self._live(work.model) if each not in excluded]
         if not work.key or not live:
             return next(iter(live), None)
         is_doubtful = self._is_doubtful(live[0])
@@ -135,9 +166,13 @@ class EnginePool:
     def _is_doubtful(self, engine: Engine) -> bool:
         return engine.doubtful_until_s > self._clock_s()
 
-    def soonest_available(self) -> Engine | None:
-        """Return the engine whose cool-down ends first; for callers without another choice."""
-        return min(self._engines, key=lambda each: (each.is_hung, each.down_until_s), default=None)
+    def soonest_available(self, model: str | None = None) -> Engine | None:
+        """Return the engine whose cool-down ends first; for callers without another choice.
+
+        If none serves `model`, as far as is known, it is one of all.
+        """
+        engines = self.serving(model) or self.serving()
+        return min(engines, key=lambda each: (each.is_hung, each.down_until_s), default=None)
 
     def ranked(self, number: int) -> list[Engine]:
         """Return up to `number` available engines, the best first.
@@ -147,10 +182,10 @@ class EnginePool:
         soonest_available = self.soonest_available()
         return self._live()[:number] or [each for each in (soonest_available,) if each]
 
-    def _live(self) -> list[Engine]:
-        """Return the available engines, the best first."""
+    def _live(self, model: str | None = None) -> list[Engine]:
+        """Return the available engines that serve `model`, the best first."""
         now_s = self._clock_s()
-        live = [engine for engine in self._engines if _is_up(engine, now_s)]
+        live = [engine for engine in self.serving(model) if _is_up(engine, now_s)]
         return sorted(live, key=lambda each: (self._is_doubtful(each), *_by_load(each)))
 
     @contextmanager
@@ -207,6 +242,16 @@ class EnginePool:
             engine.is_hung = False
             engine.num_hangs = 0
             engine.down_until_s = 0.0
+
+    def base_of(self, adapter: str) -> str | None:
+        """Return the base model of a LoRA adapter; None: it is none, as far as is known."""
+        return next(
+            (base for each in self._engines if (base := (each.listed or {}).get(adapter))), None
+        )
+
+    def set_listed(self, engine: Engine, models: Mapping[str, str | None]) -> None:
+        """Remember which models `engine` lists, adapters with their base models."""
+        engine.listed = models
 
     def set_streams(self, engine: Engine, *, streams: bool) -> None:
         """Remember whether `engine` stores KV while it computes."""

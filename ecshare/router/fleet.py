@@ -10,10 +10,11 @@ import logging
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ecshare.router.concurrent import gather_all
 from ecshare.router.engine_urls import BY_NAME, engine_url, port_of, repeated_url, url_at
@@ -28,16 +29,32 @@ _MAX_FILE_BYTES = 1024 * 1024
 _MAX_ADDRESSES = 256
 
 Urls = Mapping[Stage, tuple[str, ...]]
+Models = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+
+
+class Given(NamedTuple):
+    """The engines of a command line or a file."""
+
+    urls: Urls
+    told: Mapping[str, frozenset[str]] = {}
+    """The models of engines that are used for these alone, by url."""
+
+
+class _Engine(Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    models: Models | None = None
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
-    decoders: list[str]
-    encoders: list[str] = []
-    prefillers: list[str] = []
+    decoders: list[str | _Engine]
+    encoders: list[str | _Engine] = []
+    prefillers: list[str | _Engine] = []
 
 
-def read_engines(path: Path) -> Urls:
-    """Return the canonical urls in a file of engines: a JSON object of lists.
+def read_engines(path: Path) -> Given:
+    """Return the engines in a file, with canonical urls: a JSON object of lists.
+
+    An entry is a url, or an object of `url` and `models`.
 
     Raises:
         ConfigError: the file cannot be read, or says something else; names the field at fault.
@@ -59,14 +76,24 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _checked(said: _File) -> Urls:
+def _checked(said: _File) -> Given:
     groups = {"encoders": said.encoders, "prefillers": said.prefillers, "decoders": said.decoders}
-    urls = {name: tuple(map(engine_url, group)) for name, group in groups.items()}
+    urls = {name: tuple(map(_url, group)) for name, group in groups.items()}
     if twice := repeated_url(urls):
         raise ValueError(f"{twice.group}: {twice.url} is already in {twice.earlier_group}")
     if not urls["decoders"]:
         raise ValueError("decoders: name at least one engine")
-    return dict(zip(Stage, urls.values(), strict=True))
+    told = {
+        _url(each): frozenset(each.models)
+        for group in groups.values()
+        for each in group
+        if isinstance(each, _Engine) and each.models is not None
+    }
+    return Given(dict(zip(Stage, urls.values(), strict=True)), told)
+
+
+def _url(entry: str | _Engine) -> str:
+    return engine_url(entry if isinstance(entry, str) else entry.url)
 
 
 def fixed(urls: Iterable[str]) -> list[str]:
@@ -80,7 +107,7 @@ class FleetWatch:
     def __init__(self, pools: Mapping[Stage, EnginePool], urls: Urls, path: Path | None) -> None:
         """`path`: the file that `urls` come from, None if they stay."""
         self._pools = pools
-        self._urls = urls
+        self._given = Given(urls)
         self._path = path
         self._refused = ""
         self._addresses: dict[str, tuple[str, ...]] = {}
@@ -103,11 +130,12 @@ class FleetWatch:
         if self._path is not None:
             await self._read(self._path)
         await gather_all([self._resolve(url) for url in self._names()])
+        given = self._expanded()
         for stage, pool in self._pools.items():
-            urls = tuple(dict.fromkeys(self._expanded(self._urls[stage])))
+            urls = given.urls[stage]
             if urls != tuple(engine.url for engine in pool):
                 logger.info("the %s engines are now: %s", stage, ", ".join(urls) or "none")
-                pool.update(urls)
+            pool.update(urls, given.told)
 
     async def _watch(self) -> None:
         while True:
@@ -116,7 +144,7 @@ class FleetWatch:
 
     async def _read(self, path: Path) -> None:
         try:
-            self._urls = await asyncio.to_thread(read_engines, path)
+            self._given = await asyncio.to_thread(read_engines, path)
             self._refused = ""
         except ConfigError as exc:
             if str(exc) != self._refused:
@@ -124,7 +152,8 @@ class FleetWatch:
             self._refused = str(exc)
 
     def _names(self) -> Iterator[str]:
-        return (url for urls in self._urls.values() for url in urls if url.startswith(BY_NAME))
+        groups = self._given.urls.values()
+        return (url for urls in groups for url in urls if url.startswith(BY_NAME))
 
     async def _resolve(self, url: str) -> None:
         parts = urlsplit(url.removeprefix(BY_NAME))
@@ -140,6 +169,16 @@ class FleetWatch:
         addresses = sorted({str(address[0]) for *_, address in found})
         self._addresses[url] = tuple(url_at(parts, each) for each in addresses[:_MAX_ADDRESSES])
 
-    def _expanded(self, urls: Iterable[str]) -> Iterator[str]:
-        for url in urls:
-            yield from self._addresses.get(url, ()) if url.startswith(BY_NAME) else (url,)
+    def _expanded(self) -> Given:
+        """Return what is given, with the addresses of names instead of the names."""
+        urls: dict[Stage, tuple[str, ...]] = {}
+        told: dict[str, frozenset[str]] = {}
+        for stage, group in self._given.urls.items():
+            engines = {each: url for url in group for each in self._addresses_of(url)}
+            urls[stage] = tuple(engines)
+            models = {each: self._given.told.get(url) for each, url in engines.items()}
+            told |= {each: names for each, names in models.items() if names is not None}
+        return Given(urls, told)
+
+    def _addresses_of(self, url: str) -> tuple[str, ...]:
+        return self._addresses.get(url, ()) if url.startswith(BY_NAME) else (url,)

@@ -101,7 +101,7 @@ class Flow:
         media = await self._load(job)
         job.context.work = prompt_work(job.client, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
-        with self.limits.place(Stage.DECODE) as place:
+        with self.limits.place(Stage.DECODE, job.client.model) as place:
             place.take()
             return await self._answer_from(job, media)
 
@@ -110,7 +110,7 @@ class Flow:
         media = await self._complete(job, await self._load(job))
         # No engine has part of the answer in its caches.
         job.context.work = prompt_work(job.client, media)._replace(key=b"")
-        with self.limits.place(Stage.DECODE) as place:
+        with self.limits.place(Stage.DECODE, job.client.model) as place:
             place.take()
             return await self._decode_alone(job, plan.inline_request(job.client, media))
 
@@ -139,7 +139,7 @@ class Flow:
 
     async def _load(self, job: Job) -> list[Media]:
         """Return the request's media, without the bytes that it can do without."""
-        options = plan.encoding_options(job.client)
+        options = plan.encoding_options(self._for_encode(job.client) or job.client)
 
         def is_known(uuid: str) -> bool:
             key = plan.encoding_key(options, uuid)
@@ -166,10 +166,12 @@ class Flow:
             RefusalError: a stage refused the request.
         """
         context, client = job.context, job.client
-        if not client.items or not self._pools[Stage.ENCODE]:
+        for_encode = self._for_encode(client)
+        if not client.items or for_encode is None:
+            media = await self._complete(job, media)
             plain = plan.inline_request(client, media)
             return await self._from_prefill_on(job, plain, media, is_plain=True)
-        encoded = await self._encode(job, media)
+        encoded = await self._encode(job, for_encode, media)
         try:
             answer = await self._from_prefill_on(
                 job, encoded.request, encoded.media, is_plain=False
@@ -192,6 +194,20 @@ class Flow:
         context.avoided.clear()
         return await self._through_stages(job, media, may_repeat=False)
 
+    def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
+        """Return the request that E gets the media of; None: no E serves its model.
+
+        An adapter that no E lists may be one that leaves the encoder as it is, if the operator says
+        that all do. Then it is a request for its base model.
+        """
+        model, encoders = client.model, self._pools[Stage.ENCODE]
+        if encoders.serving(model):
+            return client
+        if model is None or self._config.adapter_encoders == "listed":
+            return None
+        base = self._pools[Stage.DECODE].base_of(model)
+        return client.for_model(base) if base is not None and encoders.serving(base) else None
+
     def _may_be_wrong(self, encoded: _Encoded, failure: EngineError | RefusalError) -> bool:
         """Tell whether P or D may have failed because of what E is said to have reported."""
         if isinstance(failure, RefusalError):
@@ -202,11 +218,12 @@ class Flow:
         self, job: Job, request: Request, media: list[Media], *, is_plain: bool
     ) -> web.StreamResponse | None:
         """Return D's answer; None if D alone is to be asked and the request `is_plain`."""
-        context = job.context
-        if not self._pools[Stage.PREFILL] or plan.scores_prompt(job.client.door, request):
+        context, client = job.context, job.client
+        prefillers = self._pools[Stage.PREFILL].serving(client.model)
+        if not prefillers or plan.scores_prompt(client.door, request):
             return None if is_plain else await self._decode(job, request)
         if self._config.prefill == "needed":
-            context.turns = turns_of(job.client, media)
+            context.turns = turns_of(client, media)
             known = self._prefilled.find(context.turns)
             if known is not None:
                 return await self._decode_known(job, request, known)
@@ -228,9 +245,12 @@ class Flow:
             self._prefilled.note_decoded(context.turns, known)
         return answer
 
-    async def _encode(self, job: Job, media: list[Media]) -> _Encoded:
-        """Return the request to P, with what E reports of the items or has reported before."""
-        context, client = job.context, job.client
+    async def _encode(self, job: Job, client: ClientRequest, media: list[Media]) -> _Encoded:
+        """Return the request to P, with what E reports of the items or has reported before.
+
+        `client` is the request that E gets them of.
+        """
+        context = job.context
         announced: Request = {}
 
         async def ask(request: Request, work: Work, place: Place) -> plan.Metadata | None:
@@ -253,9 +273,10 @@ class Flow:
             media = await self._complete(job, media)
             keys = _encoding_keys(client, media)
             requests = plan.encode_requests(client, media)
-            with context.timed(Stage.ENCODE), self.limits.place(Stage.ENCODE) as place:
+            limited = self.limits.place(Stage.ENCODE, client.model)
+            with context.timed(Stage.ENCODE), limited as place:
                 works = {
-                    held.uuid: item_work(keys[held.uuid], item)
+                    held.uuid: item_work(keys[held.uuid], item, client.model)
                     for item, held in zip(client.items, media, strict=True)
                 }
                 asks = {
@@ -265,7 +286,7 @@ class Flow:
             if not reports.was_asked:
                 context.path.remove(Stage.ENCODE)
                 context.avoided.append(Stage.ENCODE)
-        request = plan.encoded_request(client, media, reports.metadata, announced)
+        request = plan.encoded_request(job.client, media, reports.metadata, announced)
         needed = tuple(keys.values()) if client.door.takes_metadata else ()
         return _Encoded(request, media, needed, was_known=bool(needed and reports.known))
 
@@ -288,7 +309,8 @@ class Flow:
     async def _hand_over_of(self, job: Job, engine: Engine, request: Request) -> Request | None:
         """Return what P hands over to D."""
         context, door = job.context, job.client.door
-        with self.limits.place(Stage.PREFILL) as place, context.timed(Stage.PREFILL):
+        limited = self.limits.place(Stage.PREFILL, job.client.model)
+        with limited as place, context.timed(Stage.PREFILL):
             place.take()
             payload = context.payload(plan.prefill_request(door, request), context.work)
             answer = await self._relay.ask(engine, door.path, payload, context.headers)

@@ -160,7 +160,7 @@ def _of_engines(sources: Sources) -> Iterator[Metric]:
         (
             "engine_available",
             "Whether an engine gets requests.",
-            [int(sources.pools[stage].state(each) != "down") for stage, each in engines],
+            [sources.pools[stage].num_up([each]) for stage, each in engines],
         ),
     ):
         labels = [(str(stage), name_of(stage, each)) for stage, each in engines]

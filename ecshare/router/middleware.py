@@ -73,7 +73,7 @@ class RequestContext:
             ApiError: it is nested too deeply.
         """
         try:
-            return Payload(self.blobs, msgspec.json.encode(request), work.tokens)
+            return Payload(self.blobs, msgspec.json.encode(request), work)
         except RecursionError as exc:  # decoding just succeeded, and our fields add a level
             raise too_deep() from exc
 

@@ -3,32 +3,33 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from ecshare.router.clients import KnownClients
 from ecshare.router.engines import Engine, EnginePool, Stage
-from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
-from ecshare.router.middleware import CONTEXT, verbatim
-from ecshare.router.models import ServedModels
+from ecshare.router.middleware import CONTEXT, json_response
+from ecshare.router.models import Cards, ServedModels
 from ecshare.router.relay import Relay, Reply
 
 MODELS = "/v1/models"
 _TIMEOUT_S = 5.0
 _HEDGE_S = 0.2  # then another engine is asked as well
-_MAX_LISTS = 3
-"""How many engines may be asked for the same list."""
+_MAX_ASKED = 3
+"""How many engines may be asked about one client."""
+_MAX_MODELS = 10_000
+
+Headers = Mapping[str, str]
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Model]
+class _List(Struct):
+    data: list[dict[str, Any]]
 
 
 class ModelLists:
@@ -39,8 +40,8 @@ class ModelLists:
     ) -> None:
         self._pools = pools
         self._relay = relay
-        self._served = ServedModels(self._served_models, clock_s)
         self._clients = KnownClients(self._ask_about_client, clock_s)
+        self._served = ServedModels(pools, self._read, self.check_client, clock_s)
 
     async def close(self) -> None:
         """Cancel what is in progress."""
@@ -48,27 +49,15 @@ class ModelLists:
         await self._clients.close()
 
     async def models(self, http: web.Request) -> web.Response:
-        """Pass on the model list of D, or of P if no D can be reached."""
-        headers = http[CONTEXT].headers
-        try:
-            reply, body = await self._read(Stage.DECODE, headers)
-        except EngineError:
-            if not self._pools[Stage.PREFILL]:
-                raise
-            reply, body = await self._read(Stage.PREFILL, headers)
-        return verbatim(reply.status, body, reply.content_type)
+        """Answer with the models of all decode engines."""
+        models = await self._served.union(http[CONTEXT].headers)
+        return json_response(200, {"object": "list", "data": models})
 
-    async def check_model(self, model: str | None, headers: dict[str, str]) -> None:
-        """Check that D serves a model. If D does not tell, the stages decide.
+    async def resolve(self, model: str | None, headers: Headers) -> str | None:
+        """See `ServedModels.resolve`."""
+        return await self._served.resolve(model, headers)
 
-        Raises:
-            ApiError: it does not.
-        """
-        if model is not None and await self._served.lacks(model, headers):
-            message = f"The model `{model}` does not exist."
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    async def check_client(self, headers: Mapping[str, str]) -> None:
+    async def check_client(self, headers: Headers) -> None:
         """Check that the engines would serve a client with these headers.
 
         Raises:
@@ -77,23 +66,12 @@ class ModelLists:
         """
         await self._clients.check(headers)
 
-    async def _served_models(self, headers: dict[str, str]) -> frozenset[str] | None:
-        try:
-            _, body = await self._read(Stage.DECODE, headers)
-            served = msgspec.json.decode(body, type=_ModelList)
-        except (EngineError, ValueError, RecursionError):  # an error's body is not a list either
-            return None
-        return frozenset(model.id for model in served.data)
+    async def _read(self, stage: Stage, engine: Engine, headers: Headers) -> Cards | None:
+        reply, body = await self._ask(stage, engine, headers)
+        _check_accepted(reply, body)
+        return _cards(body) if reply.status == 200 else None
 
-    async def _read(self, stage: Stage, headers: Mapping[str, str]) -> tuple[Reply, bytes]:
-        """Ask one engine for its models, and further engines if it is slow or fails."""
-        engines = self._pools[stage].ranked(_MAX_LISTS)
-        asked = [partial(self._read_from, stage, engine, headers) for engine in engines]
-        return await hedged(asked, _HEDGE_S)
-
-    async def _read_from(
-        self, stage: Stage, engine: Engine, headers: Mapping[str, str]
-    ) -> tuple[Reply, bytes]:
+    async def _ask(self, stage: Stage, engine: Engine, headers: Headers) -> tuple[Reply, bytes]:
         limits = TimeLimits(_TIMEOUT_S)
         async with self._relay.call(engine, MODELS, None, headers, limits) as reply:
             body = await reply.read()
@@ -101,10 +79,32 @@ class ModelLists:
             raise EngineError(stage, f"HTTP {reply.status}", reached=True)
         return reply, body
 
-    async def _ask_about_client(self, headers: Mapping[str, str]) -> None:
-        reply, body = await self._read(Stage.DECODE, headers)
-        if reply.status in (401, 403):
-            raise RefusalError(reply.status, body, reply.content_type)
+    async def _ask_about_client(self, headers: Headers) -> None:
+        engines = self._pools[Stage.DECODE].ranked(_MAX_ASKED)
+        if not engines:
+            raise EngineError(Stage.DECODE, "there is no engine", reached=False)
+        asks = [partial(self._ask, Stage.DECODE, engine, headers) for engine in engines]
+        reply, body = await hedged(asks, _HEDGE_S)
+        _check_accepted(reply, body)
         if reply.status != 200:
             reason = f"{MODELS} is HTTP {reply.status}, which says nothing of the client"
             raise EngineError(Stage.DECODE, reason, reached=True)
+
+
+def _check_accepted(reply: Reply, body: bytes) -> None:
+    """Check that an engine serves the client.
+
+    Raises:
+        RefusalError: it does not.
+    """
+    if reply.status in (401, 403):
+        raise RefusalError(reply.status, body, reply.content_type)
+
+
+def _cards(body: bytes) -> Cards | None:
+    """Return the models in a list, None if it is none."""
+    try:
+        models = msgspec.json.decode(body, type=_List).data[:_MAX_MODELS]
+    except (ValueError, RecursionError):
+        return None
+    return {each["id"]: each for each in models if isinstance(each.get("id"), str)}

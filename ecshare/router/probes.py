@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from ecshare.router.drain import RequestsInFlight
-from ecshare.router.engines import Engine, EnginePool, Stage
+from ecshare.router.engines import Engine, EnginePool, Stage, name_of
 from ecshare.router.errors import ApiError
 from ecshare.router.hedging import hedged
 from ecshare.router.middleware import json_response
@@ -58,7 +58,7 @@ class Readiness:
         return self._is_usable
 
     async def _check(self) -> bool:
-        usable = [partial(self._ask, each) for each in self._decoders if not each.is_hung]
+        usable = [partial(self._ask, each) for each in self._decoders.serving() if not each.is_hung]
         try:
             return bool(usable) and await hedged(usable, _HEDGE_S)
         except _UnusableError:
@@ -101,21 +101,25 @@ class Probes:
 
 
 def engine_states(
-    pools: Mapping[Stage, EnginePool], used: Mapping[Stage, int]
+    pools: Mapping[Stage, EnginePool], used: Callable[[Stage], int]
 ) -> dict[Stage, dict[str, Any]]:
-    """Return what is known of each stage and its engines; `used`: the requests in each stage."""
+    """Return what is known of each stage and its engines; `used`: the requests in a stage."""
     return {
         stage: {
-            "in_flight": used[stage],
-            "engines": [
-                {
-                    "url": each.url,
-                    "state": pool.state(each),
-                    "in_flight": each.in_flight,
-                    "tokens": each.tokens,
-                }
-                for each in pool
-            ],
+            "in_flight": used(stage),
+            "engines": [engine_state(stage, pool, each) for each in pool],
         }
         for stage, pool in pools.items()
+    }
+
+
+def engine_state(stage: Stage, pool: EnginePool, engine: Engine) -> dict[str, Any]:
+    """Return what is known of an engine."""
+    return {
+        "name": name_of(stage, engine),
+        "url": engine.url,
+        "state": pool.state(engine),
+        "models": None if engine.models is None else sorted(engine.models),
+        "in_flight": engine.in_flight,
+        "tokens": engine.tokens,
     }

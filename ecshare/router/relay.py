@@ -10,7 +10,7 @@ import errno
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import aiohttp
 import msgspec
@@ -19,7 +19,7 @@ from ecshare.router.addresses import may_connect
 from ecshare.router.blobs import Payload
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
-from ecshare.router.engines import Engine, EnginePool, Stage
+from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
@@ -202,8 +202,8 @@ class Relay:
         headers = {**headers, **self._own_headers, "Content-Type": "application/json"}
         if request is not None:
             headers["Content-Length"] = str(request.num_bytes)
-        tokens = 0 if request is None else request.tokens
-        async with self._watched(stage, engine, limits, tokens) as wait:
+        work = None if request is None else request.work
+        async with self._watched(stage, engine, limits, work) as wait:
             with _unreachable(stage, engine, engines):
                 response = await self._session.request(
                     "GET" if request is None else "POST",
@@ -218,18 +218,18 @@ class Relay:
             else:
                 engines.mark_answered(engine)
             reply = Reply(stage, response, wait)
-            if not reply.failed:
+            if request is not None and not reply.failed:
                 engines.mark_good(engine)
             async with response:
                 yield reply
 
     @asynccontextmanager
     async def _watched(
-        self, stage: Stage, engine: Engine, limits: TimeLimits, tokens: int
+        self, stage: Stage, engine: Engine, limits: TimeLimits, work: Work | None
     ) -> AsyncIterator[PendingRequest | None]:
-        """Count a request as in flight, and cancel it if the engine hangs."""
+        """Count a request that is `work` as in flight, and cancel it if the engine hangs."""
         engines = self._engines[stage]
-        with engines.lease(engine, tokens):
+        with nullcontext() if work is None else engines.lease(engine, work.tokens):
             if limits.first_byte_s is None:
                 yield None
                 return
@@ -237,7 +237,8 @@ class Relay:
             def is_last_resort() -> bool:
                 # Decode can do the work of the other stages, so only a decode engine can be the
                 # last.
-                alone = stage is Stage.DECODE and engines.choose([engine]) is None
+                others = engines.choose([engine], work or Work())
+                alone = stage is Stage.DECODE and others is None
                 return alone or limits.is_last_resort()
 
             limit_s = limits.first_byte_s
@@ -266,7 +267,7 @@ class Relay:
             if failure.reached and timed_out and not engine.is_hung:
                 failure.note_overload()
             raise
-        if reply.failed:
+        if reply.failed or lacks_model(reply, body):
             raise reply.failure()
         if reply.status >= 400:
             raise RefusalError(reply.status, body, reply.content_type)
@@ -291,6 +292,20 @@ class Relay:
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
+
+
+def lacks_model(reply: Reply, body: bytes) -> bool:
+    """Tell whether an engine says that it does not serve the model of a request.
+
+    It may have unloaded it a moment ago, or not list its models. It has no error to tell of a path
+    that it does not serve.
+    """
+    if reply.status != 404:
+        return False
+    try:
+        return "error" in msgspec.json.decode(body, type=Request)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _seconds(retry_after: str | None) -> float | None:

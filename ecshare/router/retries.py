@@ -146,7 +146,7 @@ class Retries:
         engine = self._pools[stage].choose(work=work)
         if engine is None and stage is Stage.DECODE:
             # There is no other way to an answer.
-            engine = self._pools[stage].soonest_available()
+            engine = self._pools[stage].soonest_available(work.model)
         if engine is None:
-            raise EngineError(stage, "every engine is cooling down", reached=False)
+            raise EngineError(stage, "no engine is available", reached=False)
         return engine

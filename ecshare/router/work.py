@@ -21,9 +21,9 @@ _MAX_KEY_CHARS = 4000
 """How much of the instructions, and of the text behind them, tells prompts apart."""
 
 
-def item_work(key: bytes, item: MediaItem) -> Work:
-    """Return the work of encoding an item; `key` identifies it."""
-    return Work(key, _ITEM_TOKENS[item.modality])
+def item_work(key: bytes, item: MediaItem, model: str | None) -> Work:
+    """Return the work of encoding an item for `model`; `key` identifies it."""
+    return Work(key, _ITEM_TOKENS[item.modality], model)
 
 
 def prompt_work(client: ClientRequest, media: Sequence[Media]) -> Work:
@@ -36,7 +36,7 @@ def prompt_work(client: ClientRequest, media: Sequence[Media]) -> Work:
     num_chars = sum(len(text) for message in turns for text in _texts(message))
     tokens = 1 + num_chars // _CHARS_A_TOKEN
     tokens += sum(_ITEM_TOKENS[item.modality] for item in client.items)
-    return Work(_conversation_key(client, turns, media), tokens)
+    return Work(_conversation_key(client, turns, media), tokens, client.model)
 
 
 def decode_work(prompt: Work, request: Request) -> Work:

@@ -129,6 +129,8 @@ class FakeEngine:
     answer: Answer
     url: str = ""
     models: tuple[str, ...] = ("m",)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Adapters, by name, with their base models."""
     key: str | None = None
     """The only Authorization that it takes; None: it does not look."""
     refusal: int = 401
@@ -168,7 +170,9 @@ class FakeEngine:
             finally:
                 self.num_lists_awaited -= 1
                 self.list_left.set()
-        models = {"object": "list", "data": [{"id": name} for name in self.models]}
+        cards = [{"id": name} for name in self.models]
+        cards += [{"id": name, "parent": base} for name, base in self.adapters.items()]
+        models = {"object": "list", "data": cards}
         return self._refuses(http) or web.json_response(models)
 
     async def _health(self, http: web.Request) -> web.Response:
@@ -184,14 +188,15 @@ class FakeEngine:
         app.router.add_post("/{path:.*}", self._asked)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        async with _listening(
+        async with listening_on(
             web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         ) as self.url:
             yield self
 
 
 @asynccontextmanager
-async def _listening(runner: web.AppRunner) -> AsyncIterator[str]:
+async def listening_on(runner: web.AppRunner) -> AsyncIterator[str]:
+    """Serve what a runner runs on a socket of its own; yields its url."""
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -204,7 +209,7 @@ async def _listening(runner: web.AppRunner) -> AsyncIterator[str]:
 @asynccontextmanager
 async def listening(app: web.Application) -> AsyncIterator[str]:
     """Serve any application on a socket of its own; yields its url."""
-    async with _listening(web.AppRunner(app, shutdown_timeout=0.1)) as url:
+    async with listening_on(web.AppRunner(app, shutdown_timeout=0.1)) as url:
         yield url
 
 
@@ -304,6 +309,6 @@ async def fleet(
             **{"status_key": Secret(STATUS_KEY.encode()), "balance": "load", **options},
         )
         router = Router(config, clock)
-        url = await stack.enter_async_context(_listening(make_runner(router, config)))
+        url = await stack.enter_async_context(listening_on(make_runner(router, config)))
         client = await stack.enter_async_context(aiohttp.ClientSession())
         yield Fleet(stages[0], stages[1], stages[2], url, client, clock, router)

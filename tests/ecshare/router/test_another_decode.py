@@ -2,6 +2,7 @@
 """Where one D fails another is asked, as long as the client has seen nothing of an answer."""
 
 import json
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
     Answer,
+    FakeEngine,
     Fleet,
     chat,
     decoded,
     failing,
     fleet,
     hang_up,
-    listening,
     picture,
 )
 
@@ -104,12 +105,14 @@ async def test_another_is_asked(failure: Answer, stream: bool) -> None:
 async def test_another_is_asked_where_one_cannot_be_reached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with listening(web.Application()) as gone:
-        pass
-    async with fleet(0, 0, 1, decoders_more=(gone,)) as f:
+    async with AsyncExitStack() as stack:
+        async with FakeEngine(decoded).serving() as gone:
+            f = await stack.enter_async_context(fleet(0, 0, 1, decoders_more=(gone.url,)))
+            for _ in range(2):
+                await f.post(chat())
         for _ in range(2):
             assert (await f.post(chat()))[0].status == 200
-        assert asked(f) == [2]
+        assert (asked(f), len(gone.bodies)) == ([3], 1)
     assert caplog.text.count("tries another decode") == 1
 
 
@@ -159,12 +162,22 @@ async def test_the_last_ones_overload_is_passed_on(num_d: int) -> None:
         assert asked(f) == [1] * num_d
 
 
-@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("status", [400, 422])
 async def test_a_refusal_is_no_failure(status: int) -> None:
     async with fleet(0, 0, num_d=2) as f:
         answer_all(f, failing(status))
         assert (await f.post(chat()))[0].status == status
         assert asked(f) == [0, 1]
+
+
+async def test_one_that_has_not_got_the_model_is_not_the_last() -> None:
+    async with fleet(0, 0, num_d=2) as f:
+        f.d.answer = failing(404)
+        for _ in range(2):
+            assert (await f.post(chat()))[0].status == 200
+        assert asked(f) == [1, 2]
+        f.decoders[1].answer = failing(404)
+        assert (await f.post(chat()))[0].status == 404
 
 
 async def test_never_after_the_first_byte() -> None:

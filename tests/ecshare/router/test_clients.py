@@ -78,10 +78,12 @@ async def test_a_known_client_is_asked_about_now_and_then_and_never_waits() -> N
 
 async def test_inline_media_and_text_need_no_check() -> None:
     async with guarded() as (f, _, _):
-        await f.post(chat() | {"model": None}, BAD)
-        await f.post(chat(picture(PNG)) | {"model": None}, BAD)
-        assert len(f.d.headers) == 2, "decode refuses itself"
-        assert f.d.num_model_lists == 0
+        await f.post(chat(), GOOD)
+        number = f.d.num_model_lists
+        for body in (chat(), chat(picture(PNG)), chat() | {"model": None}):
+            assert (await f.post(body, BAD))[0].status == 401
+        assert len(f.d.headers) == 4, "decode refuses itself"
+        assert f.d.num_model_lists == number
 
 
 async def test_nothing_is_fetched_while_no_decode_can_say() -> None:

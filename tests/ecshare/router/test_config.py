@@ -21,7 +21,8 @@ def test_every_option_arrives() -> None:
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
         "--hand-over after --max-index-mb 2 --store s3://bucket/prefix "
         "--prefill always --max-new-chars 0 --when-overloaded decode --retry-share 0 "
-        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5 --balance load"
+        "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5 --balance load "
+        "--adapter-encoders base"
     )
     assert parse_arguments(line.split()) == RouterConfig(
         encoders=("http://e1:1", "http://e2:1"),
@@ -54,6 +55,7 @@ def test_every_option_arrives() -> None:
         max_decodes=3,
         drain_s=0.5,
         balance="load",
+        adapter_encoders="base",
         store=StoreConfig(url="s3://bucket/prefix"),
     )
 
@@ -194,6 +196,8 @@ def test_engines_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         with pytest.raises(SystemExit):
             parse_arguments(["--engines", str(path), *more])
         assert message in capsys.readouterr().err
+    path.write_text('{"decoders": [{"url": "http://D:3/", "models": ["m"]}]}')
+    assert parse_arguments(["--engines", str(path)]).decoders == ("http://d:3",)
     path.write_text('{"decoders": 5}')
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["--engines", str(path)])

@@ -238,9 +238,10 @@ async def test_engines_fetch_no_urls() -> None:
         ):
             text = json.dumps(body).replace(data_url(PNG), url)
             await served(f, path, json.loads(text), "decode")
-            assert json.dumps(f.d.bodies[-1]) == json.dumps(body).replace(
+            fetched = json.dumps(body).replace(
                 data_url(PNG) + '"}', inline + f'"}}, "uuid": "{UUID}"'
             )
+            assert f.d.bodies[-1] == json.loads(fetched) | {"model": "m"}
 
 
 async def test_large_images_arrive_whole() -> None:

@@ -89,7 +89,7 @@ async def test_of_a_known_and_a_new_picture_e_gets_the_new_one() -> None:
 )
 async def test_what_changes_an_embedding_has_it_encoded_apart(other: dict[str, Any]) -> None:
     async with fleet() as f:
-        f.d.models = ("m", "n")
+        f.e.models = f.p.models = f.d.models = ("m", "n")
         for fields in ({}, other, {}, other):
             assert (await f.post(chat(picture(PNG)) | fields))[0].status == 200
         assert len(f.e.bodies) == 2

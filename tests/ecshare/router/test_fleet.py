@@ -87,7 +87,7 @@ async def running(**options: Any) -> AsyncIterator[Running]:
 
 @asynccontextmanager
 async def from_file(path: Path) -> AsyncIterator[Running]:
-    urls = read_engines(path)
+    urls = read_engines(path).urls
     async with running(
         encoders=urls[Stage.ENCODE],
         prefillers=urls[Stage.PREFILL],
@@ -178,11 +178,20 @@ async def test_a_wrong_file_changes_nothing_and_is_told_once(
         ("[]", "engines.json: Expected `object`, got `array`"),
         ('{"decoders": ["http://d"], "decoder": []}', "unknown field `decoder`"),
         ('{"encoders": ["http://e"]}', "missing required field `decoders`"),
-        ('{"decoders": [5]}', "Expected `str`, got `int` - at `$.decoders[0]`"),
+        ('{"decoders": [5]}', "Expected `str | object`, got `int` - at `$.decoders[0]`"),
         ('{"decoders": ["d:3"]}', "'d:3' must look like http://host:port"),
         ('{"decoders": ["dns+https://d"]}', "'https://d' must look like http://host:port"),
+        ('{"decoders": [{"models": ["m"]}]}', "missing required field `url` - at `$.decoders[0]`"),
         (
-            '{"decoders": ["http://d"], "encoders": ["http://d/v1"]}',
+            '{"decoders": [{"url": "http://d", "models": []}]}',
+            "Expected `array` of length >= 1 - at `$.decoders[0].models`",
+        ),
+        (
+            '{"decoders": [{"url": "http://d", "model": "m"}]}',
+            "unknown field `model` - at `$.decoders[0]`",
+        ),
+        (
+            '{"decoders": ["http://d"], "encoders": [{"url": "http://d/v1"}]}',
             "decoders: http://d is already in encoders",
         ),
         ('{"decoders": ["' + "x" * 1024 * 1024 + '"]}', "it is larger than 1048576 bytes"),
@@ -261,6 +270,34 @@ async def test_each_address_of_a_name_is_an_engine(
             for _ in range(3):
                 assert (await f.post(chat()))[0] == 200
             assert len(set(asked)) == 3
+
+
+async def test_the_file_says_what_engines_are_used_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolve(host: str, port: int, **options: Any) -> list[Any]:
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, (address, port)) for address in ("127.0.0.2", "127.0.0.3")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+    path = tmp_path / "engines.json"
+
+    def say(**models: list[str]) -> None:
+        one = {"url": "http://127.0.0.1:9/v1", **models}
+        several = {"url": "dns+http://decode.example:9", "models": ["c"]}
+        write(path, decoders=[one, several])  # type: ignore[list-item]
+
+    def told() -> dict[str, Any]:
+        return {
+            each["url"]: each["models"] for each in f.router.status()["stages"]["decode"]["engines"]
+        }
+
+    say(models=["b", "a"])
+    async with from_file(path) as f:
+        named = {"http://127.0.0.2:9": ["c"], "http://127.0.0.3:9": ["c"]}
+        assert told() == {"http://127.0.0.1:9": ["a", "b"], **named}
+        say()
+        await f.until(lambda: told() == {"http://127.0.0.1:9": None, **named})
 
 
 async def test_a_name_without_addresses_at_start_is_not_ready(

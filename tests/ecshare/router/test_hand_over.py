@@ -227,7 +227,8 @@ async def test_p_is_free_for_one_of_those_that_come_at_the_same_moment() -> None
     """They have waited together, for the models that D serves."""
     async with known() as f:
         f.clock.now_s += 60
-        f.d.lists, f.d.models = asyncio.Event(), ("m", "new")
+        f.p.models = f.d.models = ("m", "new")
+        f.d.lists = asyncio.Event()
         asked = [asyncio.create_task(f.post(chat() | {"model": "new"})) for _ in range(3)]
         while not f.d.num_model_lists > 1:
             await asyncio.sleep(0.01)

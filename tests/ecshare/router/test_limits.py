@@ -148,14 +148,7 @@ def test_the_limit_follows_the_engines_that_are_up() -> None:
 
     def number_of_places() -> int:
         with ExitStack() as stack:
-            while not limits.is_full(Stage.ENCODE):
-                place = stack.enter_context(limits.place(Stage.ENCODE))
-                place.take()
-                place.take()
-            one_more = stack.enter_context(limits.place(Stage.ENCODE))
-            with pytest.raises(EngineError, match="as many requests"):
-                one_more.take()
-            return limits.used[Stage.ENCODE]
+            return places(limits, stack)
 
     assert number_of_places() == 4
     pool.mark_failed(a)
@@ -166,4 +159,49 @@ def test_the_limit_follows_the_engines_that_are_up() -> None:
     assert number_of_places() == 4
     pool.mark_hung(a)
     assert number_of_places() == 2
-    assert limits.used[Stage.ENCODE] == 0
+    assert limits.used(Stage.ENCODE) == 0
+
+
+def places(limits: StageLimits, stack: ExitStack, model: str | None = None) -> int:
+    """Take all places for a model that are free, and return how many are taken in all."""
+    try:
+        while True:
+            place = stack.enter_context(limits.place(Stage.ENCODE, model))
+            place.take()
+            place.take()
+    except EngineError as full:
+        assert "as many requests" in str(full)  # noqa: PT017
+    return limits.used(Stage.ENCODE)
+
+
+def models_of_two() -> tuple[EnginePool, StageLimits]:
+    """Engines `a` and `b` that serve a model each, and `both`."""
+    pool = EnginePool(["a", "b"], 5.0, Clock())
+    for engine in pool:
+        pool.set_listed(engine, {engine.url: None, "both": None})
+    return pool, StageLimits({Stage.ENCODE: pool}, {Stage.ENCODE: 2})
+
+
+def test_requests_for_one_model_leave_room_for_another() -> None:
+    _, limits = models_of_two()
+    with ExitStack() as stack:
+        assert places(limits, stack, "a") == 2
+        assert places(limits, stack, "b") == 4
+        assert places(limits, stack, "both") == 4
+
+
+def test_no_engine_gets_more_because_it_serves_several_models() -> None:
+    _, limits = models_of_two()
+    with ExitStack() as stack:
+        assert places(limits, stack, "both") == 4
+        assert places(limits, stack, "a") == 4, "both engines have all that they may have"
+        assert places(limits, stack, None) == 4
+
+
+def test_places_of_engines_that_are_gone_are_free_again() -> None:
+    pool, limits = models_of_two()
+    with ExitStack() as stack:
+        places(limits, stack, "a")
+        pool.update(["b"])
+        assert places(limits, stack, "b") == 4
+    assert limits.used(Stage.ENCODE) == 0

@@ -322,8 +322,8 @@ def test_the_page_lists_every_kind_of_error_and_every_outcome() -> None:
     (calls,) = re.findall(rf"^\| `{PREFIX}calls_total` \|(.*)\|$", page, re.M)
     (answers,) = re.findall(rf"^\| `{PREFIX}answers_total` \|(.*)\|$", page, re.M)
     sources = "\n".join(path.read_text() for path in (ROOT / "ecshare" / "router").glob("*.py"))
-    below_http = {"malformed_http", "too_many_connections"}
-    kinds = set(re.findall(r'code="(\w+)"', sources)) - below_http
+    elsewhere = {"malformed_http", "too_many_connections"}  # below HTTP
+    kinds = set(re.findall(r'code="(\w+)"', sources)) - elsewhere
     kinds |= {"engine", "invalid_request"}
     assert kinds == set(re.findall(r"`(\w+)`", errors)) - {"kind"}
     assert all(f"`{outcome}`" in calls for outcome in OUTCOMES)

@@ -96,7 +96,7 @@ async def test_what_must_have_arrived_is_not_waited_for() -> None:
 async def test_whatever_may_decide_tokens_makes_another_prompt(other: dict[str, Any]) -> None:
     async with known() as f:
         f.p.answer = stored()
-        f.d.models = ("m", "n")
+        f.e.models = f.p.models = f.d.models = ("m", "n")
         for fields in ({}, other):
             assert await ask(f, talk("a question") | fields)
             assert not await ask(f, talk("a question") | fields)

@@ -95,12 +95,12 @@ def test_tokens_grow_with_text_and_media() -> None:
     ],
 )
 def test_decode_counts_what_may_be_said(fields: dict[str, Any], tokens: int) -> None:
-    assert decode_work(Work(b"k", 100), fields) == Work(b"k", 100 + tokens)
+    assert decode_work(Work(b"k", 100, "m"), fields) == Work(b"k", 100 + tokens, "m")
 
 
 def test_an_item_is_work_by_its_kind() -> None:
     (item,) = read_chat(json.dumps({"messages": [CAT]}).encode(), 1).items
-    assert item_work(b"k", item) == Work(b"k", 1000)
+    assert item_work(b"k", item, "m") == Work(b"k", 1000, "m")
 
 
 @pytest.mark.parametrize(
