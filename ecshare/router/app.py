@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
+from ecshare.router.admin import Admin
 from ecshare.router.bodies import read_body
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
@@ -58,6 +59,7 @@ class Router:
             for stage, group in urls.items()
         }
         self._fleet = FleetWatch(self._pools, urls, config.engines_file)
+        self.admin = Admin(self._pools, self._fleet)
         self._memory = MemoryBudget(config.max_in_flight_bytes)
         self.in_flight = RequestsInFlight()
         shows_urls = config.status_key is not None

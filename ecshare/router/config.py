@@ -14,7 +14,8 @@ from ecshare import __version__
 from ecshare.router.addresses import Network
 from ecshare.router.engine_urls import engine_url, repeated_url
 from ecshare.router.engines import Stage
-from ecshare.router.fleet import Urls, read_engines
+from ecshare.router.fleet import read_engines
+from ecshare.router.roster import Urls
 from ecshare.router.secret import Secret, read_secret
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
@@ -28,6 +29,14 @@ _ENGINES = {
 _NO_KEY = "none"
 
 MIB = 1024 * 1024
+
+
+class AdminConfig(Struct, frozen=True):
+    """The operator's own port. There is none without a key."""
+
+    host: str
+    port: int
+    key: Secret
 
 
 class RouterConfig(Struct, frozen=True, kw_only=True):
@@ -65,6 +74,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_decodes: int = 0
     drain_s: float = 25.0
     status_key: Secret | None = None
+    admin: AdminConfig | None = None
     adapter_encoders: Literal["listed", "base"] = "listed"
     access_log: bool = False
     store: StoreConfig | None = None
@@ -80,6 +90,7 @@ def parse_arguments(
     options = parser.parse_args(arguments)
     try:
         urls = _engine_urls(options)
+        admin = _admin(options)
     except ConfigError as exc:
         parser.error(str(exc))
     return RouterConfig(
@@ -114,6 +125,7 @@ def parse_arguments(
         max_decodes=options.max_decodes,
         drain_s=options.drain_s,
         status_key=options.status_key,
+        admin=admin,
         adapter_encoders=options.adapter_encoders,
         access_log=options.access_log,
         store=options.store,
@@ -353,6 +365,28 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "Authorization: Bearer KEY, is told where the engines are and what they do; /metrics then "
         "asks for it too",
     )
+    say(
+        "--admin-port",
+        metavar="PORT",
+        type=_port,
+        default=None,
+        help="a port of its own where operators list, add, drain and remove engines while the "
+        "router runs; it needs --admin-key",
+    )
+    say(
+        "--admin-host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address on which --admin-port listens",
+    )
+    say(
+        "--admin-key",
+        metavar="KEY",
+        type=_secret,
+        default=None,
+        help="a key, as env:NAME or file:PATH; whoever sends it to --admin-port, as "
+        "Authorization: Bearer KEY, may change which engines there are",
+    )
     say("--access-log", action="store_true", help="log one line per request")
     say(
         "--router-key",
@@ -408,6 +442,21 @@ def _engine_urls(options: argparse.Namespace) -> Urls:
     if twice := _duplicate_url(options):
         raise ConfigError(twice)
     return {stage: tuple(getattr(options, name)) for name, stage in _ENGINES.items()}
+
+
+def _admin(options: argparse.Namespace) -> AdminConfig | None:
+    """Return the operator's port, None if there is none.
+
+    Raises:
+        ConfigError: it would have no key, or the key no port.
+    """
+    if options.admin_port is None:
+        if options.admin_key is not None:
+            raise ConfigError("argument --admin-key: it is for --admin-port, which is not given")
+        return None
+    if options.admin_key is None:
+        raise ConfigError("argument --admin-port: it needs --admin-key env:NAME or file:PATH")
+    return AdminConfig(options.admin_host, options.admin_port, options.admin_key)
 
 
 def _network(text: str) -> Network:

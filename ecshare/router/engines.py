@@ -58,6 +58,8 @@ class Engine:
     num_hangs: int = 0
     """How often it has hung since its last answer. Above 0 the engine is on probation: it gets one
     request at a time, whatever its /health answers."""
+    is_draining: bool = False
+    """Whether it gets no more requests, and only finishes those that it has."""
     listed: Mapping[str, str | None] | None = None
     """The models that it listed last, adapters with their base models; None: it has never told."""
     told: frozenset[str] | None = None
@@ -99,11 +101,13 @@ class EnginePool:
         self,
         urls: Iterable[str],
         told: Mapping[str, frozenset[str]] = _NOTHING_TOLD,
+        draining: Collection[str] = (),
     ) -> None:
         """Have these engines get requests, and no others. Engines that stay keep their state, and
         engines that go keep the requests that they have.
 
-        `told`: the models of those that are used for these alone, by url.
+        `told`: the models of those that are used for these alone, by url. `draining`: urls of
+        engines that only finish what they have.
         """
         known = {engine.url: engine for engine in self._ever}
         taken = {engine.number for engine in self._ever}
@@ -112,17 +116,22 @@ class EnginePool:
         self._ever.update(self._engines)
         for engine in self._engines:
             engine.told = told.get(engine.url)
+            engine.is_draining = engine.url in draining
 
     def owns(self, engine: Engine) -> bool:
         """Tell whether `engine` is one of these, or was until it was removed."""
         return engine in self._ever
 
     def num_up(self, engines: Iterable[Engine]) -> int:
-        """Return how many of these get requests: they neither cool down nor hang."""
+        """Return how many of these get requests: they neither drain, cool down nor hang."""
         return sum(self.state(engine) in _UP for engine in engines)
 
     def state(self, engine: Engine) -> str:
-        """Return "up", "down", or "doubtful" for one that failed its last request."""
+        """Return "up", "down", or "doubtful" for one that failed its last request. "draining": it
+        gets no more requests, and finishes those that it has; "drained": it has none left.
+        """
+        if engine.is_draining:
+            return "draining" if engine.in_flight else "drained"
         now_s = self._clock_s()
         if engine.is_hung or engine.down_until_s > now_s:
             return "down"
@@ -133,10 +142,11 @@ class EnginePool:
 
         If none is known to serve it, these are the engines of which nobody knows. None: all.
         """
+        taking = [engine for engine in self._engines if not engine.is_draining]
         if model is None:
-            return list(self._engines)
-        known = [each for each in self._engines if each.models is not None and model in each.models]
-        return known or [each for each in self._engines if each.models is None]
+            return taking
+        known = [each for each in taking if each.models is not None and model in each.models]
+        return known or [each for each in taking if each.models is None]
 
     def choose(self, excluded: Collection[Engine] = (), work: Work = _ANY_WORK) -> Engine | None:
         """Return the best available engine for `work` that is not in `excluded`, None if there is

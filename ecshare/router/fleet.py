@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from ecshare.router.concurrent import gather_all
 from ecshare.router.engine_urls import BY_NAME, engine_url, port_of, repeated_url, url_at
 from ecshare.router.engines import EnginePool, Stage
+from ecshare.router.roster import Given, Roster, Urls
 from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,7 @@ _RESOLVE_TIMEOUT_S = 5.0
 _MAX_FILE_BYTES = 1024 * 1024
 _MAX_ADDRESSES = 256
 
-Urls = Mapping[Stage, tuple[str, ...]]
 Models = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
-
-
-class Given(NamedTuple):
-    """The engines of a command line or a file."""
-
-    urls: Urls
-    told: Mapping[str, frozenset[str]] = {}
-    """The models of engines that are used for these alone, by url."""
 
 
 class _Engine(Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +94,9 @@ def fixed(urls: Iterable[str]) -> list[str]:
 
 
 class FleetWatch:
-    """Keeps the pools as the file and the names say. Belongs to the event loop's thread."""
+    """Keeps the pools as the file, the names and the operator say. Belongs to the event loop's
+    thread.
+    """
 
     def __init__(self, pools: Mapping[Stage, EnginePool], urls: Urls, path: Path | None) -> None:
         """`path`: the file that `urls` come from, None if they stay."""
@@ -112,6 +106,7 @@ class FleetWatch:
         self._refused = ""
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._roster = Roster(self._expanded())
 
     async def start(self) -> None:
         """Look once, which takes a few seconds at most, and go on in the background."""
@@ -130,12 +125,33 @@ class FleetWatch:
         if self._path is not None:
             await self._read(self._path)
         await gather_all([self._resolve(url) for url in self._names()])
-        given = self._expanded()
+        self._roster.give(self._expanded())
+        self._update()
+
+    def add(self, stage: Stage, url: str, models: frozenset[str] | None) -> None:
+        """See `Roster.add`."""
+        self._roster.add(stage, url, models)
+        self._update()
+
+    def drain(self, url: str) -> Stage:
+        """See `Roster.drain`. Returns the stage of the engine."""
+        self._roster.drain(url)
+        self._update()
+        return self._roster.stage_of(url)
+
+    def remove(self, url: str) -> Stage:
+        """See `Roster.remove`. Returns the stage that the engine had."""
+        stage = self._roster.stage_of(url)
+        self._roster.remove(url)
+        self._update()
+        return stage
+
+    def _update(self) -> None:
         for stage, pool in self._pools.items():
-            urls = given.urls[stage]
+            urls = self._roster.urls(stage)
             if urls != tuple(engine.url for engine in pool):
                 logger.info("the %s engines are now: %s", stage, ", ".join(urls) or "none")
-            pool.update(urls, given.told)
+            pool.update(urls, self._roster.told, self._roster.draining)
 
     async def _watch(self) -> None:
         while True:

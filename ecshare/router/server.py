@@ -5,10 +5,13 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
 
+from ecshare.router.admin import make_admin_runner
 from ecshare.router.app import Router, make_runner
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import fitting_connections, raise_open_files
@@ -36,17 +39,38 @@ async def serve(config: RouterConfig) -> None:
     except ConfigError as exc:
         raise SystemExit(str(exc)) from exc
     try:
-        try:
-            await web.TCPSite(runner, config.host, config.port).start()
-        except OSError as exc:
-            where = f"--host {config.host} --port {config.port}"
-            raise SystemExit(f"cannot listen on {where}: {exc}") from exc
+        await _listen(runner, config.host, config.port, "--host {} --port {}")
         logger.info("listening on http://%s:%d", config.host, config.port)
-        logging_health = asyncio.create_task(_log_health(router))
-        await stop.wait()
-        logging_health.cancel()
-        # It listens meanwhile: whoever balances the load learns from /ready that it stops.
-        await router.in_flight.drain(config.drain_s, hurry)
+        async with _administered(router, config):
+            logging_health = asyncio.create_task(_log_health(router))
+            await stop.wait()
+            logging_health.cancel()
+            # It listens meanwhile: whoever balances the load learns from /ready that it stops.
+            await router.in_flight.drain(config.drain_s, hurry)
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.BaseRunner, host: str, port: int, options: str) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as exc:
+        raise SystemExit(f"cannot listen on {options.format(host, port)}: {exc}") from exc
+
+
+@asynccontextmanager
+async def _administered(router: Router, config: RouterConfig) -> AsyncIterator[None]:
+    """Serve the operator's port, if there is one, while the block runs."""
+    if config.admin is None:
+        yield
+        return
+    host, port = config.admin.host, config.admin.port
+    runner = make_admin_runner(router.admin, config, config.admin)
+    await runner.setup()
+    try:
+        await _listen(runner, host, port, "--admin-host {} --admin-port {}")
+        logger.info("operators change the engines on http://%s:%d", host, port)
+        yield
     finally:
         await runner.cleanup()
 

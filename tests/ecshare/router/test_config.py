@@ -83,6 +83,33 @@ def test_a_wrong_store_is_named(
     assert message in capsys.readouterr().err
 
 
+def test_the_operators_port_has_a_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUR_KEY", key := "a key that is long enough")
+    arguments = ["--decoder", "http://d:3", "--admin-port", "9000", "--admin-key", "env:OUR_KEY"]
+    for more, host in (([], "127.0.0.1"), (["--admin-host", "::1"], "::1")):
+        admin = parse_arguments([*arguments, *more]).admin
+        assert admin is not None
+        assert (admin.host, admin.port) == (host, 9000)
+        assert admin.key.matches(f"Bearer {key}")
+    monkeypatch.setenv("OUR_KEY", "short")
+    for wrong, message in (
+        (arguments[:4], "--admin-port: it needs --admin-key env:NAME or file:PATH"),
+        ([*arguments[:2], "--admin-key", "file:/nowhere"], "argument --admin-key: "),
+        (arguments, "argument --admin-key: 'env:OUR_KEY' holds 5 bytes"),
+        ([*arguments[:4], "--admin-key", "a key itself"], "a key is given as env:NAME or file:"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parse_arguments(wrong)
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("OUR_KEY", key)
+    with pytest.raises(SystemExit):
+        parse_arguments([*arguments[:2], *arguments[4:]])
+    assert "--admin-key: it is for --admin-port, which is not given" in capsys.readouterr().err
+
+
 def test_the_defaults_are_the_structs() -> None:
     arguments = ["--decoder", "http://d:3"]
     assert parse_arguments(arguments) == RouterConfig(decoders=("http://d:3",))

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -97,6 +98,43 @@ async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
             await ended(process)
         assert (rest == EVENTS[-1]) is (signals == 1)
         assert (b"shutting_down" in rest) is (signals == 2)
+
+
+async def test_the_operators_port_is_another_one(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("the operators' own key\n")
+    bearer = {"Authorization": "Bearer the operators' own key"}
+    port, admin = free_port(), free_port()
+    options = (f"--admin-port={admin}", f"--admin-key=file:{key}")
+    async with FakeEngine(decoded).serving() as engine, aiohttp.ClientSession() as client:
+        process = await start(port, "--decoder", engine.url, *options)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(20):
+                assert b"listening" in await process.stderr.readline()
+                said = await process.stderr.readline()
+                assert f"operators change the engines on http://127.0.0.1:{admin}".encode() in said
+                where = f"http://127.0.0.1:{admin}/engines"
+                async with client.get(where, headers=bearer) as response:
+                    assert [each["url"] for each in (await response.json())["engines"]] == [
+                        engine.url
+                    ]
+                async with client.get(where) as response:
+                    assert response.status == 401
+                async with client.get(f"http://127.0.0.1:{port}/engines", headers=bearer) as other:
+                    assert other.status == 404
+                process.terminate()
+                assert b"Traceback" not in await process.stderr.read()
+                assert await process.wait() == 0
+        finally:
+            await ended(process)
+    async with listening(web.Application()) as taken:
+        options = (f"--admin-port={taken.rpartition(':')[2]}", f"--admin-key=file:{key}")
+        process = await start(free_port(), "--decoder", "http://127.0.0.1:9", *options)
+        _, told = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 1
+        assert b"cannot listen on --admin-host 127.0.0.1 --admin-port " in told
+        assert b"Traceback" not in told
 
 
 async def test_a_taken_port_is_one_sentence() -> None:

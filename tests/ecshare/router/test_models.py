@@ -195,6 +195,8 @@ async def test_what_the_operator_says_counts_more_than_what_an_engine_lists() ->
 async def test_a_model_goes_with_the_last_engine_that_serves_it() -> None:
     d = Lists(a="m", b="n")
     assert not await d.refuses("n")
+    d.pool.update("ab", draining="b")
+    assert await d.refuses("n")
     d.pool.update("a")
     assert await d.refuses("n")
 
