@@ -191,6 +191,23 @@ async def test_a_browser_shows_engines_and_requests_to_who_has_the_key(tab: Tab)
 
 @pytest.mark.browser
 @needs_browser
+async def test_a_browser_shows_models_and_which_engine_drains(tab: Tab) -> None:
+    async with fleet(num_d=2) as f:
+        await f.post(chat())
+        await tab.open(f.url + "/dashboard")
+        told = await data(f)
+        assert told["stages"]["decode"][1]["models"] == ["m"]
+        told["stages"]["decode"][1] |= {"state": "draining", "models": ["base", "adapter"]}
+        told["stages"]["decode"][0] |= {"state": "drained", "models": None}
+        await tab.run(f"show({json.dumps(told)})")
+        await tab.run("open(true)")
+        text = await tab.run("document.body.innerText")
+        for words in ("draining", "drained", "base, adapter"):
+            assert words in text
+
+
+@pytest.mark.browser
+@needs_browser
 async def test_a_browser_keeps_the_key_out_of_urls_and_asks_nobody_else(tab: Tab) -> None:
     async with fleet() as f:
         await tab.open(f.url + "/dashboard")
@@ -224,6 +241,7 @@ async def test_text_from_the_router_is_never_html(tab: Tab) -> None:
         await tab.open(f.url + "/dashboard")
         hostile = await data(f)
         hostile["stages"]["decode"][0] |= {"name": markup, "url": markup, "state": markup}
+        hostile["stages"]["decode"][0]["models"] = [markup]
         hostile["stages"][markup] = []
         hostile["requests"][0] |= {"status": markup, "error": markup, "avoided": [markup]}
         hostile["requests"][0]["calls"][0] |= {"engine": markup, "outcome": markup, "stage": markup}
