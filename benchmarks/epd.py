@@ -11,7 +11,6 @@ The proxy is part of vLLM's source distribution: examples/disaggregated/disaggre
 Without it only our stack is measured.
 """
 
-import os
 import statistics
 import sys
 import tempfile
@@ -34,8 +33,10 @@ from lab.servers.engines import (
     kv_argument,
     kv_example_argument,
 )
+from lab.servers.example_proxy import ExampleProxy
 from lab.servers.openai_client import Answer, RequestFailed, ask, picture, question
-from lab.servers.processes import LOOPBACK, Server
+from lab.servers.proc import cpu_s
+from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 
 MODULE = "benchmarks.epd"
@@ -46,7 +47,6 @@ CLIENTS = 8
 PICTURE_PIXELS = 448
 ANSWER_TOKENS = 8
 TEXT = "What is to be seen here, and what will happen next? Answer in a few words."
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Stack:
     def cpu_s(self) -> float:
         """Return the CPU seconds that all its processes have used until now."""
         servers: tuple[Server, ...] = (self.front, *self.engines)
-        return sum(_cpu_s(process) for server in servers for process in server.processes())
+        return sum(cpu_s(process) for server in servers for process in server.processes())
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,6 @@ class Phase:
     def cpu_each_s(self) -> float:
         """CPU seconds an answered request."""
         return self.cpu_s / max(1, len(self.seconds))
-
-
-class ExampleProxy(Server):
-    """vLLM's example proxy, with its defaults."""
-
-    def __init__(self, script: Path, log_dir: Path, engines: Sequence[EngineProcess]) -> None:
-        super().__init__("in-tree-proxy", log_dir)
-        stages = zip(("encode", "prefill", "decode"), engines, strict=True)
-        urls = [f"--{stage}-servers-urls={engine.base_url}" for stage, engine in stages]
-        self._command = [sys.executable, str(script), f"--host={LOOPBACK}", *urls]
-
-    def command(self) -> list[str]:
-        """The script as its README runs it."""
-        return [*self._command, f"--port={self.port.number}"]
 
 
 def main(words: Sequence[str]) -> None:
@@ -247,16 +233,6 @@ def _ask_all(stack: Stack, bodies: Sequence[dict[str, Any]]) -> Phase:
     with ThreadPoolExecutor(CLIENTS) as clients:
         tokens = list(clients.map(ask_one, bodies))
     return Phase(time.perf_counter() - start_s, stack.cpu_s() - cpu_s, seconds, tokens)
-
-
-def _cpu_s(process: int) -> float:
-    """Return what `process` has used, user and system; 0 if it has ended meanwhile."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    except OSError:
-        return 0.0
-    fields = stat.rpartition(")")[2].split()  # proc_pid_stat(5): the third field is the first here
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 # --- telling ---

