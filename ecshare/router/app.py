@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
+from ecshare.router import openapi
 from ecshare.router.admin import Admin
 from ecshare.router.bodies import read_body
 from ecshare.router.concurrent import gather_all
@@ -85,6 +86,7 @@ class Router:
             "/live": probes.live,
             "/ready": probes.ready,
             "/status": probes.status,
+            openapi.PATH: openapi.page,
             **pages.routes(),
         }.items():
             app.router.add_get(path, handler, expect_handler=_send_continue)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description at /openapi.json is whole and true. tests/fuzz tries it with odd bodies."""
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from ecshare.router.app import Router
+from ecshare.router.chat import CHAT
+from ecshare.router.config import RouterConfig
+from ecshare.router.doors import PASSED_ON, SPLIT
+from ecshare.router.openapi import description
+from tests.ecshare.router.fake_engine import (
+    PNG,
+    STATUS_KEY,
+    Clock,
+    chat,
+    data_url,
+    failing,
+    fleet,
+    picture,
+)
+from tests.fuzz.openapi import check_answer, validator
+
+SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+VIDEO = {"type": "video_url", "video_url": {"url": data_url(b"film", "video/mp4")}}
+BY_URL = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+GOOD = [chat(), chat("text"), chat(picture(PNG), SOUND, VIDEO, BY_URL, temperature=1)]
+GOOD += [{"messages": [{"role": "user", "content": None}], "stream": True, "more": [1]}]
+BAD: list[Any] = [
+    *([], {}, {"messages": []}, {"messages": [{}]}, {"messages": "hello"}, chat(model=1)),
+    *(chat(kv_transfer_params={}), chat(1), {"messages": [{"role": "user", "content": 1}]}),
+    *(chat({"type": "image_url", "image_url": {"url": url}}) for url in ("", "file:///x", "data:")),
+    chat({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "a,b"}}),
+]
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    application = Router(RouterConfig(decoders=("http://127.0.0.1:9",)), Clock()).application()
+    routes = {
+        (route.resource.canonical, route.method.lower())
+        for route in application.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    described = {
+        (path, method) for path, methods in description()["paths"].items() for method in methods
+    }
+    assert described == routes
+
+
+def test_it_is_json_schema_and_refers_to_nothing_that_is_missing() -> None:
+    Draft202012Validator.check_schema({"$defs": description()["components"]["schemas"]})
+    text = json.dumps(description())
+    for name in {each.split('"')[0] for each in text.split('"#/components/schemas/')[1:]}:
+        assert name in description()["components"]["schemas"]
+
+
+async def test_the_router_hands_it_out_to_everybody() -> None:
+    async with fleet(0, 0) as f, f.client.get(f.url + "/openapi.json") as response:
+        assert response.status == 200
+        assert response.content_type == "application/json"
+        assert await response.json() == description()
+
+
+@pytest.mark.parametrize("body", GOOD, ids=repr)
+def test_good_bodies_fit(body: Any) -> None:
+    validator("ChatCompletion").validate(body)
+
+
+@pytest.mark.parametrize("body", BAD, ids=repr)
+async def test_bad_bodies_do_not_fit_and_are_refused(body: Any) -> None:
+    assert not validator("ChatCompletion").is_valid(body)
+    async with fleet(0, 0) as f:
+        response, answer = await f.post(json.dumps(body).encode())
+        assert response.status == 400
+        assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}
+        check_answer(CHAT, "post", response.status, response.content_type, answer)
+
+
+@pytest.mark.parametrize("key", [None, STATUS_KEY])
+@pytest.mark.parametrize("healthy", [False, True])
+async def test_pages_answer_as_described(key: str | None, healthy: bool) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with fleet() as f:
+        f.d.healthy = healthy
+        for path, methods in description()["paths"].items():
+            if "get" not in methods:
+                continue
+            async with f.client.get(f.url + path, headers=headers) as response:
+                answer = await response.read()
+                check_answer(path, "get", response.status, response.content_type, answer)
+            assert (response.status == 401) <= ("security" in methods["get"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [200, 404, 422, 429, 500, 503])
+async def test_answers_are_as_described_whatever_engines_say(status: int, stream: bool) -> None:
+    async with fleet(0, 0) as f:
+        f.d.answer = f.d.answer if status == 200 else failing(status)
+        response, answer = await f.post(chat(stream=stream))
+        assert response.status == status
+        check_answer(CHAT, "post", response.status, response.content_type, answer)
+
+
+@pytest.mark.parametrize("path", sorted(set(PASSED_ON) | set(SPLIT)))
+@pytest.mark.parametrize("status", [200, 400, 503])
+async def test_every_door_answers_as_described(path: str, status: int) -> None:
+    async with fleet(0, 0) as f:
+        f.d.answer = f.d.answer if status == 200 else failing(status)
+        bad: dict[str, Any] = {"kv_transfer_params": {}}
+        for body in (chat(input="text", prompt="text"), bad):
+            response, answer = await f.post(body, path=path)
+            check_answer(path, "post", response.status, response.content_type, answer)

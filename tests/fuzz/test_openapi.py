@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies made from the router's own description, good ones and ones with something odd.
+
+Each gets an answer that the description knows; nothing is a 5xx, and no stream hangs.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ecshare.router.chat import CHAT
+from ecshare.router.openapi import description
+from tests.ecshare.router.fake_engine import EVENTS, Fleet, fleet
+from tests.fuzz.openapi import SCHEMAS, check_answer, fitting, schema_of, validator
+from tests.fuzz.running import fuzzed
+from tests.fuzz.values import mutated, written
+
+pytestmark = pytest.mark.fuzz
+
+HANGS_S = 60.0
+PATHS = sorted(path for path, methods in description()["paths"].items() if "post" in methods)
+BODIES = {path: fitting(SCHEMAS[schema_of(path)]) for path in PATHS}
+# Half of them at the door that most clients use.
+doors = st.just(CHAT) | st.sampled_from(PATHS)
+good = doors.flatmap(lambda path: st.tuples(st.just(path), BODIES[path]))
+odd = doors.flatmap(lambda path: st.tuples(st.just(path), BODIES[path].flatmap(mutated)))
+
+
+async def unsure(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """An encoder that answers and reports nothing: what follows gets the whole item."""
+    return web.json_response({})
+
+
+class Served:
+    """A router on a socket, in a loop of its own that runs only while a question is open."""
+
+    def __init__(self, runner: asyncio.Runner, f: Fleet) -> None:
+        self._runner = runner
+        self._fleet = f
+
+    def ask(self, path: str, body: bytes) -> tuple[int, str, bytes]:
+        async def asked() -> tuple[int, str, bytes]:
+            async with asyncio.timeout(HANGS_S):
+                response, answer = await self._fleet.post(body, path=path)
+            return response.status, response.content_type, answer
+
+        return self._runner.run(asked())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with asyncio.Runner() as runner:
+        running = fleet(allow_media_domains=("nowhere.example",))  # nothing is fetched
+        f = runner.run(running.__aenter__())
+        f.e.answer = unsure
+        yield Served(runner, f)
+        runner.run(running.__aexit__(None, None, None))
+
+
+def check(served: Served, path: str, body: Any) -> int:
+    status, content_type, answer = served.ask(path, written(body))
+    assert status < 500, answer
+    check_answer(path, "post", status, content_type, answer)
+    if status == 200 and content_type == "text/event-stream":
+        assert answer == b"".join(EVENTS)
+    return status
+
+
+@fuzzed(80)
+@given(asked=good)
+def test_bodies_that_fit(served: Served, asked: tuple[str, Any]) -> None:
+    path, body = asked
+    validator(schema_of(path)).validate(body)
+    check(served, path, body)
+
+
+@fuzzed(120)
+@given(asked=odd)
+def test_bodies_with_something_odd(served: Served, asked: tuple[str, Any]) -> None:
+    path, body = asked
+    status = check(served, path, body)
+    assert status != 200 or isinstance(body, dict)
