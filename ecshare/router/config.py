@@ -210,7 +210,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         type=_positive,
         default=2048,
         help="most memory for all requests in flight, with the media that are downloaded for them; "
-        "a request beyond it is answered 429",
+        "a request beyond it is answered 429; an eighth of it is for requests of up to 1 MiB alone",
     )
     say(
         "--max-index-mb",

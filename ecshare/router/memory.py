@@ -7,10 +7,16 @@ from contextlib import contextmanager
 from ecshare.router.errors import ApiError
 
 _RETRY_AFTER_S = 2.0
+_SMALL_BYTES = 1024 * 1024
+_SHARE_FOR_SMALL = 8
 
 
 class MemoryBudget:
-    """A limit in bytes that requests share. Belongs to the event loop's thread."""
+    """A limit in bytes that requests share. Belongs to the event loop's thread.
+
+    An eighth of it is for small requests alone, of up to 1 MiB: a few clients with large bodies,
+    which they may send as slowly as they are allowed to, cannot keep all others out.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -29,7 +35,10 @@ class MemoryBudget:
         """Tell whether `more_bytes` fit. They always do if the request already holds all that is
         used.
         """
-        return self.used_bytes == held_bytes or self.used_bytes + more_bytes <= self.limit_bytes
+        limit_bytes = self.limit_bytes
+        if held_bytes + more_bytes > _SMALL_BYTES:
+            limit_bytes -= self.limit_bytes // _SHARE_FOR_SMALL
+        return self.used_bytes == held_bytes or self.used_bytes + more_bytes <= limit_bytes
 
 
 class Reservation:

@@ -68,6 +68,22 @@ def test_shares_of_the_memory_are_given_back() -> None:
     assert memory.used_bytes == 0
 
 
+def test_the_last_eighth_is_for_small_requests() -> None:
+    memory = MemoryBudget(80 * MIB)
+    with (
+        memory.reservation() as large,
+        memory.reservation() as another,
+        memory.reservation() as small,
+    ):
+        large.take(69 * MIB)
+        with pytest.raises(ApiError):
+            another.take(2 * MIB)
+        small.take(MIB)
+        with pytest.raises(ApiError):
+            small.take(1)  # it is no longer small
+        another.take(MIB)
+
+
 @asynccontextmanager
 async def one_in_flight(f: Fleet, body: dict[str, Any]) -> AsyncIterator[None]:
     """Let a request wait for decode while the block runs, for a while at most."""
