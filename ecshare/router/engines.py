@@ -176,13 +176,16 @@ class EnginePool:
     def _is_doubtful(self, engine: Engine) -> bool:
         return engine.doubtful_until_s > self._clock_s()
 
-    def soonest_available(self, model: str | None = None) -> Engine | None:
+    def soonest_available(
+        self, model: str | None = None, excluded: Collection[Engine] = ()
+    ) -> Engine | None:
         """Return the engine whose cool-down ends first; for callers without another choice.
 
         If none serves `model`, as far as is known, it is one of all.
         """
         engines = self.serving(model) or self.serving()
-        return min(engines, key=lambda each: (each.is_hung, each.down_until_s), default=None)
+        left = [each for each in engines if each not in excluded]
+        return min(left, key=lambda each: (each.is_hung, each.down_until_s), default=None)
 
     def ranked(self, number: int) -> list[Engine]:
         """Return up to `number` available engines, the best first.

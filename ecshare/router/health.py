@@ -172,13 +172,18 @@ class HealthMonitor:
         watched.waits.add(wait)
         if watched.watching is None:
             watched.watching = asyncio.create_task(self._watch(watched))
+        is_gone = False
         try:
             yield
+        except Exception as exc:
+            # One that refuses or breaks connections is not silent. It rests, and may be back soon.
+            is_gone = not isinstance(exc.__cause__, TimeoutError)
+            raise
         finally:
             wait.end()
             if wait in watched.waits:
                 watched.waits.remove(wait)
-                watched.was_abandoned = True
+                watched.was_abandoned = watched.was_abandoned or not is_gone
                 if wait.went_unanswered:
                     watched.exclude("does not answer")
 
@@ -205,7 +210,7 @@ class HealthMonitor:
             while watched.needs_watching:
                 num_received = watched.num_received
                 await asyncio.sleep(self._every_s)
-                if watched.num_received == num_received:
+                if watched.needs_watching and watched.num_received == num_received:
                     await self._ask(watched)
                 for wait in list(watched.waits):
                     wait.give_up_if_late()

@@ -2,7 +2,7 @@
 """Asks another engine of a stage where one fails, within a budget that all requests share."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import NamedTuple, TypeVar
 
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
@@ -134,6 +134,8 @@ class Retries:
                     raise
                 pool.mark_doubtful(engine)
                 following = another()
+                if following is None and failure.status is None and len(tried) < _MAX_ENGINES:
+                    following = self._resting(stage, work, tried)
                 if following is None or not self._budget.spend():
                     raise
                 logger.warning(
@@ -141,6 +143,13 @@ class Retries:
                 )
                 self._count_retry(stage)
                 engine = following
+
+    def _resting(self, stage: Stage, work: Work, tried: Collection[Engine]) -> Engine | None:
+        """Return a D that rests after a failure. It may be back, and there is no other way."""
+        if stage is not Stage.DECODE:
+            return None
+        engine = self._pools[stage].soonest_available(work.model, tried)
+        return None if engine is None or engine.is_hung else engine
 
     def _first(self, stage: Stage, work: Work) -> Engine:
         engine = self._pools[stage].choose(work=work)

@@ -143,12 +143,21 @@ async def test_three_are_asked_at_most_and_each_once() -> None:
         assert asked(f) == [0, 1, 1, 1]
 
 
-async def test_one_that_cools_down_is_not_the_other() -> None:
+async def test_each_is_asked_once_even_if_all_cool_down() -> None:
     async with fleet(0, 0, num_d=2) as f:
         answer_all(f, hang_up)
-        assert (await f.post(chat()))[0].status == 502
-        assert asked(f) == [1, 1]
-        assert (await f.post(chat()))[0].status == 502
+        for number in (1, 2):
+            assert (await f.post(chat()))[0].status == 502
+            assert asked(f) == [number, number]
+
+
+async def test_one_that_cools_down_is_not_asked_for_a_better_answer() -> None:
+    async with fleet(0, 0, num_d=2) as f:
+        answer_all(f, First(hang_up))
+        assert (await f.post(chat()))[0].status == 200
+        answer_all(f, failing(500))
+        response, body = await f.post(chat())
+        assert (response.status, json.loads(body)["error"]["message"]) == (500, "engine says no")
         assert sum(asked(f)) == 3
 
 
@@ -201,3 +210,13 @@ async def test_a_stream_of_nothing_is_an_answer() -> None:
         response, body = await f.post(chat(stream=True))
         assert (response.status, body) == (200, b"")
         assert asked(f) == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_rests_is_asked_where_no_other_is_left(stream: bool) -> None:
+    """It may be back: engines start again sooner than they have rested."""
+    async with fleet(0, 0, num_d=2) as f:
+        for _ in range(2):
+            answer_all(f, First(hang_up))
+            assert (await f.post(chat(stream=stream)))[0].status == 200
+        assert asked(f) == [2, 2]

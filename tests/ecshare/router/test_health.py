@@ -25,6 +25,7 @@ from tests.ecshare.router.fake_engine import (
     decoded,
     failing,
     fleet,
+    hang_up,
     picture,
 )
 from tests.waiting import until
@@ -310,6 +311,17 @@ async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
         for _ in range(4):
             assert (await f.post(chat()))[0].status == 200
         assert len(bad.bodies) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_breaks_off_rests_and_does_not_hang(stream: bool) -> None:
+    async with one_hangs(healthy=False) as (f, gone):
+        gone.answer = hang_up
+        for _ in range(3):
+            assert (await f.post(chat(stream=stream)))[0].status == 200
+        assert len(gone.bodies) == 1
+        await until(lambda: not f.is_watched(gone))
+        assert not f.is_left_out(gone)
 
 
 async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:

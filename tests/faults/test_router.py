@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines behind a router are killed and started again, for minutes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ecshare.router.test_lost_requests import check_none_is_lost
+
+pytestmark = pytest.mark.faults
+
+
+async def test_of_ten_thousand_requests_none_is_lost(tmp_path: Path) -> None:
+    await check_none_is_lost(10_000, tmp_path)
