@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m ecshare.router`: serve until SIGINT or SIGTERM."""
 
-import asyncio
 from collections.abc import Sequence
 
 from ecshare.router import logs
@@ -17,6 +16,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
     # Imported here: without the extra this module still says what is missing.
     try:
         from ecshare.router.config import parse_arguments
+        from ecshare.router.loop import relieve_collector, run
         from ecshare.router.server import serve
     except ModuleNotFoundError as exc:
         missing = (exc.name or "").partition(".")[0]
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
         ) from None
     config = parse_arguments(arguments, prog)
     logs.configure()
-    asyncio.run(serve(config))
+    relieve_collector()
+    run(serve(config))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,16 @@ from collections.abc import AsyncIterator, Iterator
 from ecshare.router.engines import Work
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
+_OTHERS = bytes(byte not in _ALPHABET for byte in range(256))
+"""A translation that leaves 0 of a character of base64, and 1 of any other byte."""
+_OTHER = b"\1"
 _BLOCK_BYTES = 16 * 1024
 """A run is found if it covers a whole block, so every run of twice this size is found."""
 _BLOCKS_AT_ONCE = 64
 _LONGEST_ESCAPE = 5
 """How many characters of an escape such as backslash u0041 may look like base64."""
-_CHUNK_BYTES = 64 * 1024
+_WHOLE_BYTES = 64 * 1024
+_CHUNK_BYTES = 256 * 1024
 _DIGITS = 6
 _NO_WORK = Work()
 
@@ -62,6 +66,10 @@ class Blobs:
         """Tell whether a string of the JSON contains a placeholder."""
         return self._mark in text
 
+    def length(self, text: str) -> int:
+        """Return how long the text is that a string of the JSON stands for, about."""
+        return sum(map(len, self.pieces(text.encode("utf-8", "replace"))))
+
     def resolve(self, text: str) -> bytes | memoryview:
         """Return the text that a string of the JSON stands for.
 
@@ -95,7 +103,7 @@ class Payload:
 
     def whole(self) -> bytes | None:
         """Return a short payload as one piece, None for a long one."""
-        return b"".join(self._bulk.pieces(self._json)) if self.num_bytes <= _CHUNK_BYTES else None
+        return b"".join(self._bulk.pieces(self._json)) if self.num_bytes <= _WHOLE_BYTES else None
 
     async def chunks(self) -> AsyncIterator[bytes | memoryview]:
         """Yield the payload in chunks small enough not to block the event loop."""
@@ -111,7 +119,7 @@ async def _runs(body: bytearray) -> AsyncIterator[tuple[int, int]]:
         if start // _BLOCK_BYTES % _BLOCKS_AT_ONCE == 0:
             await asyncio.sleep(0)
         block = body[start : start + _BLOCK_BYTES]
-        if len(block) == _BLOCK_BYTES and not block.translate(None, _ALPHABET):
+        if len(block) == _BLOCK_BYTES and _OTHER not in block.translate(_OTHERS):
             first = start if first is None else first
         elif first is not None:
             yield first, start - _BLOCK_BYTES
@@ -123,11 +131,12 @@ async def _runs(body: bytearray) -> AsyncIterator[tuple[int, int]]:
 def _start(body: bytearray, block: int) -> int:
     """Return where the run that covers `block` begins. It does not cover the block before."""
     before = max(block - _BLOCK_BYTES, 0)
-    return before + len(body[before:block].rstrip(_ALPHABET))
+    return before + 1 + body[before:block].translate(_OTHERS).rfind(_OTHER)
 
 
 def _end(body: bytearray, block: int) -> int:
     """Return where the run that covers `block` ends. It does not cover the block after."""
     start = block + _BLOCK_BYTES
-    after = body[start : start + _BLOCK_BYTES]
-    return start + len(after) - len(after.lstrip(_ALPHABET))
+    after = body[start : start + _BLOCK_BYTES].translate(_OTHERS)
+    end = after.find(_OTHER)
+    return start + (len(after) if end < 0 else end)

@@ -18,7 +18,10 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     Raises:
         Exception: the first failure of a coroutine; the others are cancelled.
     """
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    given = list(coroutines)
+    if len(given) < 2:  # for one a task would cost much and do nothing
+        return [await each for each in given]
+    tasks = [asyncio.create_task(coroutine) for coroutine in given]
     try:
         return await asyncio.gather(*tasks)
     finally:

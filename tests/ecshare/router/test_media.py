@@ -253,9 +253,11 @@ async def test_a_shared_download_counts_for_each_request() -> None:
         assert (await second)[0].status == 413
 
 
-@pytest.mark.parametrize("content", [b"x" * 5000, b"x" * 100_000])
-async def test_inline_media_are_hashed_off_the_event_loop(
-    content: bytes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_bytes", "on_the_loop"), [(5000, True), (200_000, True), (1_000_000, False)]
+)
+async def test_large_inline_media_are_hashed_off_the_event_loop(
+    num_bytes: int, on_the_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
 
@@ -265,7 +267,7 @@ async def test_inline_media_are_hashed_off_the_event_loop(
 
     monkeypatch.setattr(media_module, "identity", noted)
     async with fleet() as f:
-        response, _ = await f.post(chat(picture(content)))
+        response, _ = await f.post(chat(picture(b"x" * num_bytes)))
         assert response.status == 200
     assert threads
-    assert threading.main_thread() not in threads
+    assert (threading.main_thread() in threads) is on_the_loop
