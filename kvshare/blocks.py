@@ -18,6 +18,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -27,7 +28,7 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStream
 from ecshare.transfer.staging import Slab, dtype_name, is_gpu
-from kvshare.device_copies import BlockTable, Copier, copy_runs
+from kvshare.device_copies import Addresses, BlockTable, Copier
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece
 from kvshare.shards import Heads
@@ -183,14 +184,14 @@ class BlockCaches:
                 self._read(piece, slab.payload)
                 self._finish(piece, slab.payload)
             return
-        copies = []
+        by_size: dict[int, list[tuple[Piece, Slab]]] = {}
         for piece, slab in saves:
-            payload = slab.payload
-            sources = self._table.places(piece.block_ids, slice(None), slice(None))
-            targets = self._table.packed(payload.data_ptr(), len(sources))
-            copies.append((sources, targets, self._table.run_bytes))
-            slab.finish = partial(self._finish, piece, payload)
-        copy_runs(self._copier, copies)
+            by_size.setdefault(piece.num_held, []).append((piece, slab))
+            if self.num_in_part(piece):
+                slab.finish = partial(self._finish, piece, slab.payload)
+        copies = [self._copies_to(equal) for equal in by_size.values()]
+        if copies:
+            self._copier(*map(np.concatenate, zip(*copies, strict=True)))
 
     def write(
         self, piece: Piece, stored: Tensor, order: JSON, stream: LoadStream | None = None
@@ -216,6 +217,14 @@ class BlockCaches:
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         for number, (pages, group) in enumerate(layers):
             _scatter(own[number], pages, runs[group])
+
+    def _copies_to(
+        self, saves: Sequence[tuple[Piece, Slab]]
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """List the copies of pieces of one size to their slabs."""
+        block_ids = np.array([piece.block_ids for piece, _ in saves], np.int64)
+        payloads = np.array([slab.payload_address for _, slab in saves], np.int64)
+        return self._table.copies(block_ids, payloads)
 
     def _read(self, piece: Piece, out: Tensor) -> None:
         """Copy the blocks of `piece` to `out`; CPU."""
@@ -311,6 +320,7 @@ def _send(own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copi
     of one.
     """
     num_layers, num_blocks = own.shape[:2]
+    block_ids = np.array([piece.block_ids], np.int64)
     blocks_at_once = min(num_blocks, stream.buffer_bytes // table.block_bytes)
     layers_at_once = max(1, stream.buffer_bytes // (num_blocks * table.block_bytes))
     for layer in range(0, num_layers, layers_at_once):
@@ -321,9 +331,9 @@ def _send(own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copi
             pinned = stream.buffer()
             packed = pinned[: part.nbytes].view(part.dtype).view(part.shape)
             _bits(packed)[...] = _bits(part)
-            targets = table.places(piece.block_ids, layers, blocks)
-            sources = table.packed(pinned.data_ptr(), len(targets))
-            copy_runs(copier, [(sources, targets, table.run_bytes)])
+            host = np.array([pinned.data_ptr()], np.int64)
+            targets, sources, sizes = table.copies(block_ids[..., blocks], host, layers)
+            copier(sources, targets, sizes)
             stream.sent()
 
 

@@ -64,41 +64,30 @@ class BlockTable:
         """The bytes of one block of one layer."""
         return len(self.runs) * self.run_bytes
 
-    def places(self, block_ids: Sequence[Sequence[int]], layers: slice, blocks: slice) -> Addresses:
-        """Return where these lie in the cache: [layer, block, run], flat.
+    @property
+    def _is_gapless(self) -> bool:
+        """Whether a block ends where the next one begins."""
+        return len(self.runs) == 1 and self.run_bytes == self.block_stride
 
-        `block_ids`: by group. `layers`, `blocks`: which of the layers, and of the listed blocks.
+    def copies(
+        self, block_ids: Addresses, host: Addresses, layers: slice = slice(None)
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """List the copies between the cache and pieces of equal size on the host.
+
+        `block_ids`: [piece, group, block]. `host`: where each piece begins, as [layer, block, run]
+        of these `layers`. Return the addresses in the cache, those on the host, and the bytes.
+
+        Blocks that follow each other are one copy, where the cache has nothing between them: vLLM
+        hands blocks out in order as long as it has them in order.
         """
-        ids = np.array(block_ids, np.int64)[self.groups[layers], blocks]
-        places = self.bases[layers, None] + ids * self.block_stride
-        return (places[..., None] + self.runs).reshape(-1)
-
-    def packed(self, address: int, count: int) -> Addresses:
-        """Return where `count` runs lie that follow each other on the host from `address` on."""
-        return address + np.arange(count, dtype=np.int64) * self.run_bytes
-
-
-def joined(
-    sources: Addresses, targets: Addresses, sizes: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Make one copy of copies that follow each other in both places.
-
-    vLLM hands blocks out in order as long as it has them in order.
-    """
-    starts = np.ones(len(sizes), bool)
-    starts[1:] = (np.diff(sources) != sizes[:-1]) | (np.diff(targets) != sizes[:-1])
-    first = np.flatnonzero(starts)
-    return sources[first], targets[first], np.add.reduceat(sizes, first)
-
-
-def copy_runs(copier: Copier, copies: Sequence[tuple[Addresses, Addresses, int]]) -> None:
-    """Queue all `copies` on the current stream, as one call: sources, targets, bytes of each."""
-    if copies:
-        sources, targets, sizes = (
-            np.concatenate(each)
-            for each in zip(
-                *((src, dst, np.full(len(src), size, np.int64)) for src, dst, size in copies),
-                strict=True,
-            )
-        )
-        copier(*joined(sources, targets, sizes))
+        groups = self.groups[layers]
+        blocks = self.bases[layers, None] + block_ids[:, groups] * self.block_stride
+        cache = (blocks[..., None] + self.runs).reshape(len(host), -1)
+        packed = host[:, None] + np.arange(cache.shape[1], dtype=np.int64) * self.run_bytes
+        if not self._is_gapless:
+            return cache.reshape(-1), packed.reshape(-1), np.full(cache.size, self.run_bytes)
+        begins = np.ones(block_ids.shape, bool)
+        begins[..., 1:] = np.diff(block_ids) != 1
+        first = np.flatnonzero(begins[:, groups])
+        sizes = np.diff(first, append=cache.size) * self.run_bytes
+        return cache.reshape(-1)[first], packed.reshape(-1)[first], sizes

@@ -219,6 +219,11 @@ class Slab:
         flat = self._whole[PROLOGUE_BYTES : self._num_bytes]
         return flat.view(torch_dtype(self.spec.dtype)).view(self.spec.shape)
 
+    @property
+    def payload_address(self) -> int:
+        """Where the payload begins in memory; valid until `release`."""
+        return int(self._whole.data_ptr()) + PROLOGUE_BYTES
+
     def arrived(self) -> memoryview:
         """Block until the copy from the device has arrived, and return `body`. Any thread, once."""
         self._wait()
