@@ -74,7 +74,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = parse(KVConfig, transfer.kv_connector_extra_config, OPTIONS_PATH)
-        # Here, because each half drags in what the other process must not load.
+        # Here, because they drag in what a process without this half must not load.
+        if "buffer_bytes" not in transfer.kv_connector_extra_config:
+            from kvshare.buffer_size import with_default_buffer
+
+            config = with_default_buffer(config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             from kvshare.scheduler import KVScheduler
 

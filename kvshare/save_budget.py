@@ -30,13 +30,19 @@ def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
     return slab_bytes_of
 
 
-def log_if_little(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
-    """Warn if one step may fill more chunks than there is memory for.
+def steps_bytes(chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> int:
+    """Return how much memory the chunks of two steps take: one is stored while one is computed."""
+    return 2 * -(-step_tokens // chunk_tokens) * chunk_bytes
+
+
+def log_limit(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
+    """Log how much memory saves may take; a warning if one step may fill more than that.
 
     `limit_bytes`, `chunk_bytes`: of one rank. `step_tokens`: the most that a step computes.
     """
-    num_chunks = -(-step_tokens // chunk_tokens)
-    if num_chunks * chunk_bytes > limit_bytes:
+    logger.info("saves may take %d MiB of memory in each rank", limit_bytes >> 20)
+    wanted_bytes = steps_bytes(chunk_bytes, chunk_tokens, step_tokens)
+    if wanted_bytes > 2 * limit_bytes:
         logger.warning(
             "buffer_bytes is %d: it holds the KV of %d tokens, and a step of this engine may "
             "compute %d. What does not fit is not saved if its request ends with the step. Set it "
@@ -44,7 +50,7 @@ def log_if_little(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_to
             limit_bytes,
             limit_bytes // chunk_bytes * chunk_tokens,
             step_tokens,
-            2 * num_chunks * chunk_bytes,
+            wanted_bytes,
         )
 
 

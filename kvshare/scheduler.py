@@ -46,7 +46,7 @@ from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
-from kvshare.save_budget import SaveBudget, log_if_little, slab_sizes
+from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class KVScheduler:
         if facts.saves or facts.loads:
             log_host_cache(engine.host)
         if facts.saves:
-            log_if_little(
+            log_limit(
                 config.buffer_bytes,
                 facts.chunk_bytes(chunk_blocks),
                 facts.grid.chunk_tokens,

@@ -67,7 +67,9 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Host memory for saves in flight. If it is used up, an embedding is not saved, or its step
     waits if saves are durable or the engine only encodes; KV is saved by a later step. An object
     larger than this is saved when no other save is in flight. A GPU worker pins all of it at start,
-    or as much as one chunk of KV takes; embeddings that are loaded pass through it too."""
+    or as much as one chunk of KV takes; embeddings that are loaded pass through it too. For KV on
+    GPUs of one host the default is what two steps compute, if that is more than 1 GiB: at most 4
+    GiB, and all ranks together a sixteenth of the memory that the host or container has."""
 
     host_cache_dir: str | None = None
     """The folder of verified objects, which all engines of this user on this host share. Default:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the workers have no memory for is not promised, and nothing behind a gap is stored."""
 
+import logging
 from typing import Any
 
 import pytest
 
 from ecshare.store.keys import Kind, object_key
 from kvshare.prefix import ChunkKey
-from kvshare.save_budget import SaveBudget, log_if_little, slab_sizes
+from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
 from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, expected_answer, make_request
@@ -338,9 +339,10 @@ def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
 
 
 def test_who_has_less_memory_than_a_step_may_fill_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    log_if_little(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=160)
+    caplog.set_level(logging.WARNING, "kvshare")
+    log_limit(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=160)
     assert not caplog.messages
-    log_if_little(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=161)
+    log_limit(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=161)
     (line,) = caplog.messages
     assert "holds the KV of 160 tokens" in line
     assert "Set it to 2200" in line

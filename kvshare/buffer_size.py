@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default of `buffer_bytes`, for engines on GPUs."""
+
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ecshare.plugin.deployment import has_remote_workers, memory_bytes, num_local_ranks
+from ecshare.store.config import GIB
+from kvshare.config import KVConfig
+from kvshare.layers import block_bytes, layer_sets_of, refusal
+from kvshare.save_budget import slab_sizes, steps_bytes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_MOST_BYTES = 4 * GIB
+# The ranks of a host take no larger part of its memory together, as it is pinned at start.
+_MOST_OF_MEMORY = 16
+
+
+def with_default_buffer(
+    config: KVConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> KVConfig:
+    """Return `config` with the `buffer_bytes` of an engine that was not told.
+
+    A GPU fills a gigabyte in a step, and what a request that ends with the step has no memory for
+    is lost. A CPU engine fills it in many, and its memory is that of the model. Both halves of a
+    connector come to the same number, so where workers may be on other hosts it is that of a CPU.
+    """
+    role = vllm_config.kv_transfer_config
+    is_to_grow = (
+        role is not None
+        and role.is_kv_producer
+        and vllm_config.device_config.device_type == "cuda"
+        and not has_remote_workers(vllm_config)
+        and refusal(vllm_config, kv_cache_config) is None
+    )
+    if not is_to_grow:
+        return config
+    chunk_blocks = config.chunk_blocks(vllm_config.cache_config.block_size)
+    sets = layer_sets_of(vllm_config, kv_cache_config)
+    slab_bytes = slab_sizes([block_bytes(kv_cache_config, each) for each in sets])
+    wanted = steps_bytes(
+        sum(slab_bytes(each.number, chunk_blocks) for each in sets),
+        chunk_blocks * vllm_config.cache_config.block_size,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+    affordable = memory_bytes() // _MOST_OF_MEMORY // num_local_ranks(vllm_config)
+    num_bytes = max(config.buffer_bytes, min(wanted, _MOST_BYTES, affordable))
+    return structs.replace(config, buffer_bytes=num_bytes)
