@@ -60,20 +60,15 @@ class RollCall:
             question.num_waiting -= 1
             if not question.num_waiting:
                 question.task.cancel()
-                self._close(question)
 
     async def _ask(self, question: _Question) -> Collection[Key]:
         """Return which keys the store has; none if it does not say."""
-        # All who were woken with the first one have asked: a new task begins after them.
-        self._close(question)
+        # All who were woken with the first one have asked: a new task begins after them, and
+        # before any of them can stop to wait.
+        self._open = None
         keys = list(question.keys)
         try:
             there = await self._client.ask(lambda store: store.exists(keys), Priority.POLL)
         except (StoreError, TimeoutError):
             return ()
         return {key for key, is_there in zip(keys, there, strict=True) if is_there}
-
-    def _close(self, question: _Question) -> None:
-        """Let nobody join it any more."""
-        if self._open is question:
-            self._open = None

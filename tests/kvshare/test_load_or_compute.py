@@ -10,11 +10,20 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.store.keys import Kind, tp_size_key
 from ecshare.transfer.jobs import Tier
 from kvshare.load_or_compute import LoadOrCompute
 from kvshare.prefix import Chunk, ChunkKey
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.test_scheduler import Bench, Clock, StartBench, announcing, bench, chunks_of
+from tests.kvshare.test_scheduler import (
+    NAMESPACE,
+    Bench,
+    Clock,
+    StartBench,
+    announcing,
+    bench,
+    chunks_of,
+)
 from tests.kvshare.toy import BLOCK, expected_answer, make_request, spec, window
 
 __all__ = ["bench"]
@@ -317,6 +326,16 @@ def test_a_block_that_was_announced_is_loaded_and_less_is_computed(
     here = computing(chunk_blocks=4)
     request = announcing(PROMPT[: 2 * BLOCK + num_left + 1])
     assert here.half.num_loadable_tokens(request, 2 * BLOCK) == expected
+
+
+def test_a_block_that_was_announced_is_looked_up_if_it_may_have_any_size(
+    computing: StartBench,
+) -> None:
+    here = computing(chunk_blocks=4, other_tp_sizes={2: ("t0of2", "t1of2")})
+    here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
+    here.clock.now_s += 60.0  # it has looked a moment ago
+    here.half.learn_tp_sizes(20.0)
+    assert is_looked_up(here, announcing(PROMPT[: 3 * BLOCK + 1]))
 
 
 # --- through an engine ---
