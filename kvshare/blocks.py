@@ -9,10 +9,14 @@ the attention kernel keeps for one token and head, K and V together. Only the he
 axes that every kernel means alike: CPU kernels repack the inside of a block for their instruction
 set. So blocks are moved whole, never by token.
 
+The store may have the numbers of a block in 8 bits (float8.py): then the axes are the same, and
+`content` is a byte longer than in the cache.
+
 A CPU copies them itself. For a GPU the copies of all chunks of a step are listed and launched as
 one call (device_copies.py).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import permutations
@@ -28,6 +32,7 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStream
 from ecshare.transfer.staging import Slab, dtype_name, is_gpu
+from kvshare import float8
 from kvshare.device_copies import Addresses, BlockTable, Copier
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece
@@ -45,7 +50,7 @@ class BlockCaches:
     Holds views of vLLM's tensors: what is read and written here is the cache itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that a layer set is told of its cache
         self,
         caches: Mapping[str, Tensor],
         layer_set: LayerSet,
@@ -53,11 +58,13 @@ class BlockCaches:
         block_tokens: int,
         *,
         erase: Erase | None = None,
+        as_float8: bool = False,
     ) -> None:
         """Find the axes of each layer's tensor in `caches`, which holds those of other sets too.
 
         `erase`: given where the kernel mixes the tokens of a block, so that none can be told from
         others; zeroes those from a given one on in blocks of a host, [block, head, token, content].
+        `as_float8`: the store has 8-bit floats.
 
         Raises:
             ValueError: a layout this does not understand; the message says which and why.
@@ -81,6 +88,7 @@ class BlockCaches:
         ]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
+        self._as_float8 = as_float8
         self._block_tokens = block_tokens
         _, self._kernel_blocks, self._num_heads, self._kernel_tokens, self._content = first.shape
         self._erase = erase
@@ -105,7 +113,7 @@ class BlockCaches:
         return pages[0].nbytes
 
     def spec(self, piece: Piece) -> TensorSpec:
-        """Return what the object of `piece` says of itself, saved by this rank."""
+        """Return what `save` copies of `piece`, as the object of this rank says it of itself."""
         attributes: dict[str, JSON] = {
             "chunk": piece.key.hex(),  # an object that was moved to another key is told by it
             "num_tokens": piece.num_tokens,
@@ -128,7 +136,11 @@ class BlockCaches:
 
     def num_bytes(self, piece: Piece) -> int:
         """Return the size of the payload of the object in which `piece` is stored."""
-        return self.spec(piece).num_bytes // self._num_heads * self._num_stored_heads(piece)
+        stored = self._stored(self.spec(piece))
+        return stored.num_bytes // self._num_heads * self._num_stored_heads(piece)
+
+    def _stored(self, spec: TensorSpec) -> TensorSpec:
+        return float8.stored_spec(spec) if self._as_float8 else spec
 
     def can_use(self, stored: TensorSpec, piece: Piece) -> bool:
         """Whether `stored` is an object of `piece`, as any engine may have saved it.
@@ -136,7 +148,7 @@ class BlockCaches:
         That is with heads outside tokens or inside them, and on a GPU with kernel blocks of any
         size.
         """
-        own = self.spec(piece)
+        own = self._stored(self.spec(piece))
         order = stored.attributes.get("order")
         if stored.attributes != {**own.attributes, "order": order} or len(stored.shape) != 5:
             return False
@@ -146,7 +158,7 @@ class BlockCaches:
         if order == _order(is_head_first=False):
             heads, tokens = tokens, heads
         return (
-            (layers, content) == (len(self._layers), self._content)
+            (layers, content) == (len(self._layers), own.shape[-1])
             and heads == self._num_stored_heads(piece)
             and blocks * tokens == piece.num_blocks * self._block_tokens
             and blocks % piece.num_blocks == 0
@@ -157,6 +169,10 @@ class BlockCaches:
         """Whether `stored` is an object of `piece` whose blocks were laid out in another way."""
         own = structs.replace(stored, attributes={**stored.attributes, "page": self.page})
         return isinstance(stored.attributes.get("page"), str) and self.can_use(own, piece)
+
+    def is_sound(self, stored: Tensor) -> bool:
+        """Whether an object's bytes, which `can_use` has accepted, may be written to blocks."""
+        return not self._as_float8 or float8.is_sound(stored)
 
     def layers_at(self, block_ids: Sequence[int]) -> list[tuple[str, int, Tensor]]:
         """Return the name of each layer, the one of `block_ids` that is its group's, and a view of
@@ -196,7 +212,8 @@ class BlockCaches:
     def write(
         self, piece: Piece, stored: Tensor, order: JSON, stream: LoadStream | None = None
     ) -> None:
-        """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`.
+        """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`
+        and which `is_sound`.
 
         `order`: its attribute of that name. `stream`: to the GPU, see `LoadStreams.after`; None on
         a CPU. The bytes have been read on return: `stored` may be released.
@@ -212,11 +229,53 @@ class BlockCaches:
         layers = [(self._of_heads(pages, heads), group) for pages, group in self._layers]
         if self._copier is not None and stream is not None:
             table = self._table if heads is None else BlockTable.of(layers)
-            _send(own, piece, table, stream, self._copier)
+            self._send(own, piece, table, stream, self._copier)
             return
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         for number, (pages, group) in enumerate(layers):
-            _scatter(own[number], pages, runs[group])
+            rows = own[number]
+            if self._as_float8:
+                rows = self._fill(torch.empty(self._in_cache(rows), dtype=pages.dtype), rows)
+            _scatter(rows, pages, runs[group])
+
+    def _in_cache(self, stored: Tensor) -> tuple[int, ...]:
+        """Return the shape that `stored` blocks have in the cache."""
+        return (*stored.shape[:-1], self._content)
+
+    def _fill(self, blocks: Tensor, stored: Tensor) -> Tensor:
+        """Write `stored` blocks to `blocks`, contiguous ones of the cache's dtype; return these."""
+        if self._as_float8:
+            float8.decode(stored, blocks)
+        else:
+            _bits(blocks)[...] = _bits(stored)
+        return blocks
+
+    def _send(
+        self, own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copier: Copier
+    ) -> None:
+        """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
+
+        It goes through the stream's pinned memory, a buffer at a time: as many layers as fit, or
+        blocks of one.
+        """
+        num_layers, num_blocks = own.shape[:2]
+        dtype = self._layers[0][0].dtype
+        block_ids = np.array([piece.block_ids], np.int64)
+        blocks_at_once = min(num_blocks, stream.buffer_bytes // table.block_bytes)
+        layers_at_once = max(1, stream.buffer_bytes // (num_blocks * table.block_bytes))
+        for layer in range(0, num_layers, layers_at_once):
+            layers = slice(layer, layer + layers_at_once)
+            for block in range(0, num_blocks, blocks_at_once):
+                blocks = slice(block, block + blocks_at_once)
+                part = own[layers, blocks]
+                pinned = stream.buffer()
+                shape = self._in_cache(part)
+                num_bytes = math.prod(shape) * dtype.itemsize
+                self._fill(pinned[:num_bytes].view(dtype).view(shape), part)
+                host = np.array([pinned.data_ptr()], np.int64)
+                targets, sources, sizes = table.copies(block_ids[..., blocks], host, layers)
+                copier(sources, targets, sizes)
+                stream.sent()
 
     def _copies_to(
         self, saves: Sequence[tuple[Piece, Slab]]
@@ -311,30 +370,6 @@ def _can_erase(erase: Erase, pages: Tensor) -> bool:
         return False
     num_kept = block.numel() // block_tokens * first_token
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
-
-
-def _send(own: Tensor, piece: Piece, table: BlockTable, stream: LoadStream, copier: Copier) -> None:
-    """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
-
-    It goes through the stream's pinned memory, a buffer at a time: as many layers as fit, or blocks
-    of one.
-    """
-    num_layers, num_blocks = own.shape[:2]
-    block_ids = np.array([piece.block_ids], np.int64)
-    blocks_at_once = min(num_blocks, stream.buffer_bytes // table.block_bytes)
-    layers_at_once = max(1, stream.buffer_bytes // (num_blocks * table.block_bytes))
-    for layer in range(0, num_layers, layers_at_once):
-        layers = slice(layer, layer + layers_at_once)
-        for block in range(0, num_blocks, blocks_at_once):
-            blocks = slice(block, block + blocks_at_once)
-            part = own[layers, blocks]
-            pinned = stream.buffer()
-            packed = pinned[: part.nbytes].view(part.dtype).view(part.shape)
-            _bits(packed)[...] = _bits(part)
-            host = np.array([pinned.data_ptr()], np.int64)
-            targets, sources, sizes = table.copies(block_ids[..., blocks], host, layers)
-            copier(sources, targets, sizes)
-            stream.sent()
 
 
 def _scatter(rows: Tensor, pages: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:

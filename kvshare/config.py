@@ -5,7 +5,7 @@ The user writes the first into `kv_connector_extra_config`, the second into one 
 `secondary_tiers` there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -44,6 +44,24 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     save_answers: bool = True
     """Whether the KV of answers is stored, not only that of prompts. The next turn of a
     conversation finds it."""
+
+    stored_dtype: Literal["auto", "fp8"] = "auto"
+    """How KV is stored: as it is in the cache, or as 8-bit floats, which are half as many bytes as
+    a cache of 16 bits. Numbers then come back changed by up to a sixteenth, and answers may change.
+    Saves and loads take more CPU time. See [KV in 8 bits](kv.md#kv-in-8-bits). Only engines with
+    the same value share KV."""
+
+    def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
+        """Return if KV of these torch dtypes can be stored as the options say.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.stored_dtype == "fp8" and any(each.itemsize == 1 for each in cache_dtypes):
+            raise ConfigError(
+                f"{OPTIONS_PATH}.stored_dtype: 'fp8' is for caches of 16 or 32 bits, and this "
+                "engine's cache has 8 already. Leave the option out: objects are as small without"
+            )
 
     def chunk_blocks(self, block_tokens: int) -> int:
         """Return how many blocks of `block_tokens` make a chunk.

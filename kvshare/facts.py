@@ -51,19 +51,20 @@ class KVFacts:
         return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
 
 
-def kv_namespace(
+def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its facts
     vllm_config: Any,
     epoch: str,
     integrity: str = "",
     *,
     chunk_blocks: int = 1,
     layer_sets: Sequence[Any] = (),
+    stored_dtype: str = "auto",
 ) -> Namespace:
     """Return the namespace of this engine's KV; options as for `encoder_namespace`.
 
     `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
-    together, and what they look back to, as JSON can hold it. The block hashes themselves contain
-    tokens, media identifiers, LoRA names and cache_salt.
+    together, and what they look back to, as JSON can hold it. `stored_dtype`: the option. The block
+    hashes themselves contain tokens, media identifiers, LoRA names and cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     # The same picture gives other embeddings, so other KV, under other options.
@@ -83,6 +84,8 @@ def kv_namespace(
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }
+    if stored_dtype != "auto":  # engines without the option keep the namespace that they had
+        facts |= {"stored_dtype": stored_dtype}
     return Namespace.of(Kind.KV, facts)
 
 

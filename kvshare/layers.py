@@ -293,6 +293,12 @@ def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
     return sum(specs[name].page_size_bytes for name, _ in layer_set.layers)
 
 
+def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
+    """Return the torch dtypes in which an engine keeps KV that `refusal` has nothing against."""
+    specs = (spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group))
+    return {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
+
+
 def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
     """Return what is equal for layers that are stored together."""
     window = AttentionWindow.of(spec)

@@ -329,8 +329,9 @@ class Loads:
         else. Empty: it is."""
         blocks = self._blocks[piece.layer_set]
         if blocks.can_use(stored.spec, piece):
-            return ""
-        if blocks.is_of_another_page(stored.spec, piece):
+            if blocks.is_sound(as_tensor(stored.payload, stored.spec)):
+                return ""
+        elif blocks.is_of_another_page(stored.spec, piece):
             self._tell_of_layout(stored)
             return "layout"
         # Out of the host cache with it: what is computed and saved instead is to be found there.

@@ -35,6 +35,7 @@ from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
 from kvshare.layers import (
     block_bytes,
+    cache_dtypes,
     layer_sets_of,
     own_tp_size,
     readable_tp_sizes,
@@ -138,6 +139,8 @@ class KVScheduler:
         why_not = refusal(vllm_config, kv_cache_config)
         if why_not is not None:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
+        else:
+            config.check_dtypes(cache_dtypes(kv_cache_config))
         block_tokens = vllm_config.cache_config.block_size
         chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
         tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -153,6 +156,7 @@ class KVScheduler:
                 config.epoch,
                 chunk_blocks=chunk_blocks,
                 layer_sets=[each.facts for each in sets],
+                stored_dtype=config.stored_dtype,
             ),
             write=saves,
             mark_of=lambda namespace: tp_size_key(namespace.kind, namespace.digest, size),

@@ -22,9 +22,10 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, GiveUp, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Slab, Staging, is_gpu
+from kvshare import float8
 from kvshare.blocks import BlockCaches, Erase
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.layers import LayerSet, layer_sets_of, refusal
+from kvshare.layers import LayerSet, cache_dtypes, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
 from kvshare.page_check import PageCheck
@@ -106,6 +107,7 @@ class KVWorker:
         self._lost: set[ChunkKey] = set()
         self._tells_idle = False
         self._saves = saves
+        self._as_float8 = config.stored_dtype == float8.NAME
         self._has_cache = True
         self._num_ended: Counter[ChunkKey] = Counter()
         self._in_store = RecentKeys[str](monotonic)
@@ -117,7 +119,8 @@ class KVWorker:
         """Start the I/O thread and check that the store answers.
 
         Raises:
-            ConfigError: the store cannot be used; names the option and the fix.
+            ConfigError: an option does not fit this engine, or the store cannot be used; names the
+                option and the fix.
         """
         role = vllm_config.kv_transfer_config
         assert role is not None
@@ -125,6 +128,7 @@ class KVWorker:
         if why_not is not None:
             logger.warning("kvshare saves and loads nothing: %s.", why_not)
         else:
+            config.check_dtypes(cache_dtypes(kv_cache_config))
             shape = CacheShape(
                 kv_cache_config.num_blocks,
                 vllm_config.cache_config.block_size,
@@ -172,6 +176,7 @@ class KVWorker:
                     shape.num_blocks,
                     shape.block_tokens,
                     erase=shape.erase,
+                    as_float8=self._as_float8,
                 )
                 for layer_set in shape.layer_sets
             ]
@@ -334,6 +339,9 @@ class KVWorker:
             for number, blocks in enumerate(self._blocks):
                 own = [(each.piece, each.slab) for each in saves if each.piece.layer_set == number]
                 blocks.save(own)
+        if self._as_float8:
+            for save in saves:  # when their bytes are here, on the thread that stores them
+                save.slab.finish = partial(float8.pack, save.slab, save.slab.finish)
         # Not one by one: the threads that store the first would slow the copies of the rest, which
         # the step waits for.
         self._engine.submit(*map(self._put, saves))

@@ -140,12 +140,14 @@ def pieces(count: int = CHUNKS) -> list[Any]:
     return chunks(ids, CHUNK_BLOCKS, SIZES.block_tokens, prompt=str(count))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "stored_dtype"), [*((each, "auto") for each in LAYOUTS), (LAYOUTS[0], "fp8")]
+)
 def test_a_step_launches_as_much_for_many_saves_as_for_one(
-    device: Device, bench: Bench, layout: str
+    device: Device, bench: Bench, layout: str, stored_dtype: Any
 ) -> None:
-    counts = set()
-    with KVHost(bench, cache(layout), bench.folder(), buffer_bytes=256 * MIB) as host:
+    counts, own = set(), {"buffer_bytes": 256 * MIB, "stored_dtype": stored_dtype}
+    with KVHost(bench, cache(layout), bench.folder(), **own) as host:
         for count in (1, CHUNKS):
             with device.hook():
                 host.save(*pieces(count))

@@ -69,6 +69,11 @@ def test_the_epoch_separates(base: VllmConfig, namespace: Digest) -> None:
     assert namespace(base, "after-the-update") != namespace(base)
 
 
+def test_kv_in_8_bits_is_apart(base: VllmConfig) -> None:
+    assert kv_namespace(base, "", stored_dtype="fp8").digest != kv(base)
+    assert kv_namespace(base, "", stored_dtype="auto").digest == kv(base)
+
+
 @both
 def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> None:
     config = configure(vlm, video_pruning_rate=0.5)

@@ -231,6 +231,16 @@ class Slab:
             self.finish()
         return self.body
 
+    def shrink(self, spec: TensorSpec) -> None:
+        """Hold an object of `spec` from now on, of no more bytes; the first ones stay as they are.
+
+        The owner's thread, before `body` is used. Tensors of the payload as it was stay valid too.
+        """
+        buffer = self._whole
+        self.spec = spec
+        self._num_bytes = PROLOGUE_BYTES + spec.num_bytes
+        self._bytes = buffer[: self._num_bytes].numpy()
+
     def release(self, *, reuse: bool = True) -> None:
         """Give the memory back to the budget. The second call does nothing. Any thread.
 

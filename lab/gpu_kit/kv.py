@@ -71,6 +71,27 @@ def heads_find_the_ranks_of_another_size(bench: Bench) -> None:
         assert torch.equal(bits(target), _expected(source, source_ids, target, ids)), layout
 
 
+def kv_in_8_bits_changes_by_a_sixteenth_at_most(bench: Bench) -> None:
+    """Saved in each layout as 8-bit floats, and loaded into another one."""
+    for number, layout in enumerate(LAYOUTS):
+        dtype = DTYPES[number % 3]
+        source = make_cache(SMALL, layout, dtype, bench.device)
+        source.copy_(torch.randn(SMALL.shape, device=bench.device))
+        store, source_ids = bench.folder(), shuffled(SMALL, _COUNT, number)
+        with KVHost(bench, source, store, stored_dtype="fp8") as host:
+            host.save(*chunks(source_ids, 3, SMALL.block_tokens, tail=_TAIL))
+            host.settle()
+        target = make_cache(SMALL, LAYOUTS[number - 1], dtype, bench.device)
+        ids = shuffled(SMALL, _COUNT, number + 100)
+        with KVHost(bench, target, store, stored_dtype="fp8") as host:
+            _loaded(host, ids)
+        expected = torch.zeros_like(target)
+        bits(expected).copy_(_expected(source, source_ids, target, ids))
+        error = (target.double() - expected.double()).abs()
+        assert bool((error <= expected.double().abs() / 16 + 2**-14).all()), f"{dtype} {layout}"
+        assert bool(target[:, ids].any()), "nothing was loaded"
+
+
 def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
     """And blocks may be overwritten at once: what was in them before is stored."""
     for layout in LAYOUTS:
@@ -148,6 +169,7 @@ def a_cache_that_sleeps_is_not_touched(bench: Bench) -> None:
 CHECKS: tuple[Check, ...] = (
     kv_is_the_same_in_every_layout_and_dtype,
     heads_find_the_ranks_of_another_size,
+    kv_in_8_bits_changes_by_a_sixteenth_at_most,
     saves_of_kv_wait_for_nothing,
     loads_of_kv_wait_for_nothing,
     a_cache_that_sleeps_is_not_touched,

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class KVHost:
         buffer_bytes: int = 64 * MIB,
         rank: int = 0,
         tp_size: int = 1,
+        stored_dtype: Literal["auto", "fp8"] = "auto",
     ) -> None:
         """`cache`: [layer, block, head, token, content], of this rank's heads."""
         self.cache = cache
@@ -63,6 +64,7 @@ class KVHost:
             url=f"file://{store}",
             host_cache_dir=str(host_cache or bench.folder()),
             buffer_bytes=buffer_bytes,
+            stored_dtype=stored_dtype,
         )
         selector = device_selector(bench.device)
         self.engine = TransferEngine(config, "the kit", on_thread_start=selector)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV that is stored as 8-bit floats: by layout, by the worker half alone, and by whole engines."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ecshare.store.config import parse
+from ecshare.store.errors import ConfigError
+from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
+from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.load_streams import LoadStreams
+from ecshare.transfer.staging import Staging
+from kvshare import float8
+from kvshare.blocks import BlockCaches
+from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.connector import KVShareConnector
+from kvshare.loads import Finished
+from kvshare.messages import Piece
+from kvshare.prefix import ChunkKey
+from kvshare.shards import Heads, ShardSlice
+from lab.vllm_loop import RunnerName
+from tests.kvshare import test_blocks as layouts
+from tests.kvshare import test_streamed as streams
+from tests.kvshare import toy
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.test_blocks import device
+from tests.kvshare.test_mixed_sizes import in_two, mark
+from tests.kvshare.test_worker import (
+    BLOCKS,
+    CONTENT,
+    HEADS,
+    LAYERS,
+    NAMESPACE,
+    TOKENS,
+    A,
+    B,
+    C,
+    Host,
+    block,
+    host,
+    name_of,
+)
+from tests.kvshare.toy import (
+    BLOCK,
+    cache_config,
+    make_request,
+    objects,
+    options,
+    serve,
+    vllm_config,
+)
+
+__all__ = ["device", "host"]
+
+FP8 = {"stored_dtype": "fp8"}
+PROMPT = list(range(100, 100 + 9 * BLOCK + 3))
+
+
+def changed(numbers: Tensor) -> Tensor:
+    """What comes back of them."""
+    packed = torch.empty(*numbers.shape[:-1], numbers.shape[-1] + 1, dtype=torch.uint8)
+    float8.encode(numbers.contiguous(), packed)
+    back = torch.empty(numbers.shape, dtype=numbers.dtype)
+    float8.decode(packed, back)
+    return back
+
+
+# --- by layout ---
+
+
+def in_8_bits(caches: Sequence[Tensor], heads: int = layouts.HEADS) -> BlockCaches:
+    named = layouts.named(list(caches))
+    members = layouts.layer_set(named, heads)
+    return BlockCaches(named, members, layouts.BLOCKS, layouts.TOKENS, as_float8=True)
+
+
+def stored(blocks: BlockCaches, piece: Piece) -> tuple[TensorSpec, Tensor]:
+    """What is stored of `piece`."""
+    staging = Staging(torch.device("cpu"), 1 << 20)
+    slab = staging.reserve(blocks.spec(piece))
+    assert slab is not None
+    with staging.copying([slab]):
+        blocks.save([(piece, slab)])
+    slab.finish = partial(float8.pack, slab, slab.finish)
+    body = slab.arrived()
+    assert len(body) == PROLOGUE_BYTES + blocks.num_bytes(piece)
+    return slab.spec, slab.payload.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "writer", [layouts.head_major, layouts.token_major, layouts.kernel_blocks, layouts.packed]
+)
+@pytest.mark.parametrize(
+    "reader", [layouts.head_major, layouts.token_major, layouts.kernel_blocks, layouts.axes_moved]
+)
+@pytest.mark.parametrize("num_buffered", [1, 50])
+def test_engines_of_other_layouts_and_sizes_read_each_other(
+    device: str,
+    writer: Callable[[], list[Tensor]],
+    reader: Callable[[], list[Tensor]],
+    dtype: torch.dtype,
+    num_buffered: int,
+) -> None:
+    """All heads, and one of them. On a GPU, a block or more at a time."""
+    theirs = [cache.to(dtype) for cache in writer()]
+    spec, payload = stored(in_8_bits(theirs), layouts.piece_of([4, 0, 1]))
+    for heads in (1, layouts.HEADS):
+        ours = [torch.zeros_like(cache.to(dtype)) for cache in reader()]
+        if reader is layouts.axes_moved:
+            ours = [cache[:heads] for cache in ours]
+        else:
+            ours = [cache[:, :heads] for cache in ours]
+        piece = layouts.piece_of([2, 3], num_blocks=3, first=1)
+        first = layouts.HEADS - heads
+        shard = ShardSlice(0, layouts.HEADS, Heads(first, heads, first_own=0))
+        blocks, piece = in_8_bits(ours, heads), replace(piece, shard=shard)
+        assert blocks.can_use(spec, piece)
+        assert blocks.is_sound(payload)
+        streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
+        with streams.after(streams.mark()) as stream:
+            blocks.write(piece, payload, spec.attributes["order"], stream)
+        for layer in range(layouts.LAYERS):
+            for before, after in ((0, 2), (1, 3)):
+                expected = changed(layouts.page(theirs, layer, before)[first:])
+                page = ours[layer][..., after] if reader is layouts.axes_moved else None
+                found = layouts.page(ours, layer, after) if page is None else page
+                assert torch.equal(found, expected)
+
+
+def test_what_is_stored_in_another_way_is_not_used() -> None:
+    piece = layouts.piece_of([1])
+    caches = layouts.head_major()
+    as_it_is, in_8 = layouts.blocks_of(layouts.named(caches)), in_8_bits(caches)
+    spec, _ = stored(in_8, piece)
+    assert in_8.can_use(spec, piece)
+    assert not as_it_is.can_use(spec, piece)
+    assert not in_8.can_use(as_it_is.spec(piece), piece)
+
+
+# --- by the worker half alone ---
+
+
+def random_cache() -> Tensor:
+    sizes = torch.exp(3 * torch.randn(LAYERS, 1, HEADS, TOKENS, 1))
+    numbers = torch.randn(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT) * sizes
+    return numbers.clamp(-float8.LARGEST, float8.LARGEST)
+
+
+def in_store(chunk: ChunkKey) -> tuple[str, bytes]:
+    """Where the object of `chunk` lies in memory, and what it contains."""
+    (path,) = (path for path in GatedFileSystem.store if path.endswith(name_of(chunk)))
+    return path, GatedFileSystem.store[path].getvalue()
+
+
+def put(chunk: ChunkKey, spec: TensorSpec, payload: bytes | bytearray) -> None:
+    """Replace an object by another sound one."""
+    slab = bytearray(PROLOGUE_BYTES) + payload
+    seal(memoryview(slab), spec, object_key(Kind.KV, NAMESPACE, bytes(chunk), "t0of1"))
+    path, _ = in_store(chunk)
+    GatedFileSystem().pipe_file(path, bytes(slab))
+
+
+def test_blocks_travel_in_a_quarter_of_their_bytes(host: Callable[..., Host]) -> None:
+    """The cache has 32 bits here. The host's cache and the store have the same bytes."""
+    source, target = host(**FP8), host(**FP8)
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, 2, 5))
+    assert source.counts() == {"blocks/saved": 2}
+    for chunk in (A, B):
+        body = in_store(chunk)[1]
+        assert len(body) == PROLOGUE_BYTES + LAYERS * HEADS * TOKENS * (CONTENT + 1)
+        key = object_key(Kind.KV, NAMESPACE, bytes(chunk), "t0of1")
+        spec = unseal(memoryview(body), key).spec
+        assert (spec.dtype, spec.attributes["stored_dtype"]) == ("U8", "fp8")
+        entry = source.engine.host.open(key)
+        assert entry is not None
+        assert bytes(entry.body) == body
+        entry.close()
+    target.load("r", block(A, TOKENS, 1), block(B, 2, 0))
+    assert target.settle() == Finished({"r"})
+    assert target.counts() == {"blocks/loaded": 2}
+    assert torch.equal(target.cache[:, 1], changed(source.cache[:, 3]))
+    assert torch.equal(target.cache[:, 0, :, :2], changed(source.cache[:, 5, :, :2]))
+    assert target.cache[:, 0, :, 2:].count_nonzero() == 0, "bytes of nobody stay here"
+    assert target.cache[:, 2:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e9])
+def test_what_has_no_8_bits_is_not_stored(host: Callable[..., Host], wrong: float) -> None:
+    """And whoever waits for it is told."""
+    source, target = host(**FP8), host(**FP8)
+    source.cache.copy_(random_cache())
+    source.cache[1, 5, 0, 2, 3] = wrong
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 5), block(C, TOKENS, 6))
+    assert source.counts() == {"blocks/saved": 2, "blocks/dropped": 1}
+    report = source.worker.report()
+    assert report is not None
+    assert report.lost == {B}
+    target.load("r", block(A, TOKENS, 1), block(B, TOKENS, 2), is_announced=True)
+    assert target.settle().invalid_blocks == {2}
+    stats = target.worker.take_stats()
+    assert stats is not None
+    assert stats.data["misses/given_up"] == 1
+
+
+@pytest.mark.parametrize("exponent", [-128, -16, 8, 127])
+def test_a_false_exponent_is_a_miss(host: Callable[..., Host], exponent: int) -> None:
+    """In an object that is sound in all else: it would give what no float16 holds."""
+    source, target = host(**FP8), host(**FP8)
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3), block(B, TOKENS, 5))
+    key = object_key(Kind.KV, NAMESPACE, bytes(B), "t0of1")
+    sealed = unseal(memoryview(in_store(B)[1]), key)
+    payload = bytearray(sealed.payload)
+    payload[-1] = exponent % 256
+    put(B, sealed.spec, payload)
+    target.load("r", block(A, TOKENS, 1), block(B, TOKENS, 2))
+    assert target.settle().invalid_blocks == {2}
+    assert target.cache[:, 2].count_nonzero() == 0
+    stats = target.worker.take_stats()
+    assert stats is not None
+    assert stats.data["misses/corrupt"] == 1
+
+
+@pytest.mark.parametrize(("writes", "reads"), [({}, FP8), (FP8, {})])
+def test_the_same_name_with_the_other_option_is_a_miss(
+    host: Callable[..., Host], writes: dict[str, str], reads: dict[str, str]
+) -> None:
+    """Their namespaces differ; this is what is left if somebody copies an object."""
+    source, target = host(**writes), host(**reads)
+    source.cache.copy_(random_cache())
+    source.save(block(A, TOKENS, 3))
+    target.load("r", block(A, TOKENS, 1))
+    assert target.settle().invalid_blocks == {1}
+    assert target.cache.count_nonzero() == 0
+
+
+# --- whole engines ---
+
+
+@pytest.fixture
+def kv_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the model compute KV that 8 bits hold exactly, so that tokens are the same."""
+
+    def kv_of(tokens: Sequence[int], group: int = 0) -> float:
+        digest = hashlib.sha256(repr([*tokens, group]).encode()).digest()
+        return float(8 + digest[0] % 8) * 2.0 ** (digest[1] % 9 - 4)
+
+    monkeypatch.setattr(toy, "kv_of", kv_of)
+
+
+@pytest.mark.usefixtures("kv_of_4_bits")
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_engines_with_the_option_share_with_each_other_alone(
+    start: StartEngine, tmp_path: Path, runner: RunnerName, is_async: bool
+) -> None:
+    how = {"runner": runner, "is_async": is_async}
+    serve(start(store=FP8, **how), PROMPT, max_tokens=1)
+    num_stored = len(objects(tmp_path))
+    assert serve(start(store=FP8, **how), PROMPT, max_tokens=1).computed_prompt_tokens == 1
+    assert serve(start(**how), PROMPT, max_tokens=1).computed_prompt_tokens == len(PROMPT)
+    assert len(objects(tmp_path)) == 2 * num_stored
+    assert serve(start(**how), PROMPT).computed_prompt_tokens == 1
+
+
+@pytest.mark.usefixtures("kv_of_4_bits")
+def test_shards_of_another_tensor_parallel_size_are_read(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    serve(start(store=FP8), PROMPT, max_tokens=1)
+    for path in objects(tmp_path):
+        in_two(path, tmp_path)
+    mark(tmp_path, 2)
+    reader = start(store={**FP8, "host_cache_dir": f"{tmp_path}/other-host"})
+    assert serve(reader, PROMPT).computed_prompt_tokens == 1
+
+
+@pytest.mark.usefixtures("kv_of_4_bits")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
+    p, d = streams.start_p(gated, **FP8), streams.start_d(gated, is_async=is_async, **FP8)
+    streams.add_streamed(d)
+    p.add(make_request("p", streams.PROMPT, 1))
+    for computed in range(streams.STEP, len(streams.PROMPT), streams.STEP):
+        p.step()
+        streams.load(d, computed)
+    assert p.scheduler.has_unfinished_requests()
+    p.run_out()
+    streams.check(d, computed=1)
+    assert "blocks/failed" not in d.counts
+
+
+@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_a_cache_of_8_bits_is_refused_at_start(
+    text_model: Path, tmp_path: Path, role: KVConnectorRole, dtype: torch.dtype
+) -> None:
+    config = vllm_config(text_model, options(tmp_path, **FP8))
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=dtype)
+    with pytest.raises(ConfigError, match=rf"{OPTIONS_PATH}\.stored_dtype: .* has 8 already"):
+        KVShareConnector(config, role, cache_config(8, [spec]))
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"options\.stored_dtype"):
+        parse(KVConfig, {"url": "/x", "stored_dtype": "int4"}, "options")
