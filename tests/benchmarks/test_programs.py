@@ -22,6 +22,7 @@ EXCUSE = "cannot use S3"
         "in_flight",
         "gpu",
         "router",
+        "codecs",
         "load_or_compute",
         # No engine is started, but to load and configure vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
