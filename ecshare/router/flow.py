@@ -345,7 +345,10 @@ class Flow:
                 hand_over = prefilling.result()
                 if not plan.is_streamed(hand_over):
                     return plan.decode_request(request, hand_over)
-            return await answering
+            answer = await answering
+            if not prefilling.done() and answer.status == 200:
+                self._prefilled.note_done_first(job.context.turns)
+            return answer
         finally:
             for task in (prefilling, answering):
                 task.cancel()

@@ -147,6 +147,11 @@ class PrefilledPrompts:
         if self._index.get(turns[-1].digest) is None:
             self._put(turns, known.missing_chars, {})
 
+    def note_done_first(self, turns: list[Turn]) -> None:
+        """Note that D has answered before P: it had the prompt, or has stored it, if it does."""
+        if turns:
+            self._put(turns, 0, {})
+
     def forget(self, turns: list[Turn]) -> None:
         """Have P asked for this prompt again."""
         for turn in turns:

@@ -5,12 +5,13 @@
 
 Starts encode, prefill and decode engines and the router with `engine.sh`, and one plain engine
 beside them. Asks all the same questions, restarts the three on the same store, and asks again,
-and then something new about a picture of before.
+and then something new about a picture of before. Until then the router is told to ask prefill each
+time. Last, a router with its defaults is asked what it has been asked already.
 
 Ends with status 1 if one token differs from the plain engine's, or a picture was encoded after
 the restart, or the prefill or the decode engine computed more than one prompt token of a question
 that was asked before (the last one, which is always computed), or the picture of the new question
-was not loaded from the store.
+was not loaded from the store, or the last router asked any other engine than decode.
 """
 
 import argparse
@@ -65,16 +66,15 @@ class Stage(Server):
     grace_s = 15.0
     ready_within_s = 600.0  # a real model takes its time
 
-    def __init__(self, name: str, settings: dict[str, str]) -> None:
+    def __init__(self, name: str, settings: dict[str, str], *options: str) -> None:
         super().__init__(name, LOGS)
         self._settings = settings
+        self._options = options
         settings[f"{name.upper()}_PORT"] = str(self.port.number)
 
     def command(self) -> list[str]:
         """The script of the example."""
-        # The table shows that P loads all but the last token itself, too.
-        options = ["--prefill=always"] if self.name == "router" else []
-        return ["bash", str(HERE / "engine.sh"), self.name, *options]
+        return ["bash", str(HERE / "engine.sh"), self.name, *self._options]
 
     def environment(self) -> Mapping[str, str]:
         """The script's settings; `python` is this one."""
@@ -88,7 +88,8 @@ class Result:
 
     question: str
     round: str
-    """"cold", "warm" (asked before the restart as well) or "new" (after it only)."""
+    """"cold", "warm" (asked before the restart as well), "new" (after it only) or "known" (asked
+    the same router before)."""
     answer: Answer
     streamed: Answer
     moved: dict[str, dict[tuple[str, str], float]]
@@ -105,8 +106,9 @@ class Result:
         for how, answer in (("", self.answer), ("streamed, ", self.streamed)):
             if answer.token_ids != reference.token_ids:
                 yield f"{how}tokens {answer.token_ids}, plain engine {reference.token_ids}"
-        if self.answer.path[-2:] != ("prefill", "decode"):
-            yield f"it went through {', '.join(self.answer.path)} only"
+        path = ("decode",) if self.round == "known" else ("prefill", "decode")
+        if self.answer.path[-2:] != path:
+            yield f"it went through {', '.join(self.answer.path)}"
         if self.round != "cold" and (encoded := self.count(ENCODED, *ENGINES)):
             yield f"{encoded} pictures were encoded again"
         if self.round == "new" and not self.num_loaded:
@@ -182,6 +184,8 @@ def show(results: list[Result], reference: dict[str, Answer]) -> None:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join(cells).rstrip())
     print(
+        "\nCold: nothing is stored yet. Warm: after a restart, with the same store. Known: the"
+        "\nrouter was asked before and asks D alone. Until then it was told to ask P each time."
         "\nE, P and D are the encode, prefill and decode engines. Encoded and loaded are pictures;"
         "\ncomputed and received are prompt tokens. Times are the router's, for the answer not"
         "\nstreamed. Tokens are compared with the plain engine's."
@@ -228,7 +232,9 @@ def run(model: str, options: dict[str, Any]) -> int:
         "MODEL": model,
         "OPTIONS": json.dumps({**options, "host_cache_dir": str(HOST_CACHE)}),
     }
-    cluster = {name: Stage(name, settings) for name in (*ENGINES, "router")}
+    cluster = {name: Stage(name, settings) for name in ENGINES}
+    # The table is to show that P loads all but the last token itself, too.
+    cluster["router"] = Stage("router", settings, "--prefill=always")
     plain = Stage("plain", settings)
     with running(plain, *cluster.values()):
         print("Asking the plain engine ...", flush=True)
@@ -245,6 +251,11 @@ def run(model: str, options: dict[str, Any]) -> int:
         print("Asking again ...", flush=True)
         results += ask_all(cluster, QUESTIONS, "warm")
         results += ask_all(cluster, NEW_QUESTIONS, "new")
+        cluster["router"].stop()
+        with running(router := Stage("router", settings)):
+            for body in QUESTIONS.values():
+                client.ask(router.base_url, body)
+            results += ask_all({**cluster, "router": router}, QUESTIONS, "known")
     show(results, reference)
     print("\nIn the store:")
     for kind, (num_objects, num_bytes) in asyncio.run(stored(options)).items():

@@ -125,6 +125,9 @@ async def test_d_that_is_done_first_needs_no_p(stream: bool) -> None:
         assert response.status == 200
         assert response.headers["x-ecshare-path"] == "encode,prefill,decode"
         await asyncio.wait_for(p.left.wait(), SOON_S)
+        f.p.answer, f.d.answer = prefilled, decoded
+        response, _ = await f.post(chat(picture(PNG), stream=stream))
+        assert response.headers["x-ecshare-path"] == "decode", "P would find nothing to do again"
 
 
 @pytest.mark.parametrize("stream", [False, True])
