@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> None:
         del places[ENGINE]
         report.add(asyncio.run(_work_of_a_core(places, size)))
         report.add(asyncio.run(memory_over_time(places[OURS], CLIENTS, size.num_in_all)))
-        places = _servers(stack, folder / "held", core, options.proxy, ("--holds",))
+        places = _servers(stack, folder / "held", core, None, ("--holds",))
         engine = places.pop(ENGINE)
         report.add(asyncio.run(memory_of_streams(places, engine, size.num_streams)))
     print(f"\nwritten: {report.write(options.results).name}")

@@ -22,8 +22,8 @@ async def memory_over_time(router: Server, num_clients: int, num_requests: int) 
         "Memory over time",
         ("requests", "resident MiB", "of it remembered MiB", "lost"),
         f"One router, {num_clients} clients; in turn a text and a new picture of "
-        f"{_PICTURE_BYTES:,} bytes. `remembered`: what encode engines have reported, bounded by "
-        "--max-index-mb.",
+        f"{_PICTURE_BYTES:,} bytes. `remembered`: what encode engines have reported, and which "
+        "prompts are stored, each bounded by --max-index-mb.",
     )
     client, requests = Client(router.port.number), Requests(_PICTURE_BYTES)
     asked = lost = 0

@@ -114,6 +114,8 @@ class Client:
         """Send a request, on a connection that is idle or new."""
         connection = await self._connection()
         if connection is None:
+            if begun is not None:
+                begun.set()
             return LOST
         reply = await connection.ask(message, begun)
         if connection.is_open:

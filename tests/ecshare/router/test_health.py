@@ -314,7 +314,10 @@ async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_that_breaks_off_rests_and_does_not_hang(stream: bool) -> None:
+async def test_one_that_breaks_off_rests_and_does_not_hang(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_ASK_EVERY_S", 1.0)  # not while it has the request
     async with one_hangs(healthy=False) as (f, gone):
         gone.answer = hang_up
         for _ in range(3):
