@@ -16,7 +16,7 @@ from kvshare import events as module
 from kvshare.events import BlockEvents
 from kvshare.prefix import Grid, Prefix
 from tests.kv_events import Followed, Subscriber
-from tests.kvshare.conftest import StartEngine
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, make_request, objects, serve
 from tests.releases import needs_hit_sources
 
@@ -93,10 +93,12 @@ def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last
     shutil.rmtree(tmp_path / "host")
     engine.scheduler.reset_prefix_cache()
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
+    spin(engine, lambda: is_at_rest(engine))
+    tell(engine)
     serve(engine, PROMPT, max_tokens=1, name="long again")
     tell(engine)
     # The first three were in another chunk still when the short prompt's was found lost, and in
-    # that one again when the other was.
+    # that one again, as the engine knew, when the other was.
     subscriber.wait(
         lambda now: len(now.stored) == NUM_FULL and withdrawn(now) == set(hashes(PROMPT)[3:])
     )

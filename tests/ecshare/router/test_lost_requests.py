@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 
 from lab.completions import KINDS, Requests
@@ -37,11 +38,11 @@ class Chaos:
         """By stage."""
 
     async def go_on(self) -> None:
-        """Do so until it is cancelled."""
-        while True:
+        """Do so until it is cancelled; the stages take turns."""
+        for stage in cycle(stage for stage, _ in STAGES.values()):
             enough = self.num_answered + self._chance.randrange(5, 40)
             await until(lambda: self.num_answered >= enough, HANGS_S)  # noqa: B023
-            engine = self._chance.choice(self._engines)
+            engine = self._chance.choice([each for each in self._engines if each.stage == stage])
             if not engine.is_running():
                 await asyncio.to_thread(engine.start)
                 await asyncio.to_thread(engine.wait_ready)
