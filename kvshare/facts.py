@@ -43,7 +43,7 @@ class KVFacts:
     """vLLM names media by numbers. KV computed from such media is not shared."""
     store_source: str = UNSPECIFIED_SOURCE
     """vLLM's name for hits in this kind of store."""
-    max_steps_in_flight: int = 1
+    max_steps_in_flight: int | None = 1
     """See `IdleSteps`."""
 
     def chunk_bytes(self, num_blocks: int) -> int:

@@ -184,9 +184,16 @@ def fill_cache(layer: Any, known: Callable[[str, int], Any], slots: Any) -> int:
     return int(sum(widths))
 
 
-def max_steps_in_flight(vllm_config: Any) -> int:
-    """Return how many steps vLLM may have scheduled whose outputs it has not processed."""
-    of_any_release = int(vllm_config.parallel_config.pipeline_parallel_size) + 1
+def max_steps_in_flight(vllm_config: Any) -> int | None:
+    """Return how many steps vLLM may have scheduled whose outputs it has not processed.
+
+    None: other engines take part in each step, so that none is over here alone. Data-parallel
+    ranks of a mixture of experts do; vLLM gives those of other models a size of 1.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return None
+    of_any_release = int(parallel.pipeline_parallel_size) + 1
     return int(getattr(vllm_config, "max_concurrent_batches", of_any_release))
 
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which steps a hook may wait."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from ecshare.plugin.compat import max_steps_in_flight
 from ecshare.plugin.idle import IdleSteps
 
 SOME, NONE = ("a request",), ()
@@ -19,3 +24,19 @@ def test_no_step_is_idle_while_one_may_still_compute() -> None:
     assert [steps.is_idle(each) for each in scheduled] == [
         *(False, False, True, True, False, False, True)
     ]
+
+
+def test_no_step_is_idle_that_other_engines_take_part_in() -> None:
+    steps = IdleSteps(None)
+    assert not any(steps.is_idle(NONE) for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "told", "expected"),
+    [(1, 1, {"max_concurrent_batches": 2}, 2), (1, 2, {}, 3), (2, 1, {}, None)],
+)
+def test_vllm_tells_how_many_steps_are_in_flight(
+    ranks: int, stages: int, told: dict[str, int], expected: int | None
+) -> None:
+    parallel = SimpleNamespace(data_parallel_size=ranks, pipeline_parallel_size=stages)
+    assert max_steps_in_flight(SimpleNamespace(parallel_config=parallel, **told)) == expected
