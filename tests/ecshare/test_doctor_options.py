@@ -40,6 +40,7 @@ OWN: dict[type[StoreConfig], dict[str, Any]] = {
         "save_min_tokens": 1000,
         "save_answers": False,
         "load": "always",
+        "stored_dtype": "fp8",
     },
     TierConfig: {"locality": "REMOTE"},
 }
