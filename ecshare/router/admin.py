@@ -2,19 +2,19 @@
 """The operator's own port: engines are listed, added, drained and removed while the router runs."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ecshare.router.config import AdminConfig, RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.engine_urls import BY_NAME, engine_url
 from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import ApiError
-from ecshare.router.fleet import FleetWatch
+from ecshare.router.fleet import FleetWatch, Models
 from ecshare.router.middleware import json_response, request_middleware
 from ecshare.router.probes import engine_state
 from ecshare.router.roster import ChangeError
@@ -26,7 +26,6 @@ _MAX_BODY_BYTES = 64 * 1024
 _MAX_CONNECTIONS = 16
 
 T = TypeVar("T", bound=Struct)
-Models = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 
 
 class _Added(Struct, forbid_unknown_fields=True):

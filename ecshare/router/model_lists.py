@@ -15,7 +15,7 @@ from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import TimeLimits
 from ecshare.router.hedging import hedged
 from ecshare.router.middleware import CONTEXT, json_response
-from ecshare.router.models import Cards, ServedModels
+from ecshare.router.models import Cards, Headers, ServedModels
 from ecshare.router.relay import Relay, Reply
 
 MODELS = "/v1/models"
@@ -24,8 +24,6 @@ _HEDGE_S = 0.2  # then another engine is asked as well
 _MAX_ASKED = 3
 """How many engines may be asked about one client."""
 _MAX_MODELS = 10_000
-
-Headers = Mapping[str, str]
 
 
 class _List(Struct):
