@@ -18,6 +18,7 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
     pseudo_dirs = [""]  # noqa: RUF012
     closed: set[str] = set()  # noqa: RUF012
     broken: set[str] = set()  # noqa: RUF012
+    failed = 0  # operations
     changed = threading.Condition()
 
     @classmethod
@@ -30,6 +31,7 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
         with cls.changed:
             cls.changed.wait_for(lambda: not {operation, one} & cls.closed, GIVE_UP_S)
         if {operation, one} & cls.broken:
+            cls.failed += 1
             raise OSError(f"{operation}: the network is down")
 
     @classmethod
@@ -47,6 +49,7 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
     def reset(cls) -> None:
         cls.open_gates()
         cls.broken.clear()
+        cls.failed = 0
         cls.store.clear()
         cls.pseudo_dirs[:] = [""]
 
