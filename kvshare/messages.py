@@ -79,7 +79,7 @@ class Report(KVConnectorWorkerMetadata):
     """Worker half -> scheduler half, when there is something to say."""
 
     lost: frozenset[ChunkKey]
-    """Ordered to be saved or loaded, but not in the store: to be saved when next seen."""
+    """Not in the store, though a save or a load was ordered: to be saved when next seen."""
     is_idle: bool = False
     """This worker can neither save nor load: its cache has a layout it does not understand, or it
     has given up after a bug."""
@@ -88,6 +88,9 @@ class Report(KVConnectorWorkerMetadata):
     saves_fail: bool = False
     """The store has refused saves repeatedly, and they are paused. Said in each step until a save
     works again."""
+    not_saved: frozenset[ChunkKey] = frozenset()
+    """Those of `lost` whose save has failed. The others were missed by loads. A load hears of some
+    of them after it has ended, when they may be computed and on their way to the store again."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is stored only if all its shards are.
@@ -103,6 +106,7 @@ class Report(KVConnectorWorkerMetadata):
             self.is_idle or other.is_idle,
             ended,
             self.saves_fail or other.saves_fail,
+            self.not_saved | other.not_saved,
         )
 
 

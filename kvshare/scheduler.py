@@ -350,26 +350,30 @@ class KVScheduler:
             self._choice.steps.ended()
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
-            self._num_lost += len(report.lost)
+            for loading in self._loading.values():
+                loading.lost.update(report.lost)
+            lost = self._lost(report)
+            self._num_lost += len(lost)
             self._saves_fail = report.saves_fail
-            self._stored.lost(report.lost)
-            for key in report.lost:
+            self._stored.lost(lost)
+            for key in lost:
                 progress = self._budget.owner(key)
                 if progress is not None:
                     self._saves.stop(progress)
             self._budget.ended(report.ended)
             if self._events is not None:
-                self._events.stored(
-                    {key: n for key, n in report.ended.items() if key not in report.lost}
-                )
-            for loading in self._loading.values():
-                loading.lost.update(report.lost)
+                self._events.stored({key: n for key, n in report.ended.items() if key not in lost})
             if report.is_idle:
                 self._facts = replace(self._facts, saves=False, loads=False)
         for request_id in output.finished_recving or ():
             if request_id in self._loading:
                 loading = self._loading.pop(request_id)
                 self._loaded(request_id, loading, failed=request_id in output.failed_recving)
+
+    def _lost(self, report: Report) -> set[ChunkKey]:
+        """Return what is not in the store, and not on its way there again either."""
+        saving = {key for key in report.lost if self._budget.owner(key) is not None}
+        return set(report.lost - saving | report.not_saved)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget `request`; return what its reader is to be told."""

@@ -105,6 +105,7 @@ class KVWorker:
         self._unloadable = Finished()
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
+        self._not_saved: set[ChunkKey] = set()
         self._tells_idle = False
         self._saves = saves
         self._as_float8 = config.stored_dtype == float8.NAME
@@ -288,9 +289,11 @@ class KVWorker:
         saves_fail = "write" in self._engine.open_breakers
         if not (self._lost or self._tells_idle or self._num_ended or saves_fail):
             return None
-        lost, ended = frozenset(self._lost), dict(self._num_ended)
-        report = Report(lost, self._tells_idle, ended, saves_fail)
+        not_saved, ended = frozenset(self._not_saved), dict(self._num_ended)
+        lost = not_saved.union(self._lost)
+        report = Report(lost, self._tells_idle, ended, saves_fail, not_saved)
         self._lost.clear()
+        self._not_saved.clear()
         self._num_ended.clear()
         self._tells_idle = False
         return report
@@ -389,7 +392,7 @@ class KVWorker:
         """Take note that `piece` is not in the store."""
         self._stats.add("blocks/dropped", piece.num_blocks)
         self._num_ended[piece.key] += 1
-        self._lost.add(piece.key)
+        self._not_saved.add(piece.key)
 
 
 def _learn_pages(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:

@@ -774,10 +774,23 @@ def test_what_was_dropped_is_not_announced(
     request = make_request("r", prompt)
     here.run(request, 0, len(prompt), list(range(6)))
     key = keys[lost] if lost is not None else chunks_of(prompt[1:], 2)[0].key
-    report = Report(frozenset({key}))
+    report = Report(frozenset({key}), not_saved=frozenset({key}))
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
     request.append_output_token_ids([1, 2, 3, 4])
     assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
+
+
+def test_a_loss_heard_of_late_stops_no_save_under_way(bench: StartBench) -> None:
+    """A load ends at its first lost chunk. Of those behind it the engine may hear when it has
+    computed them and is saving them."""
+    here = bench()
+    request = make_request("r", PROMPT)
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+    first, second, *_ = (chunk.key for chunk in chunks_of(PROMPT))
+    report = Report(frozenset({first, second}), ended={first: 1})
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8]).saves == ()
+    assert here.half.finished(request) == announcement(len(PROMPT) - 1, 1)
 
 
 def pooling_request(name: str, tokens: list[int]) -> Request:
@@ -900,7 +913,8 @@ def test_what_was_lost_is_saved_from_whatever_block_holds_it(bench: StartBench) 
     here = bench()
     chunks = chunks_of(PROMPT)
     here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
-    report = Report(frozenset({chunks[1].key}))
+    lost = frozenset({chunks[1].key})
+    report = Report(lost, not_saved=lost)
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
     # All but one token came from the local cache.
     orders = here.run(make_request("two", PROMPT), len(PROMPT) - 1, len(PROMPT), [1, 2, 3, 4])

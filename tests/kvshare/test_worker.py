@@ -486,9 +486,10 @@ def test_what_other_kernels_have_filled_is_a_miss(
 
 
 def test_reports_of_all_ranks_add_up() -> None:
-    one, other = Report(frozenset({A}), is_idle=True), Report(frozenset({B}))
-    assert one.aggregate(other) == Report(frozenset({A, B}), is_idle=True)
-    assert other.aggregate(one) == Report(frozenset({A, B}), is_idle=True)
+    one = Report(frozenset({A}), is_idle=True)
+    other = Report(frozenset({B}), not_saved=frozenset({B}))
+    both = Report(frozenset({A, B}), is_idle=True, not_saved=frozenset({B}))
+    assert one.aggregate(other) == other.aggregate(one) == both
 
 
 # --- what was announced ---
