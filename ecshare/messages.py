@@ -47,8 +47,9 @@ class Orders(ECConnectorMetadata):
 class Report(ECConnectorWorkerMetadata):
     """Workers -> scheduler half, after a step.
 
-    V1 producers never deliver it, so nothing may depend on its arrival: without it, pins are held
-    longer, no more. Counts take a second way as well (ecshare.plugin.ledger).
+    The V1 runner of an engine that only encodes never delivers it. What matters there takes a
+    second way as well: counts, and with them that a worker has given up (ecshare.plugin.ledger).
+    Without a report of its load, an embedding is pinned longer, no more.
     """
 
     totals: dict[int, dict[str, float]] = field(default_factory=dict)

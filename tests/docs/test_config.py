@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 import pytest
 
+from ecshare.config import EncoderConfig
+from kvshare.config import KVConfig, TierConfig
 from tests.docs.pages import ROOT
 
 PROGRAM = runpy.run_path(str(ROOT / "scripts" / "write_config_docs.py"))
@@ -15,6 +17,16 @@ PROGRAM = runpy.run_path(str(ROOT / "scripts" / "write_config_docs.py"))
 def test_the_page_is_what_the_types_say() -> None:
     written = (ROOT / "docs" / "config.md").read_text()
     assert written == PROGRAM["page"](), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", ["config", "tier"])
+def test_the_pages_name_the_common_options_that_the_tier_refuses(page: str) -> None:
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    encoder, kv, tier = (
+        set(each.__struct_fields__) for each in (EncoderConfig, KVConfig, TierConfig)
+    )
+    refused = ", ".join(f"`{name}`" for name in sorted((encoder & kv) - tier))
+    assert f", except {refused}, and" in text
 
 
 class Example(msgspec.Struct):
