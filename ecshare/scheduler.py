@@ -27,6 +27,7 @@ from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.admission import Sightings, wish
 from ecshare.plugin.compat import (
+    has_input_cache,
     is_named_by_request,
     max_steps_in_flight,
     names_media_by_request,
@@ -46,7 +47,7 @@ from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import is_gauge
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
@@ -90,7 +91,10 @@ class EncoderScheduler:
         self._is_idle = why_not is not None
         if why_not is not None:
             logger.warning("ecshare saves and loads nothing: %s.", why_not)
-        elif not self._role.is_producer and _may_confuse_inputs(vllm_config.model_config):
+        elif not self._role.is_producer and has_input_cache(vllm_config.model_config):
+            # The API server's half of that cache does not see inputs without pixels, and the
+            # engine's half lets them take the place of those with pixels (vLLM 0.32,
+            # multimodal/cache/lru.py).
             logger.warning(
                 "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
                 "came last under a picture's hash, be it without the picture: when an embedding "
@@ -502,16 +506,6 @@ def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:
 def _end(feature: "MultiModalFeatureSpec") -> int:
     """Return the position after the item's last placeholder token."""
     return feature.mm_position.offset + feature.mm_position.length
-
-
-def _may_confuse_inputs(model_config: "ModelConfig") -> bool:
-    """Whether vLLM may give a request that has a picture what came without it before.
-
-    The API server's half of the cache does not see inputs without pixels, and the engine's half
-    lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
-    """
-    media = option(model_config, "multimodal_config")
-    return bool(getattr(media, "mm_processor_cache_gb", 0))
 
 
 def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:

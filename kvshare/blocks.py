@@ -27,12 +27,12 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from ecshare.plugin.compat import device_copier
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStream
 from ecshare.transfer.staging import Slab, dtype_name, is_gpu
 from kvshare import float8
+from kvshare.compat import device_copier
 from kvshare.device_copies import Addresses, BlockTable, Copier
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece

@@ -267,7 +267,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
         """Return how many of these tokens come from this host's memory, and how many from where."""
-        from ecshare.plugin.compat import cache_hit_source
+        from kvshare.compat import cache_hit_source
 
         sources = self.scheduler.hit_sources(request, num_external_tokens)
         return {cache_hit_source(name): count for name, count in sources.items()}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ecshare.plugin.compat import cpu_attention_kernel, layout_generation, option
+from ecshare.plugin.compat import option
 from ecshare.plugin.model_facts import (
     Namespace,
     json_value,
@@ -14,6 +14,7 @@ from ecshare.plugin.model_facts import (
     weights_identity,
 )
 from ecshare.store.keys import Kind
+from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
 from kvshare.layers import LayerSet
 from kvshare.prefix import Grid, HashFunction
 from kvshare.save_budget import SlabBytes
@@ -135,10 +136,8 @@ def _page_format(vllm_config: Any) -> str:
     values from a block of the same shape. Each worker checks the kernels of its device itself: see
     page_check.py.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return str(current_platform.device_name)
+    if not repacks_blocks():
+        return device_name()
     model, cache = vllm_config.model_config, vllm_config.cache_config
     kernel = cpu_attention_kernel(
         model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype

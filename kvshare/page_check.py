@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecshare.plugin.compat import attention_backend, fill_cache, has_cache_operation
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
+from kvshare.compat import attention_backend, fill_cache, has_cache_operation
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
 

@@ -10,9 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from vllm import __version__ as vllm_version
 
-from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.ranks import Rank, worker_rank
 from ecshare.plugin.start import start_engine
@@ -24,6 +22,7 @@ from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Slab, Staging, is_gpu
 from kvshare import float8
 from kvshare.blocks import BlockCaches, Erase
+from kvshare.compat import erase_slots, repacks_blocks, vllm_release
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, cache_dtypes, layer_sets_of, refusal
 from kvshare.loads import Finished, Loads
@@ -144,7 +143,7 @@ class KVWorker:
                 PageCheck(
                     vllm_config.compilation_config.static_forward_context,
                     vllm_config.model_config.dtype,
-                    vllm_version,
+                    vllm_release(),
                 ),
             )
         engine = start_engine(

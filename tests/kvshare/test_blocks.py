@@ -18,12 +18,12 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
+from kvshare.compat import erase_slots
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
