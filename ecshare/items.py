@@ -82,10 +82,10 @@ class Embeddings(Struct, frozen=True):
         """
         return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
 
-    def fits(self, facts: TensorSpec, num_embeds: int) -> bool:
+    def fits(self, spec: TensorSpec, num_embeds: int) -> bool:
         """Whether a stored tensor can stand in for one with `num_embeds` rows."""
-        is_of_shape = facts.shape in {(num_embeds, width) for width in self.widths}
-        return is_of_shape and facts.dtype in self.dtypes
+        is_of_shape = spec.shape in {(num_embeds, width) for width in self.widths}
+        return is_of_shape and spec.dtype in self.dtypes
 
     def max_bytes(self, num_embeds: int) -> int:
         """Size of the largest object that could hold such a tensor."""
@@ -124,7 +124,7 @@ class Item:
     """The requests that need it, and since when: monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
     """Those of them for which it was sought once more."""
-    is_admitted: bool = False
+    is_worth_storing: bool = False
     """A request of these was reason enough to store it."""
 
     @property
@@ -273,7 +273,7 @@ class Items:
             in_store=self._in_store,
             may_be_given_up=True,
         )
-        return Handle(job, partial(self._fetched, item, is_told=item.is_announced))
+        return Handle(job, partial(self._fetched, item, was_announced=item.is_announced))
 
     def _start(self, item: Item, handle: Handle[Any]) -> None:
         item.handle = handle
@@ -303,15 +303,15 @@ class Items:
             else:
                 self._miss(item, _reason(done.outcome))
 
-    def _fetched(self, item: Item, done: Done[StoredObject], *, is_told: bool) -> None:
-        """`is_told`: it was announced when it was asked for."""
+    def _fetched(self, item: Item, done: Done[StoredObject], *, was_announced: bool) -> None:
+        """`was_announced`: it was announced when it was asked for."""
         stored = done.value
         if self._is_wanted(item):
             item.handle = None
             if stored is not None and stored.entry is not None:
                 self._take(item, stored, done)
                 return  # the item owns it
-            is_early = done.outcome is Outcome.MISSING and not is_told
+            is_early = done.outcome is Outcome.MISSING and not was_announced
             if is_early and item.is_announced and item.phase is Phase.ASKED:
                 self._seek(item)  # somebody who was told of it joined meanwhile
             else:

@@ -25,7 +25,6 @@ from ecshare.facts import encoder_namespace, encoder_widths
 from ecshare.items import Embeddings, Item, Items, Phase, Role
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
-from ecshare.plugin.admission import Sightings, wish
 from ecshare.plugin.compat import (
     has_input_cache,
     is_named_by_request,
@@ -39,6 +38,7 @@ from ecshare.plugin.ledger import Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
+from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.hostcache.cache import Entry
 from ecshare.transfer.jobs import Done, Handle, Run
@@ -65,8 +65,8 @@ _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
-# The field of a request's `ec_transfer_params`; see `wish`.
-_WISH = "ecshare_save"
+# The field of a request's `ec_transfer_params`; see `requested_save`.
+_SAVE_FIELD = "ecshare_save"
 # An object's header has little room; a long video's times would fill it.
 _MAX_NOTED_CHARS = 2048
 
@@ -236,7 +236,7 @@ class EncoderScheduler:
         self._lost.discard(request.request_id)
         self._passed.pop(request.request_id, None)
         self._release(request.request_id, set())
-        unkept = self._unannounced.pop(request.request_id, ())
+        unannounced = self._unannounced.pop(request.request_id, ())
         if not self._role.is_producer or not request.mm_features or self._is_idle:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
@@ -244,7 +244,7 @@ class EncoderScheduler:
         return {
             name: entry
             for name, entry in announced.items()
-            if name not in unkept and name not in self._declined
+            if name not in unannounced and name not in self._declined
         }
 
     def take_unavailable(self) -> set[str]:
@@ -401,10 +401,10 @@ class EncoderScheduler:
     def _consider(self, request: "Request", item: Item) -> None:
         """Note whether `request` is reason enough to store `item`, if that is absent."""
         num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1
-        asked = wish(request, option(request, "ec_transfer_params"), _WISH)
+        asked = requested_save(request, option(request, "ec_transfer_params"), _SAVE_FIELD)
         if asked is False or not (asked or num_seen >= self._save_after):
             return
-        item.is_admitted = True
+        item.is_worth_storing = True
         if item.identifier in self._declined and item.phase is Phase.ABSENT:
             self._items.unsaved[item.identifier] = item
 
@@ -416,8 +416,8 @@ class EncoderScheduler:
         them is a wait, of at most `wait_s`.
         """
         params = option(request, "ec_transfer_params")
-        is_told = isinstance(params, dict) and feature.identifier in params
-        return is_told or not self._placeholders.can_encode(feature)
+        is_named = isinstance(params, dict) and feature.identifier in params
+        return is_named or not self._placeholders.can_encode(feature)
 
     def _lose(self, request: "Request") -> bool:
         self._lost.add(request.request_id)
@@ -472,7 +472,7 @@ class EncoderScheduler:
         wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
         for identifier in [each for each in unsaved if each in wanted]:
             item = unsaved.pop(identifier)
-            if not item.is_admitted:
+            if not item.is_worth_storing:
                 self._declined[identifier] = None
                 self._stats.add("items/declined")
                 continue

@@ -193,11 +193,11 @@ class EncoderWorker:
         except ValueError as exc:
             logger.warning("embedding not stored: %s", exc)
             return None
-        facts = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
-        slab = self._staging.reserve(facts)
+        spec = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
+        slab = self._staging.reserve(spec)
         if slab is None and self._waits_for_room:
             self._engine.drain(self._timeout_s)
-            slab = self._staging.reserve(facts)
+            slab = self._staging.reserve(spec)
         return slab
 
     def _fetch(self, order: LoadOrder) -> StoredObject | None:

@@ -79,7 +79,7 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
-        "page": _page_format(vllm_config),
+        "page": _kernel_name(vllm_config),
         "layout": layout_generation(),
         "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
         "context": _context_facts(model),
@@ -129,12 +129,12 @@ def _draft_facts(vllm_config: Any) -> list[str]:
     return [str(draft.model), str(draft.revision or ""), weights_identity(draft, vllm_config)]
 
 
-def _page_format(vllm_config: Any) -> str:
+def _kernel_name(vllm_config: Any) -> str:
     """Return how the attention kernels lay out the inside of a block, as far as the device says.
 
     CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
     values from a block of the same shape. Each worker checks the kernels of its device itself: see
-    page_check.py.
+    layout_check.py.
     """
     if not repacks_blocks():
         return device_name()

@@ -331,7 +331,7 @@ class Loads:
         if blocks.can_use(stored.spec, piece):
             if blocks.is_sound(as_tensor(stored.payload, stored.spec)):
                 return ""
-        elif blocks.is_of_another_page(stored.spec, piece):
+        elif blocks.has_another_layout(stored.spec, piece):
             self._tell_of_layout(stored)
             return "layout"
         # Out of the host cache with it: what is computed and saved instead is to be found there.

@@ -29,7 +29,6 @@ from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import GiveUp, Tier
 from kvshare.adapters import Adapter
-from kvshare.admission import Admission, is_for_decode
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
@@ -48,6 +47,7 @@ from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
+from kvshare.save_policy import SavePolicy, is_for_decode
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class KVScheduler:
             self._stored.on_lost = events.lost
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
         self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
-        admission = Admission(config, facts.hash_function)
-        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, admission)
+        policy = SavePolicy(config, facts.hash_function)
+        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, policy)
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
@@ -200,7 +200,7 @@ class KVScheduler:
     def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until the store has said in which sizes there is KV, at start-up."""
         if self._facts.loads:
-            self._lookups.sizes.look(timeout_s)
+            self._lookups.tp_sizes.look(timeout_s)
             self._engine.drain(timeout_s)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

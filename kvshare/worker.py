@@ -25,9 +25,9 @@ from kvshare.blocks import BlockCaches, Erase
 from kvshare.compat import erase_slots, repacks_blocks, vllm_release
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.layers import LayerSet, cache_dtypes, layer_sets_of, refusal
+from kvshare.layout_check import LayoutCheck
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
-from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.recent_keys import RecentKeys
 
@@ -52,7 +52,7 @@ class CacheShape:
     num_groups: int
     erase: Erase | None = None
     """Where the kernel mixes the tokens of a block: see `BlockCaches`."""
-    check: PageCheck = field(default_factory=PageCheck)
+    check: LayoutCheck = field(default_factory=LayoutCheck)
 
     @property
     def keeps_prefix(self) -> bool:
@@ -140,7 +140,7 @@ class KVWorker:
                 )
                 if repacks_blocks()
                 else None,
-                PageCheck(
+                LayoutCheck(
                     vllm_config.compilation_config.static_forward_context,
                     vllm_config.model_config.dtype,
                     vllm_release(),
@@ -183,7 +183,7 @@ class KVWorker:
             logger.warning("kvshare saves and loads nothing: %s.", exc)
             self._tells_idle = True
             return
-        if not _learn_pages(shape, blocks):
+        if not _learn_layouts(shape, blocks):
             self._tells_idle = True
             return
         self._blocks = blocks
@@ -391,27 +391,27 @@ class KVWorker:
         self._lost.add(piece.key)
 
 
-def _learn_pages(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
-    """Have `blocks` know their pages. False: they may not be shared; the log says why."""
+def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
+    """Have `blocks` know their layouts. False: they may not be shared; the log says why."""
     for each, layer_set in zip(blocks, shape.layer_sets, strict=True):
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]
         try:
-            page = shape.check.page_of(each, block_ids, shape.block_tokens)
+            layout = shape.check.layout_of(each, block_ids, shape.block_tokens)
         except Exception as exc:  # noqa: BLE001 — another release's kernel may raise anything
             logger.warning(
-                "kvshare saves and loads nothing: its page check failed (%s: %s).",
+                "kvshare saves and loads nothing: the check of its block layout failed (%s: %s).",
                 type(exc).__name__,
                 exc,
             )
             return False
-        each.page = page.digest
-        if page.untried:
+        each.layout = layout.digest
+        if layout.untried:
             logger.warning(
                 "kvshare cannot check the attention back end %s: its KV is shared only between "
                 "engines with the same back end and the same vLLM release.",
-                page.untried,
+                layout.untried,
             )
         else:
-            logger.info("kvshare has checked the attention kernels: page %s", page.digest)
+            logger.info("kvshare has checked the attention kernels: block layout %s", layout.digest)
     return True

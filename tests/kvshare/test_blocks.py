@@ -387,7 +387,7 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
 def test_facts_name_the_chunk_and_what_counts() -> None:
     piece = piece_of([0, 1], num_tokens=TOKENS + 5)
     blocks = blocks_of(named(token_major()))
-    blocks.page = "0123456789abcdef"
+    blocks.layout = "0123456789abcdef"
     spec = blocks.spec(piece)
     assert spec == TensorSpec(
         dtype="F32",
