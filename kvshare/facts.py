@@ -3,9 +3,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ecshare.plugin.compat import option
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from ecshare.plugin.compat import max_steps_in_flight, names_media_by_request, option
 from ecshare.plugin.model_facts import (
     Namespace,
     json_value,
@@ -15,9 +17,23 @@ from ecshare.plugin.model_facts import (
 )
 from ecshare.store.keys import Kind
 from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
-from kvshare.layers import LayerSet
+from kvshare.layers import (
+    LayerSet,
+    block_bytes,
+    layer_sets_of,
+    own_tp_size,
+    readable_tp_sizes,
+    shard_names_of,
+)
 from kvshare.prefix import Grid, HashFunction
-from kvshare.save_budget import SlabBytes
+from kvshare.save_budget import SlabBytes, slab_sizes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvshare.config import KVConfig
+
 
 UNSPECIFIED_SOURCE = "external_unspecified"
 """vLLM's name for hits from a remote or unknown store."""
@@ -28,6 +44,7 @@ class KVFacts:
     """The facts of its engine that the scheduler half needs."""
 
     namespace: str
+    """Its digest."""
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
     tp_size: int
@@ -50,6 +67,37 @@ class KVFacts:
     def chunk_bytes(self, num_blocks: int) -> int:
         """Return how much memory a rank needs at most to save a chunk of so many blocks."""
         return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
+
+
+def kv_facts(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: "KVConfig",
+    *,
+    can_share: bool,
+) -> KVFacts:
+    """Return the facts of this engine. `namespace` is empty: it is known once the store is open.
+
+    `can_share`: its blocks are shareable. If not, it neither saves nor loads.
+    """
+    role, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    assert role is not None  # or vLLM would not have made the connector
+    chunk_blocks = config.chunk_blocks(cache.block_size) if can_share else 1
+    sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
+    return KVFacts(
+        namespace="",
+        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails),
+        layer_sets=sets,
+        tp_size=own_tp_size(sets, vllm_config.parallel_config.tensor_parallel_size),
+        shard_names={each: shard_names_of(sets, each) for each in readable_tp_sizes(sets)},
+        slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
+        hash_function=get_hash_fn_by_name(cache.prefix_caching_hash_algo),
+        saves=role.is_kv_producer and can_share,
+        loads=role.is_kv_consumer and can_share,
+        numbers_media=names_media_by_request(vllm_config),
+        store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
+        max_steps_in_flight=max_steps_in_flight(vllm_config),
+    )
 
 
 def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model are stored together, and which of their tokens a reader needs; pure.
+"""Which layers of a model are stored together, and which of their tokens a reader needs.
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
@@ -10,6 +10,7 @@ look back over a window need the last tokens of a prefix alone, and vLLM frees t
 those: of them a chunk holds what a prefix that ends in it, or later, can need.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ from kvshare.shards import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvshare.config import KVConfig
+
+logger = logging.getLogger(__name__)
 
 # Collisions of other hashes can be made on purpose, and a name in a shared store must be unique.
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
@@ -154,6 +159,22 @@ def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str 
         or _option_refusal(vllm_config)
         or _layer_refusal(vllm_config, kv_cache_config)
     )
+
+
+def is_shareable(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "KVConfig"
+) -> bool:
+    """Whether the blocks of such an engine can be shared. If not, the log says why.
+
+    Raises:
+        ConfigError: an option does not fit its cache; names the option and the fix.
+    """
+    why_not = refusal(vllm_config, kv_cache_config)
+    if why_not is not None:
+        logger.warning("kvshare saves and loads nothing: %s.", why_not)
+        return False
+    config.check_dtypes(cache_dtypes(kv_cache_config))
+    return True
 
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:

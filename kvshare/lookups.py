@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
-from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
 from kvshare.messages import announced_tokens, announced_tp_size
@@ -86,17 +85,19 @@ class Lookups:
         config: KVConfig,
         facts: KVFacts,
         engine: TransferEngine,
+        stored: RecentKeys[ChunkKey],
         clock_s: Callable[[], float],
     ) -> None:
-        """Use what the scheduler half owns. `clock_s`: monotonic seconds."""
+        """Use what the scheduler half owns. `stored`: gets what look-ups find, and what they miss.
+
+        `clock_s`: monotonic seconds.
+        """
         self._config = config
         self._facts = facts
         self._engine = engine
         self._stats = engine.stats
         self._clock_s = clock_s
-        self.stored = RecentKeys[ChunkKey](clock_s)
-        """Chunks that need not be saved. The save plan adds to it."""
-        self.adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
+        self._stored = stored
         self.tp_sizes = StoredTpSizes(
             facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
         )
@@ -183,8 +184,8 @@ class Lookups:
             self._end(search, done.outcome.value)
             return
         for chunk in done.value.chunks:
-            self.stored.add(chunk.key)
-        self.stored.lost(done.value.missing)
+            self._stored.add(chunk.key)
+        self._stored.lost(done.value.missing)
         if search.is_over:
             return
         search.found, search.tiers = done.value.chunks, done.value.tiers

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from kvshare.events import BlockEvents
 from kvshare.facts import KVFacts
-from kvshare.lookups import Lookups
 from kvshare.messages import Piece
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, Grid, tail_of
+from kvshare.prefix import Chunk, ChunkKey, Grid, tail_of
+from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget
 from kvshare.save_policy import Limit, SavePolicy
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvshare.adapters import Adapter
+    from kvshare.adapters import Adapter, Adapters
 
 
 @dataclass(slots=True, eq=False)
@@ -76,16 +76,17 @@ class SavePlan:
         self,
         facts: KVFacts,
         pieces: Pieces,
-        lookups: Lookups,
+        stored: RecentKeys[ChunkKey],
+        adapters: "Adapters",
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
         policy: SavePolicy,
     ) -> None:
-        """Use the keys that `lookups` has seen, and add to them. `events`: gets what is ordered."""
+        """`stored`: what need not be saved; what is ordered is added. `events`: gets it, too."""
         self._facts = facts
         self._pieces = pieces
-        self._stored = lookups.stored
-        self._adapters = lookups.adapters
+        self._stored = stored
+        self._adapters = adapters
         self._events = events
         self._budget = budget
         self._policy = policy
