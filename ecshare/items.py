@@ -24,13 +24,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from msgspec import Struct
-
+from ecshare.facts import Embeddings, Role
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
-from ecshare.plugin.model_facts import Namespace
-from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec
 from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
@@ -62,42 +59,6 @@ class Phase(Enum):
     READY = auto()
     STORED = auto()
     ABSENT = auto()
-
-
-class Embeddings(Struct, frozen=True):
-    """What the engines of `namespace` share: tensors with one of `widths` and `dtypes`."""
-
-    namespace: Namespace
-    widths: frozenset[int]
-    """In columns; more than one where modalities or models of one kind of options differ."""
-    dtypes: frozenset[str]
-    """Safetensors names."""
-
-    def key(self, identifier: str, num_embeds: int, adapter: str) -> Key:
-        """Return the key of an item's object; `adapter`: fingerprint of its LoRA adapter, or "".
-
-        The number of embeddings is part of the name: an object of another length, left under the
-        same client-chosen identifier, must neither be loaded nor block the right one. A fingerprint
-        holds no colon, so no identifier can pretend to have one.
-        """
-        return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
-
-    def fits(self, spec: TensorSpec, num_embeds: int) -> bool:
-        """Whether a stored tensor can stand in for one with `num_embeds` rows."""
-        is_of_shape = spec.shape in {(num_embeds, width) for width in self.widths}
-        return is_of_shape and spec.dtype in self.dtypes
-
-    def max_bytes(self, num_embeds: int) -> int:
-        """Size of the largest object that could hold such a tensor."""
-        item_bytes = max(ITEM_BYTES[dtype] for dtype in self.dtypes)
-        return PROLOGUE_BYTES + num_embeds * max(self.widths) * item_bytes
-
-
-class Role(NamedTuple):
-    """What an engine does with embeddings; "ec_both" does both."""
-
-    is_producer: bool
-    is_consumer: bool
 
 
 @dataclass(slots=True, eq=False)

@@ -18,32 +18,26 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ecshare.config import OPTIONS_PATH, EncoderConfig
-from ecshare.facts import encoder_namespace, encoder_widths
-from ecshare.items import Embeddings, Item, Items, Phase, Role
+from ecshare.facts import EncoderFacts, encoder_facts, encoder_namespace, refusal, role_of
+from ecshare.items import Item, Items, Phase
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import (
     has_input_cache,
     is_named_by_request,
-    max_steps_in_flight,
-    names_media_by_request,
     option,
 )
-from ecshare.plugin.deployment import deployment_refusal, has_remote_workers
 from ecshare.plugin.idle import IdleSteps
-from ecshare.plugin.ledger import Totals, grown, open_ledger
+from ecshare.plugin.ledger import Ledger, Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.hostcache.cache import Entry
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.recent import Recent
-from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import is_gauge
 
 if TYPE_CHECKING:
@@ -78,63 +72,31 @@ class EncoderScheduler:
     and meets this one in `poll`.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: EncoderConfig) -> None:
-        """Start the I/O thread and check that the store answers.
-
-        Raises:
-            ConfigError: the store cannot be used; names the option and the fix.
-        """
-        ec_config = vllm_config.ec_transfer_config
-        assert ec_config is not None  # or vLLM would not have made the connector
-        self._role = Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
-        why_not = _refusal(vllm_config)
-        self._is_idle = why_not is not None
-        if why_not is not None:
-            logger.warning("ecshare saves and loads nothing: %s.", why_not)
-        elif not self._role.is_producer and has_input_cache(vllm_config.model_config):
-            # The API server's half of that cache does not see inputs without pixels, and the
-            # engine's half lets them take the place of those with pixels (vLLM 0.32,
-            # multimodal/cache/lru.py).
-            logger.warning(
-                "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
-                "came last under a picture's hash, be it without the picture: when an embedding "
-                "is lost, requests that have the picture would fail"
-            )
-        self._numbers_media = names_media_by_request(vllm_config)
-        self._has_tower_adapters = has_tower_adapters(vllm_config)
-        self._placeholders = Placeholders(vllm_config.model_config)
-        self._engine, namespace = start_with_namespace(
-            config,
-            OPTIONS_PATH,
-            partial(encoder_namespace, vllm_config, config.epoch),
-            write=self._role.is_producer and not self._is_idle,
-        )
-        if not self._is_idle:
-            saves, loads = self._role.is_producer, self._role.is_consumer
-            log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
-            log_host_cache(self._engine.host)
-        self._save_after = config.save_after if self._role.is_consumer else 1
+    def __init__(
+        self,
+        config: EncoderConfig,
+        facts: EncoderFacts,
+        placeholders: Placeholders,
+        engine: TransferEngine,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Own `engine` from now on. `ledger`: where workers write what vLLM does not report."""
+        self._facts = facts
+        self._role = facts.role
+        self._placeholders = placeholders
+        self._engine = engine
+        self._stats = engine.stats
+        self._ledger = ledger
+        self._save_after = config.save_after if facts.role.is_consumer else 1
         self._sightings = Sightings() if self._save_after > 1 else None
-        is_remote = has_remote_workers(vllm_config)
-        if is_remote and self._role.is_consumer and not self._is_idle:
-            logger.warning(
-                "workers may be on other hosts than the scheduler: each loads embeddings from the "
-                "store while a step waits, and only what the store has is promised. If the store "
-                "fails during such a step, for %g s, vLLM ends this engine",
-                config.promise_s,
-            )
-        self._stats = self._engine.stats
-        self._idle_steps = IdleSteps(max_steps_in_flight(vllm_config))
+        self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._items = Items(
-            self._engine,
-            _embeddings(vllm_config, namespace),
-            role=self._role,
+            engine,
+            facts.embeddings,
+            role=facts.role,
             wait_s=config.wait_s,
-            in_store=is_remote,
+            in_store=facts.has_remote_workers,
         )
-        # See EncoderWorker: where vLLM drops the workers' reports.
-        is_told = self._role == Role(is_producer=True, is_consumer=False)
-        self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
         self._next_reading_s = 0.0
         self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
@@ -158,6 +120,40 @@ class EncoderScheduler:
         self._unpinning: list[tuple[float, int, Entry]] = []
         self._num_let_go = 0
 
+    @classmethod
+    def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
+        """Start the I/O thread and check that the store answers.
+
+        An engine whose embeddings cannot be shared gets a half that does nothing, and says why
+        once.
+
+        Raises:
+            ConfigError: the store cannot be used; names the option and the fix.
+        """
+        role, placeholders = role_of(vllm_config), Placeholders(vllm_config.model_config)
+        why_not = refusal(vllm_config)
+        if why_not is not None:
+            logger.warning("ecshare saves and loads nothing: %s.", why_not)
+        engine, namespace = start_with_namespace(
+            config,
+            OPTIONS_PATH,
+            partial(encoder_namespace, vllm_config, config.epoch),
+            write=role.is_producer and why_not is None,
+        )
+        facts = encoder_facts(vllm_config, role, namespace, is_shareable=why_not is None)
+        if facts.is_shareable:
+            _warn(vllm_config, config, facts)
+            log_sharing(
+                "embeddings",
+                config,
+                namespace.digest,
+                saves=role.is_producer,
+                loads=role.is_consumer,
+            )
+            log_host_cache(engine.host)
+        ledger = open_ledger(vllm_config, engine.host) if role.only_encodes else None
+        return cls(config, facts, placeholders, engine, ledger)
+
     # --- hooks ---
 
     def ready(self, request: "Request", num_computed_tokens: int) -> bool:
@@ -171,7 +167,7 @@ class EncoderScheduler:
         passed = self._passed.get(request_id)
         if passed and passed[0] == len(features) and passed[1] <= num_computed_tokens:
             return True
-        if self._is_idle:
+        if not self._facts.is_shareable:
             features = []
         needed = [feature for feature in features if _end(feature) > num_computed_tokens]
         if len(needed) < len(features) and request_id in self._wanted:
@@ -237,7 +233,7 @@ class EncoderScheduler:
         self._passed.pop(request.request_id, None)
         self._release(request.request_id, set())
         unannounced = self._unannounced.pop(request.request_id, ())
-        if not self._role.is_producer or not request.mm_features or self._is_idle:
+        if not self._role.is_producer or not request.mm_features or not self._facts.is_shareable:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
@@ -286,7 +282,7 @@ class EncoderScheduler:
 
     def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
         """As `ready`, where nothing is shared: what cannot be encoded is lost."""
-        return self._is_idle or all(
+        return not self._facts.is_shareable or all(
             self._placeholders.can_encode(feature) or self._lose(request)
             for feature in request.mm_features
             if _end(feature) > num_computed_tokens
@@ -371,7 +367,7 @@ class EncoderScheduler:
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item may be in the store, by its name."""
-        if not _is_encoded(feature) or (self._numbers_media and is_named_by_request(feature)):
+        if not _is_encoded(feature) or (self._facts.numbers_media and is_named_by_request(feature)):
             return False
         return len(feature.identifier) <= MAX_IDENTIFIER_CHARS
 
@@ -382,7 +378,7 @@ class EncoderScheduler:
         is_announced = self._role.is_consumer and self._is_announced(request, feature)
         joined_s = time.monotonic()
         if item is None:
-            adapter = request.lora_request if self._has_tower_adapters else None
+            adapter = request.lora_request if self._facts.has_tower_adapters else None
             item = self._items.ask(
                 feature.identifier,
                 feature.mm_position.get_num_embeds(),
@@ -482,12 +478,23 @@ class EncoderScheduler:
         return tuple(saves)
 
 
-def _refusal(vllm_config: "VllmConfig") -> str | None:
-    """Return why the embeddings of such an engine cannot be shared; None if they can."""
-    if vllm_config.model_config.is_encoder_decoder:
-        # vLLM asks for their items too, and then loads none.
-        return "encoder-decoder models are not supported"
-    return deployment_refusal(vllm_config)
+def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts) -> None:
+    """Log what of this engine's deployment may fail requests, or the engine."""
+    if not facts.role.is_producer and has_input_cache(vllm_config.model_config):
+        # The API server's half of that cache does not see inputs without pixels, and the engine's
+        # half lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
+        logger.warning(
+            "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
+            "came last under a picture's hash, be it without the picture: when an embedding "
+            "is lost, requests that have the picture would fail"
+        )
+    if facts.has_remote_workers and facts.role.is_consumer:
+        logger.warning(
+            "workers may be on other hosts than the scheduler: each loads embeddings from the "
+            "store while a step waits, and only what the store has is promised. If the store "
+            "fails during such a step, for %g s, vLLM ends this engine",
+            config.promise_s,
+        )
 
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -506,11 +513,3 @@ def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:
 def _end(feature: "MultiModalFeatureSpec") -> int:
     """Return the position after the item's last placeholder token."""
     return feature.mm_position.offset + feature.mm_position.length
-
-
-def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:
-    dtype = vllm_config.model_config.dtype
-    assert isinstance(dtype, torch.dtype)  # a word only until vLLM has read the model
-    # Some encoders run in float32 whatever the model's dtype is.
-    dtypes = frozenset((dtype_name(dtype), "F32"))
-    return Embeddings(namespace, encoder_widths(vllm_config), dtypes)
