@@ -57,13 +57,13 @@ class ECShareConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             from ecshare.scheduler import EncoderScheduler
 
-            self.scheduler = EncoderScheduler(vllm_config, config)
+            self.scheduler = EncoderScheduler.start(vllm_config, config)
             self.guard = Guard(self.scheduler.give_up)
         else:
             from ecshare.plugin.ranks import worker_rank
             from ecshare.worker import EncoderWorker
 
-            self.worker = EncoderWorker(vllm_config, config, worker_rank(vllm_config))
+            self.worker = EncoderWorker.start(vllm_config, config, worker_rank(vllm_config))
             self.guard = Guard(self.worker.give_up)
 
     @guarded(_none, goes_on=True)

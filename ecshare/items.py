@@ -24,13 +24,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from msgspec import Struct
-
+from ecshare.facts import Embeddings, Role
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
-from ecshare.plugin.model_facts import Namespace
-from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec
 from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
 from ecshare.transfer.engine import TransferEngine
@@ -64,42 +61,6 @@ class Phase(Enum):
     ABSENT = auto()
 
 
-class Embeddings(Struct, frozen=True):
-    """What the engines of `namespace` share: tensors with one of `widths` and `dtypes`."""
-
-    namespace: Namespace
-    widths: frozenset[int]
-    """In columns; more than one where modalities or models of one kind of options differ."""
-    dtypes: frozenset[str]
-    """Safetensors names."""
-
-    def key(self, identifier: str, num_embeds: int, adapter: str) -> Key:
-        """Return the key of an item's object; `adapter`: fingerprint of its LoRA adapter, or "".
-
-        The number of embeddings is part of the name: an object of another length, left under the
-        same client-chosen identifier, must neither be loaded nor block the right one. A fingerprint
-        holds no colon, so no identifier can pretend to have one.
-        """
-        return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
-
-    def fits(self, facts: TensorSpec, num_embeds: int) -> bool:
-        """Whether a stored tensor can stand in for one with `num_embeds` rows."""
-        is_of_shape = facts.shape in {(num_embeds, width) for width in self.widths}
-        return is_of_shape and facts.dtype in self.dtypes
-
-    def max_bytes(self, num_embeds: int) -> int:
-        """Size of the largest object that could hold such a tensor."""
-        item_bytes = max(ITEM_BYTES[dtype] for dtype in self.dtypes)
-        return PROLOGUE_BYTES + num_embeds * max(self.widths) * item_bytes
-
-
-class Role(NamedTuple):
-    """What an engine does with embeddings; "ec_both" does both."""
-
-    is_producer: bool
-    is_consumer: bool
-
-
 @dataclass(slots=True, eq=False)
 class Item:
     """One identifier that live requests need; see the module's docstring for the phases."""
@@ -124,7 +85,7 @@ class Item:
     """The requests that need it, and since when: monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
     """Those of them for which it was sought once more."""
-    is_admitted: bool = False
+    is_worth_storing: bool = False
     """A request of these was reason enough to store it."""
 
     @property
@@ -273,7 +234,7 @@ class Items:
             in_store=self._in_store,
             may_be_given_up=True,
         )
-        return Handle(job, partial(self._fetched, item, is_told=item.is_announced))
+        return Handle(job, partial(self._fetched, item, was_announced=item.is_announced))
 
     def _start(self, item: Item, handle: Handle[Any]) -> None:
         item.handle = handle
@@ -303,15 +264,15 @@ class Items:
             else:
                 self._miss(item, _reason(done.outcome))
 
-    def _fetched(self, item: Item, done: Done[StoredObject], *, is_told: bool) -> None:
-        """`is_told`: it was announced when it was asked for."""
+    def _fetched(self, item: Item, done: Done[StoredObject], *, was_announced: bool) -> None:
+        """`was_announced`: it was announced when it was asked for."""
         stored = done.value
         if self._is_wanted(item):
             item.handle = None
             if stored is not None and stored.entry is not None:
                 self._take(item, stored, done)
                 return  # the item owns it
-            is_early = done.outcome is Outcome.MISSING and not is_told
+            is_early = done.outcome is Outcome.MISSING and not was_announced
             if is_early and item.is_announced and item.phase is Phase.ASKED:
                 self._seek(item)  # somebody who was told of it joined meanwhile
             else:

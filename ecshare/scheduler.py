@@ -18,35 +18,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ecshare.config import OPTIONS_PATH, EncoderConfig
-from ecshare.facts import encoder_namespace, encoder_widths
-from ecshare.items import Embeddings, Item, Items, Phase, Role
+from ecshare.facts import EncoderFacts, encoder_facts, encoder_namespace, refusal, role_of
+from ecshare.items import Item, Items, Phase
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
 from ecshare.placeholders import Placeholders
-from ecshare.plugin.admission import Sightings, wish
 from ecshare.plugin.compat import (
+    has_input_cache,
     is_named_by_request,
-    max_steps_in_flight,
-    names_media_by_request,
     option,
 )
-from ecshare.plugin.deployment import deployment_refusal, has_remote_workers
 from ecshare.plugin.idle import IdleSteps
-from ecshare.plugin.ledger import Totals, grown, open_ledger
+from ecshare.plugin.ledger import Ledger, Totals, grown, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.model_facts import Namespace, has_tower_adapters
+from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.hostcache.cache import Entry
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.recent import Recent
-from ecshare.transfer.staging import dtype_name
 from ecshare.transfer.stats import is_gauge
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
@@ -64,8 +59,8 @@ _LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
-# The field of a request's `ec_transfer_params`; see `wish`.
-_WISH = "ecshare_save"
+# The field of a request's `ec_transfer_params`; see `requested_save`.
+_SAVE_FIELD = "ecshare_save"
 # An object's header has little room; a long video's times would fill it.
 _MAX_NOTED_CHARS = 2048
 
@@ -77,60 +72,31 @@ class EncoderScheduler:
     and meets this one in `poll`.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: EncoderConfig) -> None:
-        """Start the I/O thread and check that the store answers.
-
-        Raises:
-            ConfigError: the store cannot be used; names the option and the fix.
-        """
-        ec_config = vllm_config.ec_transfer_config
-        assert ec_config is not None  # or vLLM would not have made the connector
-        self._role = Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
-        why_not = _refusal(vllm_config)
-        self._is_idle = why_not is not None
-        if why_not is not None:
-            logger.warning("ecshare saves and loads nothing: %s.", why_not)
-        elif not self._role.is_producer and _may_confuse_inputs(vllm_config.model_config):
-            logger.warning(
-                "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
-                "came last under a picture's hash, be it without the picture: when an embedding "
-                "is lost, requests that have the picture would fail"
-            )
-        self._numbers_media = names_media_by_request(vllm_config)
-        self._has_tower_adapters = has_tower_adapters(vllm_config)
-        self._placeholders = Placeholders(vllm_config.model_config)
-        self._engine, namespace = start_with_namespace(
-            config,
-            OPTIONS_PATH,
-            partial(encoder_namespace, vllm_config, config.epoch),
-            write=self._role.is_producer and not self._is_idle,
-        )
-        if not self._is_idle:
-            saves, loads = self._role.is_producer, self._role.is_consumer
-            log_sharing("embeddings", config, namespace.digest, saves=saves, loads=loads)
-            log_host_cache(self._engine.host)
-        self._save_after = config.save_after if self._role.is_consumer else 1
+    def __init__(
+        self,
+        config: EncoderConfig,
+        facts: EncoderFacts,
+        placeholders: Placeholders,
+        engine: TransferEngine,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Own `engine` from now on. `ledger`: where workers write what vLLM does not report."""
+        self._facts = facts
+        self._role = facts.role
+        self._placeholders = placeholders
+        self._engine = engine
+        self._stats = engine.stats
+        self._ledger = ledger
+        self._save_after = config.save_after if facts.role.is_consumer else 1
         self._sightings = Sightings() if self._save_after > 1 else None
-        is_remote = has_remote_workers(vllm_config)
-        if is_remote and self._role.is_consumer and not self._is_idle:
-            logger.warning(
-                "workers may be on other hosts than the scheduler: each loads embeddings from the "
-                "store while a step waits, and only what the store has is promised. If the store "
-                "fails during such a step, for %g s, vLLM ends this engine",
-                config.promise_s,
-            )
-        self._stats = self._engine.stats
-        self._idle_steps = IdleSteps(max_steps_in_flight(vllm_config))
+        self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._items = Items(
-            self._engine,
-            _embeddings(vllm_config, namespace),
-            role=self._role,
+            engine,
+            facts.embeddings,
+            role=facts.role,
             wait_s=config.wait_s,
-            in_store=is_remote,
+            in_store=facts.has_remote_workers,
         )
-        # See EncoderWorker: where vLLM drops the workers' reports.
-        is_told = self._role == Role(is_producer=True, is_consumer=False)
-        self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
         self._next_reading_s = 0.0
         self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
@@ -154,6 +120,40 @@ class EncoderScheduler:
         self._unpinning: list[tuple[float, int, Entry]] = []
         self._num_let_go = 0
 
+    @classmethod
+    def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
+        """Start the I/O thread and check that the store answers.
+
+        An engine whose embeddings cannot be shared gets a half that does nothing, and says why
+        once.
+
+        Raises:
+            ConfigError: the store cannot be used; names the option and the fix.
+        """
+        role, placeholders = role_of(vllm_config), Placeholders(vllm_config.model_config)
+        why_not = refusal(vllm_config)
+        if why_not is not None:
+            logger.warning("ecshare saves and loads nothing: %s.", why_not)
+        engine, namespace = start_with_namespace(
+            config,
+            OPTIONS_PATH,
+            partial(encoder_namespace, vllm_config, config.epoch),
+            write=role.is_producer and why_not is None,
+        )
+        facts = encoder_facts(vllm_config, role, namespace, is_shareable=why_not is None)
+        if facts.is_shareable:
+            _warn(vllm_config, config, facts)
+            log_sharing(
+                "embeddings",
+                config,
+                namespace.digest,
+                saves=role.is_producer,
+                loads=role.is_consumer,
+            )
+            log_host_cache(engine.host)
+        ledger = open_ledger(vllm_config, engine.host) if role.only_encodes else None
+        return cls(config, facts, placeholders, engine, ledger)
+
     # --- hooks ---
 
     def ready(self, request: "Request", num_computed_tokens: int) -> bool:
@@ -167,7 +167,7 @@ class EncoderScheduler:
         passed = self._passed.get(request_id)
         if passed and passed[0] == len(features) and passed[1] <= num_computed_tokens:
             return True
-        if self._is_idle:
+        if not self._facts.is_shareable:
             features = []
         needed = [feature for feature in features if _end(feature) > num_computed_tokens]
         if len(needed) < len(features) and request_id in self._wanted:
@@ -232,15 +232,15 @@ class EncoderScheduler:
         self._lost.discard(request.request_id)
         self._passed.pop(request.request_id, None)
         self._release(request.request_id, set())
-        unkept = self._unannounced.pop(request.request_id, ())
-        if not self._role.is_producer or not request.mm_features or self._is_idle:
+        unannounced = self._unannounced.pop(request.request_id, ())
+        if not self._role.is_producer or not request.mm_features or not self._facts.is_shareable:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
         return {
             name: entry
             for name, entry in announced.items()
-            if name not in unkept and name not in self._declined
+            if name not in unannounced and name not in self._declined
         }
 
     def take_unavailable(self) -> set[str]:
@@ -282,7 +282,7 @@ class EncoderScheduler:
 
     def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
         """As `ready`, where nothing is shared: what cannot be encoded is lost."""
-        return self._is_idle or all(
+        return not self._facts.is_shareable or all(
             self._placeholders.can_encode(feature) or self._lose(request)
             for feature in request.mm_features
             if _end(feature) > num_computed_tokens
@@ -367,7 +367,7 @@ class EncoderScheduler:
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item may be in the store, by its name."""
-        if not _is_encoded(feature) or (self._numbers_media and is_named_by_request(feature)):
+        if not _is_encoded(feature) or (self._facts.numbers_media and is_named_by_request(feature)):
             return False
         return len(feature.identifier) <= MAX_IDENTIFIER_CHARS
 
@@ -378,7 +378,7 @@ class EncoderScheduler:
         is_announced = self._role.is_consumer and self._is_announced(request, feature)
         joined_s = time.monotonic()
         if item is None:
-            adapter = request.lora_request if self._has_tower_adapters else None
+            adapter = request.lora_request if self._facts.has_tower_adapters else None
             item = self._items.ask(
                 feature.identifier,
                 feature.mm_position.get_num_embeds(),
@@ -397,10 +397,10 @@ class EncoderScheduler:
     def _consider(self, request: "Request", item: Item) -> None:
         """Note whether `request` is reason enough to store `item`, if that is absent."""
         num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1
-        asked = wish(request, option(request, "ec_transfer_params"), _WISH)
+        asked = requested_save(request, option(request, "ec_transfer_params"), _SAVE_FIELD)
         if asked is False or not (asked or num_seen >= self._save_after):
             return
-        item.is_admitted = True
+        item.is_worth_storing = True
         if item.identifier in self._declined and item.phase is Phase.ABSENT:
             self._items.unsaved[item.identifier] = item
 
@@ -412,8 +412,8 @@ class EncoderScheduler:
         them is a wait, of at most `wait_s`.
         """
         params = option(request, "ec_transfer_params")
-        is_told = isinstance(params, dict) and feature.identifier in params
-        return is_told or not self._placeholders.can_encode(feature)
+        is_named = isinstance(params, dict) and feature.identifier in params
+        return is_named or not self._placeholders.can_encode(feature)
 
     def _lose(self, request: "Request") -> bool:
         self._lost.add(request.request_id)
@@ -468,7 +468,7 @@ class EncoderScheduler:
         wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
         for identifier in [each for each in unsaved if each in wanted]:
             item = unsaved.pop(identifier)
-            if not item.is_admitted:
+            if not item.is_worth_storing:
                 self._declined[identifier] = None
                 self._stats.add("items/declined")
                 continue
@@ -478,12 +478,23 @@ class EncoderScheduler:
         return tuple(saves)
 
 
-def _refusal(vllm_config: "VllmConfig") -> str | None:
-    """Return why the embeddings of such an engine cannot be shared; None if they can."""
-    if vllm_config.model_config.is_encoder_decoder:
-        # vLLM asks for their items too, and then loads none.
-        return "encoder-decoder models are not supported"
-    return deployment_refusal(vllm_config)
+def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts) -> None:
+    """Log what of this engine's deployment may fail requests, or the engine."""
+    if not facts.role.is_producer and has_input_cache(vllm_config.model_config):
+        # The API server's half of that cache does not see inputs without pixels, and the engine's
+        # half lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
+        logger.warning(
+            "--mm-processor-cache-gb: set it to 0. This engine's cache of inputs keeps what "
+            "came last under a picture's hash, be it without the picture: when an embedding "
+            "is lost, requests that have the picture would fail"
+        )
+    if facts.has_remote_workers and facts.role.is_consumer:
+        logger.warning(
+            "workers may be on other hosts than the scheduler: each loads embeddings from the "
+            "store while a step waits, and only what the store has is promised. If the store "
+            "fails during such a step, for %g s, vLLM ends this engine",
+            config.promise_s,
+        )
 
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -502,21 +513,3 @@ def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:
 def _end(feature: "MultiModalFeatureSpec") -> int:
     """Return the position after the item's last placeholder token."""
     return feature.mm_position.offset + feature.mm_position.length
-
-
-def _may_confuse_inputs(model_config: "ModelConfig") -> bool:
-    """Whether vLLM may give a request that has a picture what came without it before.
-
-    The API server's half of the cache does not see inputs without pixels, and the engine's half
-    lets them take the place of those with pixels (vLLM 0.32, multimodal/cache/lru.py).
-    """
-    media = option(model_config, "multimodal_config")
-    return bool(getattr(media, "mm_processor_cache_gb", 0))
-
-
-def _embeddings(vllm_config: "VllmConfig", namespace: Namespace) -> Embeddings:
-    dtype = vllm_config.model_config.dtype
-    assert isinstance(dtype, torch.dtype)  # a word only until vLLM has read the model
-    # Some encoders run in float32 whatever the model's dtype is.
-    dtypes = frozenset((dtype_name(dtype), "F32"))
-    return Embeddings(namespace, encoder_widths(vllm_config), dtypes)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ecshare.config import OPTIONS_PATH, EncoderConfig
+from ecshare.facts import Role, role_of
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
-from ecshare.plugin.ledger import open_ledger
+from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.ranks import Rank
 from ecshare.plugin.start import start_engine
 from ecshare.store.format import TensorSpec
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, GiveUp, Handle, Outcome, Put, Run, StoredObject
 from ecshare.transfer.recent import Recent
@@ -42,40 +44,54 @@ class EncoderWorker:
     Ownership: all fields belong to vLLM's worker thread; the transfer engine has its own.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: EncoderConfig, rank: Rank) -> None:
+    def __init__(  # noqa: PLR0913 — what it is, and what it owns
+        self,
+        config: EncoderConfig,
+        role: Role,
+        rank: Rank,
+        device: torch.device,
+        staging: Staging,
+        engine: TransferEngine,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Own `staging` and `engine` from now on. `ledger`: where to write what vLLM does not
+        report."""
+        self._device = device
+        self._rank = rank.tp_rank
+        self._is_writer = _is_writer(role, rank)
+        self._is_durable = self._is_writer and config.save == "durable"
+        # An engine that also decodes must not be held up for memory: it gives the save up.
+        self._waits_for_room = self._is_durable or not role.is_consumer
+        self._timeout_s = config.io_timeout_s
+        self._promise_s = config.promise_s
+        self._staging = staging
+        self._engine = engine
+        self._stats = engine.stats
+        self._ledger = ledger
+        self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
+        self._loaded: set[str] = set()
+        self._totals: dict[str, float] = {}
+        self._has_news = False
+        self._is_untold = False
+        self._next_entry_s = 0.0
+
+    @classmethod
+    def start(cls, vllm_config: "VllmConfig", config: EncoderConfig, rank: Rank) -> "EncoderWorker":
         """Start the I/O thread and check that the store answers. `rank`: this worker's place.
 
         Raises:
             ConfigError: the store cannot be used; names the option and the fix.
         """
-        role, device = vllm_config.ec_transfer_config, vllm_config.device_config.device
-        assert role is not None  # or vLLM would not have made the connector
-        assert device is not None  # nor this worker
-        self._device = torch.device(device)
-        self._rank = rank.tp_rank
-        self._is_writer = role.is_ec_producer and rank.is_writer
-        self._is_durable = self._is_writer and config.save == "durable"
-        # An engine that also decodes must not be held up for memory: it gives the save up.
-        self._waits_for_room = self._is_durable or not role.is_ec_consumer
-        self._timeout_s = config.io_timeout_s
-        self._promise_s = config.promise_s
+        role, named = role_of(vllm_config), vllm_config.device_config.device
+        assert named is not None  # or vLLM would not have made this worker
+        device, is_writer = torch.device(named), _is_writer(role, rank)
         buffer_bytes = config.buffer_bytes
-        if is_gpu(self._device) and not self._is_writer:
+        if is_gpu(device) and not is_writer:
             buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
-        self._staging = Staging(self._device, buffer_bytes)
-        self._engine = start_engine(
-            config, OPTIONS_PATH, write=self._is_writer, device=self._device
-        )
-        self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
-        self._loaded: set[str] = set()
-        self._stats = self._engine.stats
-        self._totals: dict[str, float] = {}
-        self._has_news = False
-        # Only of an engine that does nothing but encode does vLLM drop the reports.
-        is_told = role.is_ec_producer and not role.is_ec_consumer
-        self._ledger = open_ledger(vllm_config, self._engine.host) if is_told else None
-        self._is_untold = False
-        self._next_entry_s = 0.0
+        staging = Staging(device, buffer_bytes)
+        engine = start_engine(config, OPTIONS_PATH, write=is_writer, device=device)
+        ledger = open_ledger(vllm_config, engine.host) if role.only_encodes else None
+        return cls(config, role, rank, device, staging, engine, ledger)
 
     def load(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
         """Fill `encoder_cache` (identifier -> [num_embeds, width] on the device) as ordered.
@@ -193,11 +209,11 @@ class EncoderWorker:
         except ValueError as exc:
             logger.warning("embedding not stored: %s", exc)
             return None
-        facts = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
-        slab = self._staging.reserve(facts)
+        spec = TensorSpec(dtype, tuple(tensor.shape), order.attributes)
+        slab = self._staging.reserve(spec)
         if slab is None and self._waits_for_room:
             self._engine.drain(self._timeout_s)
-            slab = self._staging.reserve(facts)
+            slab = self._staging.reserve(spec)
         return slab
 
     def _fetch(self, order: LoadOrder) -> StoredObject | None:
@@ -241,3 +257,8 @@ class EncoderWorker:
             self._is_untold, self._next_entry_s = False, now_s + _ENTRY_EVERY_S
             work = partial(self._ledger.write, self._rank, self._totals)
             self._engine.submit(Run("ledger", work))
+
+
+def _is_writer(role: Role, rank: Rank) -> bool:
+    """Whether a worker stores embeddings."""
+    return role.is_producer and rank.is_writer

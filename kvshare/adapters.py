@@ -13,9 +13,10 @@ from pathlib import Path
 from vllm.v1.request import Request
 
 from ecshare.plugin.adapters import AdapterContents, adapter_fingerprint
-from ecshare.plugin.compat import hashed_adapter, option
+from ecshare.plugin.compat import option
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
+from kvshare.compat import hashed_adapter
 from kvshare.prefix import Grid
 
 

@@ -27,12 +27,12 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from ecshare.plugin.compat import device_copier
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStream
 from ecshare.transfer.staging import Slab, dtype_name, is_gpu
 from kvshare import float8
+from kvshare.compat import device_copier
 from kvshare.device_copies import Addresses, BlockTable, Copier
 from kvshare.layers import LayerSet
 from kvshare.messages import Piece
@@ -71,20 +71,20 @@ class BlockCaches:
         """
         num_heads = layer_set.num_heads
         distinct = _distinct(layer_set.layers, caches)
-        pages = [_paged(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
+        views = [_as_blocks(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
         layouts = {
-            (tuple(each.shape), each.dtype, each.device, _is_head_first(each)) for each in pages
+            (tuple(each.shape), each.dtype, each.device, _is_head_first(each)) for each in views
         }
         if len(layouts) > 1:
             raise ValueError(f"the layers' caches differ: {sorted(map(str, layouts))}")
-        first = pages[0]
-        self.page = ""
-        """What the inside of a block looks like; see page_check.py."""
+        first = views[0]
+        self.layout = ""
+        """What the inside of a block looks like, by digest; see layout_check.py."""
         self._names = [name for (name, _), _ in distinct]
         self._is_head_first = _is_head_first(first)
         self._layers = [
             (self._as_it_lies(each), group)
-            for each, (_, group) in zip(pages, distinct, strict=True)
+            for each, (_, group) in zip(views, distinct, strict=True)
         ]
         self.device: torch.device = first.device
         self.dtype = dtype_name(first.dtype)
@@ -109,8 +109,8 @@ class BlockCaches:
     @property
     def block_bytes(self) -> int:
         """The bytes of one block of one layer."""
-        pages, _ = self._layers[0]
-        return pages[0].nbytes
+        cache, _ = self._layers[0]
+        return cache[0].nbytes
 
     def spec(self, piece: Piece) -> TensorSpec:
         """Return what `save` copies of `piece`, as the object of this rank says it of itself."""
@@ -119,7 +119,7 @@ class BlockCaches:
             "num_tokens": piece.num_tokens,
             "block_tokens": self._block_tokens,
             "order": _order(is_head_first=self._is_head_first),
-            "page": self.page,
+            "page": self.layout,
         }
         inside = (self._num_heads, self._kernel_tokens)
         shape = (
@@ -165,9 +165,9 @@ class BlockCaches:
             and (self._erase is None or tokens == self._kernel_tokens)
         )
 
-    def is_of_another_page(self, stored: TensorSpec, piece: Piece) -> bool:
+    def has_another_layout(self, stored: TensorSpec, piece: Piece) -> bool:
         """Whether `stored` is an object of `piece` whose blocks were laid out in another way."""
-        own = structs.replace(stored, attributes={**stored.attributes, "page": self.page})
+        own = structs.replace(stored, attributes={**stored.attributes, "page": self.layout})
         return isinstance(stored.attributes.get("page"), str) and self.can_use(own, piece)
 
     def is_sound(self, stored: Tensor) -> bool:
@@ -178,8 +178,8 @@ class BlockCaches:
         """Return the name of each layer, the one of `block_ids` that is its group's, and a view of
         that block of its cache."""
         return [
-            (name, block_ids[group], pages[block_ids[group]])
-            for name, (pages, group) in zip(self._names, self._layers, strict=True)
+            (name, block_ids[group], cache[block_ids[group]])
+            for name, (cache, group) in zip(self._names, self._layers, strict=True)
         ]
 
     def by_head(self, stored: Tensor) -> Tensor:
@@ -226,17 +226,17 @@ class BlockCaches:
         heads = None if piece.shard is None else piece.shard.heads
         if heads is not None:
             own = own.narrow(self._head_axis + 1, heads.first, heads.count)
-        layers = [(self._of_heads(pages, heads), group) for pages, group in self._layers]
+        layers = [(self._of_heads(cache, heads), group) for cache, group in self._layers]
         if self._copier is not None and stream is not None:
             table = self._table if heads is None else BlockTable.of(layers)
             self._send(own, piece, table, stream, self._copier)
             return
         runs = [list(_runs(ids)) for ids in piece.block_ids]
-        for number, (pages, group) in enumerate(layers):
+        for number, (cache, group) in enumerate(layers):
             rows = own[number]
             if self._as_float8:
-                rows = self._fill(torch.empty(self._in_cache(rows), dtype=pages.dtype), rows)
-            _scatter(rows, pages, runs[group])
+                rows = self._fill(torch.empty(self._in_cache(rows), dtype=cache.dtype), rows)
+            _scatter(rows, cache, runs[group])
 
     def _in_cache(self, stored: Tensor) -> tuple[int, ...]:
         """Return the shape that `stored` blocks have in the cache."""
@@ -289,9 +289,9 @@ class BlockCaches:
         """Copy the blocks of `piece` to `out`; CPU."""
         runs = [list(_runs(ids)) for ids in piece.block_ids]
         blocks = self._blocks_of(out, self._kernel_blocks)
-        for number, (pages, group) in enumerate(self._layers):
+        for number, (cache, group) in enumerate(self._layers):
             for row, block_id, count in runs[group]:
-                blocks[number, row : row + count].copy_(pages[block_id : block_id + count])
+                blocks[number, row : row + count].copy_(cache[block_id : block_id + count])
 
     def _finish(self, piece: Piece, payload: Tensor) -> None:
         """Zero what follows the last token of `piece`."""
@@ -304,11 +304,11 @@ class BlockCaches:
         """The axis of the heads in the cache of one layer, in the order of its memory."""
         return 2 if self._is_head_first else 3
 
-    def _of_heads(self, pages: Tensor, heads: Heads | None) -> Tensor:
+    def _of_heads(self, cache: Tensor, heads: Heads | None) -> Tensor:
         """Return the part of a layer's cache that `heads` are copied to; None: all of it."""
         if heads is None:
-            return pages
-        return pages.narrow(self._head_axis, heads.first_own, heads.count)
+            return cache
+        return cache.narrow(self._head_axis, heads.first_own, heads.count)
 
     def _num_stored_heads(self, piece: Piece) -> int:
         return self._num_heads if piece.shard is None else piece.shard.num_heads
@@ -320,27 +320,27 @@ class BlockCaches:
 
     def _in_own_layout(self, blocks: Tensor, *, is_head_first: bool) -> Tensor:
         """Reorder [layer, block, kernel block, ...] as the cache has it; a view, if it can be."""
-        pages = blocks if is_head_first else blocks.transpose(3, 4)
-        layers, number, kernel_blocks, heads, _, content = pages.shape
+        ordered = blocks if is_head_first else blocks.transpose(3, 4)
+        layers, number, kernel_blocks, heads, _, content = ordered.shape
         if kernel_blocks != self._kernel_blocks:
-            whole = pages.transpose(2, 3).reshape(layers, number, heads, -1, content)
-            pages = whole.view(layers, number, heads, -1, self._kernel_tokens, content)
-            pages = pages.transpose(2, 3)
-        return self._as_it_lies(pages)
+            whole = ordered.transpose(2, 3).reshape(layers, number, heads, -1, content)
+            ordered = whole.view(layers, number, heads, -1, self._kernel_tokens, content)
+            ordered = ordered.transpose(2, 3)
+        return self._as_it_lies(ordered)
 
-    def _as_it_lies(self, pages: Tensor) -> Tensor:
+    def _as_it_lies(self, blocks: Tensor) -> Tensor:
         """View [..., head, token, content] with its axes in the order of the cache's memory."""
-        return pages if self._is_head_first else pages.transpose(-3, -2)
+        return blocks if self._is_head_first else blocks.transpose(-3, -2)
 
     def _zero(self, last: Tensor, num_tokens: int) -> None:
         """Zero what follows `num_tokens` in the `last` block of each layer."""
-        pages = self._as_it_lies(last)  # its own inverse: [layer, kernel block, head, token, ...]
+        blocks = self._as_it_lies(last)  # its own inverse: [layer, kernel block, head, token, ...]
         if self._erase is None:
             whole, rest = divmod(num_tokens, self._kernel_tokens)
-            pages[:, whole, :, rest:] = 0
-            pages[:, whole + 1 :] = 0
+            blocks[:, whole, :, rest:] = 0
+            blocks[:, whole + 1 :] = 0
             return
-        for layer in pages:
+        for layer in blocks:
             block = layer.contiguous()
             self._erase(block, num_tokens)
             layer.copy_(block)
@@ -353,14 +353,14 @@ def _order(*, is_head_first: bool) -> str:
     return _ORDERS[0 if is_head_first else 1]
 
 
-def _is_head_first(pages: Tensor) -> bool:
+def _is_head_first(cache: Tensor) -> bool:
     """Whether a head's tokens lie together in [block, kernel block, head, token, content]."""
-    return pages.stride(2) >= pages.stride(3)
+    return cache.stride(2) >= cache.stride(3)
 
 
-def _can_erase(erase: Erase, pages: Tensor) -> bool:
+def _can_erase(erase: Erase, cache: Tensor) -> bool:
     """Try it, on a block of ones."""
-    block = torch.ones_like(pages[0], memory_format=torch.contiguous_format)
+    block = torch.ones_like(cache[0], memory_format=torch.contiguous_format)
     num_blocks, _, kernel_tokens, _ = block.shape
     block_tokens = num_blocks * kernel_tokens
     first_token = block_tokens // 2
@@ -372,13 +372,13 @@ def _can_erase(erase: Erase, pages: Tensor) -> bool:
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
 
 
-def _scatter(rows: Tensor, pages: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copy `rows` to the `pages` that `runs` name.
+def _scatter(rows: Tensor, cache: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy `rows` to the blocks of `cache` that `runs` name.
 
     By this thread alone: torch would have the cores help that compute other requests meanwhile,
     once for each thread that copies.
     """
-    source, target = _bits(rows), _bits(pages)
+    source, target = _bits(rows), _bits(cache)
     for row, block_id, count in runs:
         target[block_id : block_id + count] = source[row : row + count]
 
@@ -417,7 +417,9 @@ def _distinct(
     return list(found.values())
 
 
-def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_heads: int) -> Tensor:
+def _as_blocks(
+    name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_heads: int
+) -> Tensor:
     """View `cache` as [block, kernel block, head, token, content].
 
     A kernel may work on blocks of fewer tokens; then several lie in one block of the cache. One
@@ -431,7 +433,7 @@ def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_hea
     fits = [
         axes
         for axes in permutations(range(cache.ndim))
-        if cache.ndim == 4 and _is_page_order(cache, axes, num_blocks, block_tokens, num_heads)
+        if cache.ndim == 4 and _is_axis_order(cache, axes, num_blocks, block_tokens, num_heads)
     ]
     # vLLM's own order comes first among the permutations; sizes that fit another way too (as many
     # heads as tokens, say) do not make it doubtful.
@@ -440,11 +442,11 @@ def _paged(name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_hea
             f"{name}: a cache of shape {tuple(cache.shape)} cannot be read as {num_blocks} blocks "
             f"of {num_heads} heads x {block_tokens} tokens"
         )
-    pages = cache.permute(fits[0])
-    return pages.view(num_blocks, -1, *pages.shape[1:])
+    blocks = cache.permute(fits[0])
+    return blocks.view(num_blocks, -1, *blocks.shape[1:])
 
 
-def _is_page_order(
+def _is_axis_order(
     cache: Tensor, axes: tuple[int, ...], num_blocks: int, block_tokens: int, num_heads: int
 ) -> bool:
     blocks, heads, tokens, _ = (cache.shape[axis] for axis in axes)

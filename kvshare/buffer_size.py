@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default of `buffer_bytes`, for engines on GPUs."""
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ecshare.plugin.deployment import has_remote_workers, memory_bytes, num_local_ranks
+from ecshare.plugin.compat import option
+from ecshare.plugin.deployment import has_remote_workers
 from ecshare.store.config import GIB
 from kvshare.config import KVConfig
 from kvshare.layers import block_bytes, layer_sets_of, refusal
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 _MOST_BYTES = 4 * GIB
 # The ranks of a host take no larger part of its memory together, as it is pinned at start.
 _MOST_OF_MEMORY = 16
+
+_CGROUPS = Path("/sys/fs/cgroup")
+# Of version 2 and of version 1; a container sees its own.
+_MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def with_default_buffer(
@@ -50,3 +58,18 @@ def with_default_buffer(
     affordable = memory_bytes() // _MOST_OF_MEMORY // num_local_ranks(vllm_config)
     num_bytes = max(config.buffer_bytes, min(wanted, _MOST_BYTES, affordable))
     return structs.replace(config, buffer_bytes=num_bytes)
+
+
+def num_local_ranks(vllm_config: "VllmConfig") -> int:
+    """Return how many workers of a deployment share this host, if none `has_remote_workers`."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)
+
+
+def memory_bytes(cgroups: Path = _CGROUPS) -> int:
+    """Return how much memory this host has, or as much of it as this container may take."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            limits.append(int((cgroups / name).read_text()))
+    return min(limits)

@@ -94,9 +94,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                     "it in the options of MultiConnector."
                 )
         else:
+            from ecshare.plugin.ranks import worker_rank
             from kvshare.worker import KVWorker
 
-            self.worker = KVWorker.start(vllm_config, kv_cache_config, config)
+            rank = worker_rank(vllm_config)
+            self.worker = KVWorker.start(vllm_config, kv_cache_config, config, rank)
             self.guard = Guard(self.worker.give_up)
             self._owed: set[str] = set()  # requests whose load was ordered and is not reported yet
             self._refused: set[str] = set()  # requests that are to be reported as failed
@@ -267,7 +269,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
         """Return how many of these tokens come from this host's memory, and how many from where."""
-        from ecshare.plugin.compat import cache_hit_source
+        from kvshare.compat import cache_hit_source
 
         sources = self.scheduler.hit_sources(request, num_external_tokens)
         return {cache_hit_source(name): count for name, count in sources.items()}

@@ -10,8 +10,8 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from ecshare.plugin.compat import event_extra_keys
 from ecshare.transfer.recent import Recent
+from kvshare.compat import event_extra_keys
 from kvshare.prefix import Chunk, ChunkKey, Grid
 
 if TYPE_CHECKING:

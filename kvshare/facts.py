@@ -3,9 +3,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ecshare.plugin.compat import cpu_attention_kernel, layout_generation, option
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from ecshare.plugin.compat import max_steps_in_flight, names_media_by_request, option
 from ecshare.plugin.model_facts import (
     Namespace,
     json_value,
@@ -14,9 +16,24 @@ from ecshare.plugin.model_facts import (
     weights_identity,
 )
 from ecshare.store.keys import Kind
-from kvshare.layers import LayerSet
+from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
+from kvshare.layers import (
+    LayerSet,
+    block_bytes,
+    layer_sets_of,
+    own_tp_size,
+    readable_tp_sizes,
+    shard_names_of,
+)
 from kvshare.prefix import Grid, HashFunction
-from kvshare.save_budget import SlabBytes
+from kvshare.save_budget import SlabBytes, slab_sizes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvshare.config import KVConfig
+
 
 UNSPECIFIED_SOURCE = "external_unspecified"
 """vLLM's name for hits from a remote or unknown store."""
@@ -27,6 +44,7 @@ class KVFacts:
     """The facts of its engine that the scheduler half needs."""
 
     namespace: str
+    """Its digest."""
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
     tp_size: int
@@ -49,6 +67,37 @@ class KVFacts:
     def chunk_bytes(self, num_blocks: int) -> int:
         """Return how much memory a rank needs at most to save a chunk of so many blocks."""
         return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
+
+
+def kv_facts(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: "KVConfig",
+    *,
+    can_share: bool,
+) -> KVFacts:
+    """Return the facts of this engine. `namespace` is empty: it is known once the store is open.
+
+    `can_share`: its blocks are shareable. If not, it neither saves nor loads.
+    """
+    role, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    assert role is not None  # or vLLM would not have made the connector
+    chunk_blocks = config.chunk_blocks(cache.block_size) if can_share else 1
+    sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
+    return KVFacts(
+        namespace="",
+        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails),
+        layer_sets=sets,
+        tp_size=own_tp_size(sets, vllm_config.parallel_config.tensor_parallel_size),
+        shard_names={each: shard_names_of(sets, each) for each in readable_tp_sizes(sets)},
+        slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
+        hash_function=get_hash_fn_by_name(cache.prefix_caching_hash_algo),
+        saves=role.is_kv_producer and can_share,
+        loads=role.is_kv_consumer and can_share,
+        numbers_media=names_media_by_request(vllm_config),
+        store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
+        max_steps_in_flight=max_steps_in_flight(vllm_config),
+    )
 
 
 def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its facts
@@ -78,7 +127,7 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
         "num_kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "layer_sets": list(layer_sets),
-        "page": _page_format(vllm_config),
+        "page": _kernel_name(vllm_config),
         "layout": layout_generation(),
         "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
         "context": _context_facts(model),
@@ -128,17 +177,15 @@ def _draft_facts(vllm_config: Any) -> list[str]:
     return [str(draft.model), str(draft.revision or ""), weights_identity(draft, vllm_config)]
 
 
-def _page_format(vllm_config: Any) -> str:
+def _kernel_name(vllm_config: Any) -> str:
     """Return how the attention kernels lay out the inside of a block, as far as the device says.
 
     CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
     values from a block of the same shape. Each worker checks the kernels of its device itself: see
-    page_check.py.
+    layout_check.py.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return str(current_platform.device_name)
+    if not repacks_blocks():
+        return device_name()
     model, cache = vllm_config.model_config, vllm_config.cache_config
     kernel = cpu_attention_kernel(
         model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model are stored together, and which of their tokens a reader needs; pure.
+"""Which layers of a model are stored together, and which of their tokens a reader needs.
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
@@ -10,6 +10,7 @@ look back over a window need the last tokens of a prefix alone, and vLLM frees t
 those: of them a chunk holds what a prefix that ends in it, or later, can need.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,17 @@ from kvshare.shards import (
     num_shards,
     shard_of,
     shard_slices,
-    stored_size,
-    stored_sizes,
+    stored_tp_size,
+    stored_tp_sizes,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvshare.config import KVConfig
+
+logger = logging.getLogger(__name__)
 
 # Collisions of other hashes can be made on purpose, and a name in a shared store must be unique.
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
@@ -107,15 +112,15 @@ class LayerSet:
     total_heads: int
     """Of all ranks together."""
 
-    def shard_name(self, shard: int, size: int) -> str:
-        """Return what a shard is called that engines of `size` store; see shards.py."""
-        name = f"t{shard}of{num_shards(self.total_heads, size)}"
+    def shard_name(self, shard: int, tp_size: int) -> str:
+        """Return what a shard is called that engines of `tp_size` store; see shards.py."""
+        name = f"t{shard}of{num_shards(self.total_heads, tp_size)}"
         return f"{name}-s{self.number}" if self.number else name
 
-    def shard_names(self, size: int) -> tuple[str, ...]:
-        """Return what all shards are called that engines of `size` store."""
-        shards = range(num_shards(self.total_heads, size))
-        return tuple(self.shard_name(shard, size) for shard in shards)
+    def shard_names(self, tp_size: int) -> tuple[str, ...]:
+        """Return what all shards are called that engines of `tp_size` store."""
+        shards = range(num_shards(self.total_heads, tp_size))
+        return tuple(self.shard_name(shard, tp_size) for shard in shards)
 
     def own_shard_name(self, rank: Rank) -> str:
         """Return what the shard of `rank` is called. Ranks that hold the same shard one."""
@@ -126,9 +131,9 @@ class LayerSet:
         """Whether `rank` stores its shard: one of those that hold the same does."""
         return is_first_holder(rank.tp_rank, rank.tp_size, self.total_heads)
 
-    def shard_slices(self, rank: Rank, size: int) -> tuple[ShardSlice, ...]:
-        """Return where the heads of `rank` lie in what engines of `size` store."""
-        count = num_shards(self.total_heads, size)
+    def shard_slices(self, rank: Rank, tp_size: int) -> tuple[ShardSlice, ...]:
+        """Return where the heads of `rank` lie in what engines of `tp_size` store."""
+        count = num_shards(self.total_heads, tp_size)
         return shard_slices(rank.tp_rank, rank.tp_size, self.total_heads, count)
 
     def first_block(self, chunk: Chunk, block_tokens: int) -> int:
@@ -154,6 +159,22 @@ def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str 
         or _option_refusal(vllm_config)
         or _layer_refusal(vllm_config, kv_cache_config)
     )
+
+
+def is_shareable(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "KVConfig"
+) -> bool:
+    """Whether the blocks of such an engine can be shared. If not, the log says why.
+
+    Raises:
+        ConfigError: an option does not fit its cache; names the option and the fix.
+    """
+    why_not = refusal(vllm_config, kv_cache_config)
+    if why_not is not None:
+        logger.warning("kvshare saves and loads nothing: %s.", why_not)
+        return False
+    config.check_dtypes(cache_dtypes(kv_cache_config))
+    return True
 
 
 def _option_refusal(vllm_config: "VllmConfig") -> str | None:
@@ -326,16 +347,16 @@ def _context_parallel_size(parallel: object) -> int:
     return max(int(option(parallel, name) or 1) for name in names)
 
 
-def shard_names_of(sets: Sequence[LayerSet], size: int) -> tuple[str, ...]:
-    """Return the names of all shards of a chunk; it is stored in `size` if all of them are."""
-    return tuple(part for layer_set in sets for part in layer_set.shard_names(size))
+def shard_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
+    """Return the names of all shards of a chunk; it is stored in `tp_size` if all of them are."""
+    return tuple(part for layer_set in sets for part in layer_set.shard_names(tp_size))
 
 
 def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
     """Return the size that an engine of `tp_size` stores chunks in; see shards.py."""
-    return stored_size(tp_size, [each.total_heads for each in sets])
+    return stored_tp_size(tp_size, [each.total_heads for each in sets])
 
 
 def readable_tp_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
     """Return the sizes of chunks that engines can have stored; each of them can be read."""
-    return stored_sizes([each.total_heads for each in sets])
+    return stored_tp_sizes([each.total_heads for each in sets])

@@ -180,10 +180,10 @@ class Loads:
         self._num_writing = 0  # load threads
         self._nobody_writes = threading.Condition(self._lock)
         self._knows_of_layout = False
-        self.finished = Finished()
+        self._finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
-        """Fill the blocks of `order` and note it in `finished`, once."""
+        """Fill the blocks of `order` and have `take_finished` return it, once."""
         pieces, count = order.pieces, len(order.pieces)
         keys = tuple(key_of(piece) for piece in pieces)
         missing, begun = set(range(count)), self._streams.mark()
@@ -197,6 +197,11 @@ class Loads:
         self._ask(load)
         self._submit()
         self._end_if_complete(load)  # an order for nothing is done
+
+    def take_finished(self) -> Finished:
+        """Return the loads that ended since the last call."""
+        finished, self._finished = self._finished, Finished()
+        return finished
 
     def abandon(self, request_id: str) -> None:
         """End the load of a request that is over, unless it has ended; see `start`."""
@@ -331,7 +336,7 @@ class Loads:
         if blocks.can_use(stored.spec, piece):
             if blocks.is_sound(as_tensor(stored.payload, stored.spec)):
                 return ""
-        elif blocks.is_of_another_page(stored.spec, piece):
+        elif blocks.has_another_layout(stored.spec, piece):
             self._tell_of_layout(stored)
             return "layout"
         # Out of the host cache with it: what is computed and saved instead is to be found there.
@@ -402,7 +407,7 @@ class Loads:
 
     def _failed(self, load: _Load, number: int, reason: str) -> None:
         piece = load.pieces[number]
-        self.finished.lost.add(piece.key)
+        self._finished.lost.add(piece.key)
         if not load.wants(number):
             return
         self._stats.add("blocks/failed", piece.num_held)
@@ -417,9 +422,9 @@ class Loads:
         with self._lock:
             load.is_over = True
         del self._loads[load.request_id]
-        self.finished.requests.add(load.request_id)
+        self._finished.requests.add(load.request_id)
         if self._keeps_prefix:
             for piece in load.pieces[load.end :]:
-                self.finished.invalid_blocks.update(*piece.block_ids)
+                self._finished.invalid_blocks.update(*piece.block_ids)
         elif load.end < len(load.pieces):
-            self.finished.failed.add(load.request_id)
+            self._finished.failed.add(load.request_id)

@@ -17,13 +17,12 @@ from vllm.v1.request import Request
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
-from kvshare.adapters import Adapters
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
 from kvshare.messages import announced_tokens, announced_tp_size
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens
 from kvshare.recent_keys import RecentKeys
-from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
+from kvshare.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored
 from kvshare.tp_sizes import StoredTpSizes
 
 _FIRST_PAUSE_S = 0.005
@@ -41,7 +40,7 @@ class Search:
 
     prefix: Prefix
     start_block: int
-    sizes: tuple[int, ...]
+    tp_sizes: tuple[int, ...]
     """The tensor-parallel sizes to look for."""
     awaited_tokens: int
     """The number of announced tokens, which are looked up until they are there."""
@@ -86,22 +85,24 @@ class Lookups:
         config: KVConfig,
         facts: KVFacts,
         engine: TransferEngine,
+        stored: RecentKeys[ChunkKey],
         clock_s: Callable[[], float],
     ) -> None:
-        """Use what the scheduler half owns. `clock_s`: monotonic seconds."""
+        """Use what the scheduler half owns. `stored`: gets what look-ups find, and what they miss.
+
+        `clock_s`: monotonic seconds.
+        """
         self._config = config
         self._facts = facts
         self._engine = engine
         self._stats = engine.stats
         self._clock_s = clock_s
-        self.stored = RecentKeys[ChunkKey](clock_s)
-        """Chunks that need not be saved. The save plan adds to it."""
-        self.adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
-        self.sizes = StoredTpSizes(
+        self._stored = stored
+        self.tp_sizes = StoredTpSizes(
             facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
         )
         # By what is asked for: requests with one prompt share one search.
-        self._asking: dict[_Asked, list[Search]] = {}
+        self._asking: dict[_Query, list[Search]] = {}
 
     def start(
         self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0
@@ -112,7 +113,7 @@ class Lookups:
         """
         prefix, now_s = Prefix.of(request, grid), self._clock_s()
         start_block = num_computed_tokens // grid.block_tokens
-        sizes = self.sizes.with_announced(announced_tp_size(request))
+        tp_sizes = self.tp_sizes.with_announced(announced_tp_size(request))
         announced = self._announced(request, prefix, num_computed_tokens)
         awaited_tokens = 0
         asks_nothing = start_block >= prefix.num_blocks or (
@@ -120,14 +121,14 @@ class Lookups:
         )
         if announced:
             # No look-up will miss and ask then: engines of other sizes may store meanwhile.
-            self.sizes.look(self._config.io_timeout_s)
-        if announced and len(sizes) > 1:
+            self.tp_sizes.look(self._config.io_timeout_s)
+        if announced and len(tp_sizes) > 1:
             # The engine that announces may have loaded some of the chunks, of any size.
             awaited_tokens, announced = announced[-1].end_tokens, ()
         return Search(
             prefix,
             start_block,
-            sizes,
+            tp_sizes,
             awaited_tokens,
             begun_s=now_s,
             deadline_s=now_s + self._config.wait_s,
@@ -166,15 +167,15 @@ class Lookups:
 
     def _ask(self, search: Search, timeout_s: float) -> None:
         search.is_asking = True
-        asked = _Asked(self._facts, search.prefix, search.start_block, search.sizes)
-        waiting = self._asking.setdefault(asked, [])
+        query = _Query(self._facts, search.prefix, search.start_block, search.tp_sizes)
+        waiting = self._asking.setdefault(query, [])
         waiting.append(search)
         if len(waiting) == 1:
-            job = MultiLookup(asked, timeout_s)
-            self._engine.submit(Handle(job, partial(self._answered, asked)))
+            job = MultiLookup(query, timeout_s)
+            self._engine.submit(Handle(job, partial(self._answered, query)))
 
-    def _answered(self, asked: "_Asked", done: Done[Found]) -> None:
-        for search in self._asking.pop(asked):
+    def _answered(self, query: "_Query", done: Done[Found]) -> None:
+        for search in self._asking.pop(query):
             self._answer(search, done)
 
     def _answer(self, search: Search, done: Done[Found]) -> None:
@@ -183,13 +184,13 @@ class Lookups:
             self._end(search, done.outcome.value)
             return
         for chunk in done.value.chunks:
-            self.stored.add(chunk.key)
-        self.stored.lost(done.value.missing)
+            self._stored.add(chunk.key)
+        self._stored.lost(done.value.missing)
         if search.is_over:
             return
         search.found, search.tiers = done.value.chunks, done.value.tiers
-        own, sizes = self._facts.tp_size, done.value.sizes
-        search.other_tp_sizes = {key: size for key, size in sizes.items() if size != own}
+        own, tp_sizes = self._facts.tp_size, done.value.tp_sizes
+        search.other_tp_sizes = {key: size for key, size in tp_sizes.items() if size != own}
         found_tokens = search.found[-1].end_tokens if search.found else 0
         if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
             self._end(search, "missing")
@@ -205,7 +206,7 @@ class Lookups:
         search.is_over = True
         self._stats.observe("wait_seconds/look_up", self._clock_s() - search.begun_s)
         if search.num_missing_blocks:
-            self.sizes.look(self._config.io_timeout_s)
+            self.tp_sizes.look(self._config.io_timeout_s)
             self._stats.add("blocks/missed", search.num_missing_blocks)
             self._stats.add(f"misses/{reason}", search.num_missing_blocks)
 
@@ -222,31 +223,31 @@ def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_to
     )
 
 
-class _Asked:
+class _Query:
     """The questions of a search, as keys. Two are equal if all their keys are.
 
     Called on the I/O thread, because making hundreds of keys takes too long for a hook.
     """
 
     def __init__(
-        self, facts: KVFacts, prefix: Prefix, start_block: int, sizes: tuple[int, ...]
+        self, facts: KVFacts, prefix: Prefix, start_block: int, tp_sizes: tuple[int, ...]
     ) -> None:
         self._facts = facts
         self._prefix = prefix
         self._start_block = start_block
-        self._sizes = sizes
-        self._identity = prefix.identity, start_block, sizes
+        self._tp_sizes = tp_sizes
+        self._identity = prefix.identity, start_block, tp_sizes
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self._identity == other._identity
+        return isinstance(other, _Query) and self._identity == other._identity
 
     def __hash__(self) -> int:
         return hash(self._identity)
 
     def __call__(self) -> LookupRounds[Found]:
-        most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._sizes))
+        most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._tp_sizes))
         rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
-        sizes: dict[ChunkKey, int] = {}
+        tp_sizes: dict[ChunkKey, int] = {}
         answers: Any = None  # to send None is to begin
         tiers: dict[ChunkKey, Tier] = {}
         while True:
@@ -255,18 +256,18 @@ class _Asked:
             except StopIteration as end:
                 found: Found = end.value
                 break
-            sizes |= yield from self._sizes_of(chunks, self._sizes, tiers)
-            answers = [chunk.key in sizes for chunk in chunks]
-        unclear = fill_gaps(found.chunks, sizes)
+            tp_sizes |= yield from self._tp_sizes_of(chunks, self._tp_sizes, tiers)
+            answers = [chunk.key in tp_sizes for chunk in chunks]
+        unclear = infer_tp_sizes(found.chunks, tp_sizes)
         if unclear:
-            sizes |= yield from self._sizes_of(unclear, self._sizes[:-1], tiers)
+            tp_sizes |= yield from self._tp_sizes_of(unclear, self._tp_sizes[:-1], tiers)
             for chunk in unclear:
                 # It is stored in some size, as the chunks around it are. The load will see.
-                sizes.setdefault(chunk.key, self._sizes[-1])
-        return replace(found.in_tp_sizes(sizes), tiers=tiers)
+                tp_sizes.setdefault(chunk.key, self._tp_sizes[-1])
+        return replace(found.in_tp_sizes(tp_sizes), tiers=tiers)
 
-    def _sizes_of(
-        self, chunks: Sequence[Chunk], sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
+    def _tp_sizes_of(
+        self, chunks: Sequence[Chunk], tp_sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
     ) -> Answers:
         """Ask for `chunks`; return for each the first size in which its shards are stored.
 
@@ -274,7 +275,7 @@ class _Asked:
         all. Otherwise ask for one shard of each chunk, a different one for each. If another shard
         is lost, the load notices it.
         """
-        names = [self._facts.shard_names[size] for size in sizes]
+        names = [self._facts.shard_names[size] for size in tp_sizes]
         is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND
         keys = [
             [
@@ -286,7 +287,7 @@ class _Asked:
         where = iter((yield [key for by_size in keys for shards in by_size for key in shards]))
         found: dict[ChunkKey, int] = {}
         for chunk, by_size in zip(chunks, keys, strict=True):
-            for size, shards in zip(sizes, by_size, strict=True):
+            for size, shards in zip(tp_sizes, by_size, strict=True):
                 places = [next(where) for _ in shards]
                 if None not in places and chunk.key not in found:
                     found[chunk.key] = size

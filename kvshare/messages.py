@@ -110,12 +110,12 @@ class Report(KVConnectorWorkerMetadata):
         )
 
 
-def announcement(num_tokens: int, size: int) -> dict[str, Any]:
+def announcement(num_tokens: int, tp_size: int) -> dict[str, Any]:
     """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored.
 
-    `size`: the tensor-parallel size in which this engine stores them; see shards.py.
+    `tp_size`: the tensor-parallel size in which this engine stores them; see shards.py.
     """
-    return {"kvshare": {"num_tokens": num_tokens, "size": size}}
+    return {"kvshare": {"num_tokens": num_tokens, "size": tp_size}}
 
 
 def announced_tp_size(request: "Request") -> int:

@@ -22,12 +22,15 @@ class RecentKeys(Generic[K]):
     Objects that were ordered to be saved count too, until a save has failed. Ownership: one thread.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: monotonic seconds."""
+    def __init__(
+        self,
+        clock_s: Callable[[], float],
+        on_lost: Callable[[Collection[K]], None] | None = None,
+    ) -> None:
+        """`clock_s`: monotonic seconds. `on_lost`: told what the store was found not to have."""
         self._clock_s = clock_s
         self._seen_s: Recent[K, float] = Recent(_MAX_CHUNKS)
-        self.on_lost: Callable[[Collection[K]], None] = lambda _: None
-        """Called with what the store was found not to have."""
+        self._on_lost = on_lost
 
     def __contains__(self, key: K) -> bool:
         return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
@@ -40,7 +43,8 @@ class RecentKeys(Generic[K]):
         """Note that the store does not have these."""
         for key in keys:
             self.discard(key)
-        self.on_lost(keys)
+        if self._on_lost is not None:
+            self._on_lost(keys)
 
     def discard(self, key: K) -> None:
         """Note that the store may not have it."""

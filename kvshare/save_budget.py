@@ -55,7 +55,7 @@ def log_limit(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens
 
 
 @dataclass(slots=True)
-class _Save(Generic[T]):
+class _Reservation(Generic[T]):
     owner: T
     num_bytes: int
     num_objects: int
@@ -80,7 +80,7 @@ class SaveBudget(Generic[T]):
         """Begin with nothing ordered. `clock_s`: monotonic seconds."""
         self._limit_bytes = limit_bytes
         self._clock_s = clock_s
-        self._saves: dict[ChunkKey, _Save[T]] = {}  # the oldest first
+        self._saves: dict[ChunkKey, _Reservation[T]] = {}  # the oldest first
         self._used_bytes = 0
         self._kept: dict[T, int] = {}  # bytes for the owners that have begun
         self._kept_bytes = 0
@@ -114,7 +114,7 @@ class SaveBudget(Generic[T]):
             num_objects += before.num_objects
             num_bytes += before.num_bytes
             self._used_bytes -= before.num_bytes
-        self._saves[key] = _Save(owner, num_bytes, num_objects, self._clock_s())
+        self._saves[key] = _Reservation(owner, num_bytes, num_objects, self._clock_s())
         self._used_bytes += num_bytes
         return True
 

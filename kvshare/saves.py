@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from kvshare.admission import Admission, Limit
 from kvshare.events import BlockEvents
 from kvshare.facts import KVFacts
-from kvshare.lookups import Lookups
 from kvshare.messages import Piece
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, Grid, tail_of
+from kvshare.prefix import Chunk, ChunkKey, Grid, tail_of
+from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget
+from kvshare.save_policy import Limit, SavePolicy
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvshare.adapters import Adapter
+    from kvshare.adapters import Adapter, Adapters
 
 
 @dataclass(slots=True, eq=False)
@@ -76,19 +76,20 @@ class SavePlan:
         self,
         facts: KVFacts,
         pieces: Pieces,
-        lookups: Lookups,
+        stored: RecentKeys[ChunkKey],
+        adapters: "Adapters",
         events: BlockEvents | None,
         budget: SaveBudget[Progress],
-        admission: Admission,
+        policy: SavePolicy,
     ) -> None:
-        """Use the keys that `lookups` has seen, and add to them. `events`: gets what is ordered."""
+        """`stored`: what need not be saved; what is ordered is added. `events`: gets it, too."""
         self._facts = facts
         self._pieces = pieces
-        self._stored = lookups.stored
-        self._adapters = lookups.adapters
+        self._stored = stored
+        self._adapters = adapters
         self._events = events
         self._budget = budget
-        self._admission = admission
+        self._policy = policy
         self._leaving: list[Piece] = []
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
@@ -106,7 +107,7 @@ class SavePlan:
         if grid is None:
             return ()
         if not is_same_prompt:
-            progress.limit = self._admission.limit_of(progress.request, grid)
+            progress.limit = self._policy.limit_of(progress.request, grid)
         pieces = tuple(self._save_due(progress, grid, end_tokens))
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)
@@ -128,8 +129,8 @@ class SavePlan:
             self._leaving += self._save_due(progress, grid, num_known)
             self._leaving += self._save_part(progress, grid, end_block)
             num_left = max(0, end_block - progress.num_saved_blocks)
-            num_admitted = progress.limit.end_tokens // grid.block_tokens
-            num_declined = min(num_left, max(0, end_block - num_admitted))
+            num_allowed = progress.limit.end_tokens // grid.block_tokens
+            num_declined = min(num_left, max(0, end_block - num_allowed))
             if progress.saved_prompt_tokens < request.num_prompt_tokens <= num_known:
                 has_tail = tail_of(request, grid) is not None
                 num_left += has_tail

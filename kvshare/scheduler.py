@@ -10,17 +10,11 @@ from itertools import takewhile
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from ecshare.plugin.compat import (
-    is_named_by_request,
-    max_steps_in_flight,
-    names_media_by_request,
-    option,
-)
+from ecshare.plugin.compat import is_named_by_request, option
 from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
@@ -28,26 +22,19 @@ from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import GiveUp, Tier
-from kvshare.adapters import Adapter
-from kvshare.admission import Admission, is_for_decode
+from kvshare.adapters import Adapter, Adapters
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
-from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_namespace
-from kvshare.layers import (
-    block_bytes,
-    cache_dtypes,
-    layer_sets_of,
-    own_tp_size,
-    readable_tp_sizes,
-    refusal,
-    shard_names_of,
-)
+from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_facts, kv_namespace
+from kvshare.layers import is_shareable
 from kvshare.load_or_compute import LoadOrCompute
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
-from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
+from kvshare.prefix import Chunk, ChunkKey, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.recent_keys import RecentKeys
+from kvshare.save_budget import SaveBudget, log_limit
+from kvshare.save_policy import SavePolicy, is_for_decode
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -105,15 +92,16 @@ class KVScheduler:
         self._engine = engine
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._events = events
-        self._lookups = Lookups(config, facts, engine, clock_s)
-        self._stored = self._lookups.stored
-        self._adapters = self._lookups.adapters
-        if events is not None:
-            self._stored.on_lost = events.lost
+        on_lost = events.lost if events is not None else None
+        self._stored = RecentKeys[ChunkKey](clock_s, on_lost)
+        self._adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
+        self._lookups = Lookups(config, facts, engine, self._stored, clock_s)
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
         self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
-        admission = Admission(config, facts.hash_function)
-        self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, admission)
+        policy = SavePolicy(config, facts.hash_function)
+        self._saves = SavePlan(
+            facts, self._pieces, self._stored, self._adapters, events, self._budget, policy
+        )
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
@@ -134,19 +122,8 @@ class KVScheduler:
             ConfigError: an option does not fit this engine, or the store cannot be used; names the
                 option and the fix.
         """
-        role = vllm_config.kv_transfer_config
-        assert role is not None
-        why_not = refusal(vllm_config, kv_cache_config)
-        if why_not is not None:
-            logger.warning("kvshare saves and loads nothing: %s.", why_not)
-        else:
-            config.check_dtypes(cache_dtypes(kv_cache_config))
-        block_tokens = vllm_config.cache_config.block_size
-        chunk_blocks = config.chunk_blocks(block_tokens) if why_not is None else 1
-        tp_size = vllm_config.parallel_config.tensor_parallel_size
-        sets = layer_sets_of(vllm_config, kv_cache_config) if why_not is None else ()
-        size = own_tp_size(sets, tp_size)
-        saves = role.is_kv_producer and why_not is None
+        can_share = is_shareable(vllm_config, kv_cache_config, config)
+        facts = kv_facts(vllm_config, kv_cache_config, config, can_share=can_share)
         engine, namespace = start_with_namespace(
             config,
             OPTIONS_PATH,
@@ -154,45 +131,16 @@ class KVScheduler:
                 kv_namespace,
                 vllm_config,
                 config.epoch,
-                chunk_blocks=chunk_blocks,
-                layer_sets=[each.facts for each in sets],
+                chunk_blocks=facts.grid.chunk_blocks,
+                layer_sets=[each.facts for each in facts.layer_sets],
                 stored_dtype=config.stored_dtype,
             ),
-            write=saves,
-            mark_of=lambda namespace: tp_size_key(namespace.kind, namespace.digest, size),
+            write=facts.saves,
+            mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),
         )
-        facts = KVFacts(
-            namespace=namespace.digest,
-            grid=Grid(block_tokens, chunk_blocks, tails=config.tails),
-            layer_sets=sets,
-            tp_size=size,
-            shard_names={size: shard_names_of(sets, size) for size in readable_tp_sizes(sets)},
-            slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
-            hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
-            saves=saves,
-            loads=role.is_kv_consumer and why_not is None,
-            numbers_media=names_media_by_request(vllm_config),
-            store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
-            max_steps_in_flight=max_steps_in_flight(vllm_config),
-        )
-        log_sharing("KV blocks", config, namespace.digest, saves=facts.saves, loads=facts.loads)
-        if facts.saves or facts.loads:
-            log_host_cache(engine.host)
-        if facts.saves:
-            log_limit(
-                config.buffer_bytes,
-                facts.chunk_bytes(chunk_blocks),
-                facts.grid.chunk_tokens,
-                vllm_config.scheduler_config.max_num_batched_tokens,
-            )
-        events = None
-        if facts.saves and publishes_events(vllm_config):
-            events = BlockEvents(
-                facts.grid,
-                len(facts.shard_names[facts.tp_size]),
-                group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
-                is_remote=not config.folder,
-            )
+        facts = replace(facts, namespace=namespace.digest)
+        _log_start(config, facts, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+        events = _block_events(vllm_config, kv_cache_config, config, facts)
         half = cls(config, facts, engine, events=events)
         half.learn_tp_sizes(config.io_timeout_s)
         return half
@@ -200,7 +148,7 @@ class KVScheduler:
     def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until the store has said in which sizes there is KV, at start-up."""
         if self._facts.loads:
-            self._lookups.sizes.look(timeout_s)
+            self._lookups.tp_sizes.look(timeout_s)
             self._engine.drain(timeout_s)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -524,3 +472,33 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
+
+
+def _log_start(
+    config: KVConfig, facts: KVFacts, engine: TransferEngine, most_step_tokens: int
+) -> None:
+    """Log what this engine shares. `most_step_tokens`: the most tokens that a step computes."""
+    log_sharing("KV blocks", config, facts.namespace, saves=facts.saves, loads=facts.loads)
+    if facts.saves or facts.loads:
+        log_host_cache(engine.host)
+    if facts.saves:
+        log_limit(
+            config.buffer_bytes,
+            facts.chunk_bytes(facts.grid.chunk_blocks),
+            facts.grid.chunk_tokens,
+            most_step_tokens,
+        )
+
+
+def _block_events(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: KVConfig, facts: KVFacts
+) -> BlockEvents | None:
+    """Return what makes vLLM's KV events; None: this engine stores nothing, or they are off."""
+    if not facts.saves or not publishes_events(vllm_config):
+        return None
+    return BlockEvents(
+        facts.grid,
+        len(facts.shard_names[facts.tp_size]),
+        group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
+        is_remote=not config.folder,
+    )

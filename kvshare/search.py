@@ -31,32 +31,32 @@ class Found:
     missing: tuple[ChunkKey, ...]
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
     """Where the chunks are for which the caller asked; the caller adds it."""
-    sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """The tensor-parallel size in which each chunk is stored."""
 
     def __bool__(self) -> bool:
         """Whether anything is stored."""
         return bool(self.chunks)
 
-    def in_tp_sizes(self, sizes: Mapping[ChunkKey, int]) -> "Found":
-        """Return this result, cut before the first chunk that has no size in `sizes`."""
-        chunks = tuple(takewhile(lambda chunk: chunk.key in sizes, self.chunks))
-        lost = (chunk.key for chunk in self.chunks if chunk.key not in sizes)
-        return replace(self, chunks=chunks, missing=(*self.missing, *lost), sizes=sizes)
+    def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "Found":
+        """Return this result, cut before the first chunk that has no size in `tp_sizes`."""
+        chunks = tuple(takewhile(lambda chunk: chunk.key in tp_sizes, self.chunks))
+        lost = (chunk.key for chunk in self.chunks if chunk.key not in tp_sizes)
+        return replace(self, chunks=chunks, missing=(*self.missing, *lost), tp_sizes=tp_sizes)
 
 
-def fill_gaps(chunks: Sequence[Chunk], sizes: dict[ChunkKey, int]) -> list[Chunk]:
+def infer_tp_sizes(chunks: Sequence[Chunk], tp_sizes: dict[ChunkKey, int]) -> list[Chunk]:
     """Add sizes for those of `chunks` for which nobody asked; return those that are not clear.
 
     If all chunks that were asked for have one size, the others have it too. In a conversation,
     chunks of prompts and answers may come from engines of different sizes, in any order. Then the
     other chunks are returned.
     """
-    unknown = [chunk for chunk in chunks if chunk.key not in sizes]
-    known = {sizes[chunk.key] for chunk in chunks if chunk.key in sizes}
+    unknown = [chunk for chunk in chunks if chunk.key not in tp_sizes]
+    known = {tp_sizes[chunk.key] for chunk in chunks if chunk.key in tp_sizes}
     if len(known) > 1:
         return unknown
-    sizes.update((chunk.key, size) for size in known for chunk in unknown)
+    tp_sizes.update((chunk.key, size) for size in known for chunk in unknown)
     return []
 
 

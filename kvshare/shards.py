@@ -64,7 +64,7 @@ def shard_slices(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tupl
     return tuple(found)
 
 
-def stored_size(tp_size: int, heads: Iterable[int]) -> int:
+def stored_tp_size(tp_size: int, heads: Iterable[int]) -> int:
     """Return the size that an engine of `tp_size` stores layers of so many `heads` each in.
 
     It tells all that a reader must know: larger ones store what the largest number of heads does.
@@ -72,11 +72,11 @@ def stored_size(tp_size: int, heads: Iterable[int]) -> int:
     return min(tp_size, max(heads, default=1))
 
 
-def stored_sizes(heads: Iterable[int]) -> tuple[int, ...]:
+def stored_tp_sizes(heads: Iterable[int]) -> tuple[int, ...]:
     """Return the sizes that layers of so many `heads` each can be stored in."""
     numbers = tuple(heads)
     most = max(numbers, default=1)
-    return (*(size for size in range(1, most) if is_possible(size, numbers)), most)
+    return (*(tp_size for tp_size in range(1, most) if is_possible(tp_size, numbers)), most)
 
 
 def is_possible(tp_size: int, heads: Iterable[int]) -> bool:

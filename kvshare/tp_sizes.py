@@ -35,7 +35,9 @@ class StoredTpSizes:
         """`clock_s`: monotonic seconds."""
         self.known: tuple[int, ...] = (own,)
         self._marks = {
-            tp_size_key(Kind.KV, namespace, size): size for size in possible if size != own
+            tp_size_key(Kind.KV, namespace, tp_size): tp_size
+            for tp_size in possible
+            if tp_size != own
         }
         self._engine = engine
         self._clock_s = clock_s
@@ -56,9 +58,9 @@ class StoredTpSizes:
                 self.known = (*self.known, self._marks.pop(key))
                 logger.info("KV of engines with tensor-parallel size %d is used", self.known[-1])
 
-    def with_announced(self, size: int) -> tuple[int, ...]:
-        """Return the sizes to ask for if an announcement names `size`.
+    def with_announced(self, tp_size: int) -> tuple[int, ...]:
+        """Return the sizes to ask for if an announcement names `tp_size`.
 
         An announcement may come from a client. An impossible size is ignored.
         """
-        return (*self.known, size) if size in self._marks.values() else self.known
+        return (*self.known, tp_size) if tp_size in self._marks.values() else self.known

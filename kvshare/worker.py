@@ -10,11 +10,9 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from vllm import __version__ as vllm_version
 
-from ecshare.plugin.compat import erase_slots, repacks_blocks
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.ranks import Rank, worker_rank
+from ecshare.plugin.ranks import Rank
 from ecshare.plugin.start import start_engine
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.keys import Key, Kind, object_key
@@ -24,11 +22,12 @@ from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Slab, Staging, is_gpu
 from kvshare import float8
 from kvshare.blocks import BlockCaches, Erase
+from kvshare.compat import erase_slots, repacks_blocks, vllm_release
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.layers import LayerSet, cache_dtypes, layer_sets_of, refusal
+from kvshare.layers import LayerSet, is_shareable, layer_sets_of
+from kvshare.layout_check import LayoutCheck
 from kvshare.loads import Finished, Loads
 from kvshare.messages import Orders, Piece, Report
-from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.recent_keys import RecentKeys
 
@@ -53,7 +52,22 @@ class CacheShape:
     num_groups: int
     erase: Erase | None = None
     """Where the kernel mixes the tokens of a block: see `BlockCaches`."""
-    check: PageCheck = field(default_factory=PageCheck)
+    check: LayoutCheck = field(default_factory=LayoutCheck)
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "CacheShape":
+        """Return that of an engine whose blocks are shareable."""
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        erase = partial(erase_slots, dtype=model.dtype, cache_dtype=cache.cache_dtype)
+        layers = vllm_config.compilation_config.static_forward_context
+        return cls(
+            kv_cache_config.num_blocks,
+            cache.block_size,
+            layer_sets_of(vllm_config, kv_cache_config),
+            len(kv_cache_config.kv_cache_groups),
+            erase if repacks_blocks() else None,
+            LayoutCheck(layers, model.dtype, vllm_release()),
+        )
 
     @property
     def keeps_prefix(self) -> bool:
@@ -115,52 +129,30 @@ class KVWorker:
 
     @classmethod
     def start(
-        cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: KVConfig
+        cls,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: KVConfig,
+        rank: Rank,
     ) -> "KVWorker":
-        """Start the I/O thread and check that the store answers.
+        """Start the I/O thread and check that the store answers. `rank`: this worker's place.
 
         Raises:
             ConfigError: an option does not fit this engine, or the store cannot be used; names the
                 option and the fix.
         """
         role = vllm_config.kv_transfer_config
-        assert role is not None
-        shape, why_not = None, refusal(vllm_config, kv_cache_config)
-        if why_not is not None:
-            logger.warning("kvshare saves and loads nothing: %s.", why_not)
-        else:
-            config.check_dtypes(cache_dtypes(kv_cache_config))
-            shape = CacheShape(
-                kv_cache_config.num_blocks,
-                vllm_config.cache_config.block_size,
-                layer_sets_of(vllm_config, kv_cache_config),
-                len(kv_cache_config.kv_cache_groups),
-                partial(
-                    erase_slots,
-                    dtype=vllm_config.model_config.dtype,
-                    cache_dtype=vllm_config.cache_config.cache_dtype,
-                )
-                if repacks_blocks()
-                else None,
-                PageCheck(
-                    vllm_config.compilation_config.static_forward_context,
-                    vllm_config.model_config.dtype,
-                    vllm_version,
-                ),
-            )
+        assert role is not None  # or vLLM would not have made the connector
+        shape = None
+        if is_shareable(vllm_config, kv_cache_config, config):
+            shape = CacheShape.of(vllm_config, kv_cache_config)
         engine = start_engine(
             config,
             OPTIONS_PATH,
             write=role.is_kv_producer,
             device=vllm_config.device_config.device,
         )
-        return cls(
-            config,
-            shape,
-            worker_rank(vllm_config),
-            engine,
-            saves=role.is_kv_producer,
-        )
+        return cls(config, shape, rank, engine, saves=role.is_kv_producer)
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Take hold of vLLM's cache tensors; refuse a layout that is not understood."""
@@ -185,7 +177,7 @@ class KVWorker:
             logger.warning("kvshare saves and loads nothing: %s.", exc)
             self._tells_idle = True
             return
-        if not _learn_pages(shape, blocks):
+        if not _learn_layouts(shape, blocks):
             self._tells_idle = True
             return
         self._blocks = blocks
@@ -265,7 +257,7 @@ class KVWorker:
         if self._loads is None:
             finished, self._unloadable = self._unloadable, Finished()
         else:
-            finished, self._loads.finished = self._loads.finished, Finished()
+            finished = self._loads.take_finished()
         self._invalid_blocks |= finished.invalid_blocks
         self._lost |= finished.lost
         return finished
@@ -395,27 +387,27 @@ class KVWorker:
         self._not_saved.add(piece.key)
 
 
-def _learn_pages(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
-    """Have `blocks` know their pages. False: they may not be shared; the log says why."""
+def _learn_layouts(shape: CacheShape, blocks: Sequence[BlockCaches]) -> bool:
+    """Have `blocks` know their layouts. False: they may not be shared; the log says why."""
     for each, layer_set in zip(blocks, shape.layer_sets, strict=True):
         # The last blocks, one for each cache group: groups may be one memory.
         block_ids = [shape.num_blocks - 1 - place for place, _ in enumerate(layer_set.groups)]
         try:
-            page = shape.check.page_of(each, block_ids, shape.block_tokens)
+            layout = shape.check.layout_of(each, block_ids, shape.block_tokens)
         except Exception as exc:  # noqa: BLE001 — another release's kernel may raise anything
             logger.warning(
-                "kvshare saves and loads nothing: its page check failed (%s: %s).",
+                "kvshare saves and loads nothing: the check of its block layout failed (%s: %s).",
                 type(exc).__name__,
                 exc,
             )
             return False
-        each.page = page.digest
-        if page.untried:
+        each.layout = layout.digest
+        if layout.untried:
             logger.warning(
                 "kvshare cannot check the attention back end %s: its KV is shared only between "
                 "engines with the same back end and the same vLLM release.",
-                page.untried,
+                layout.untried,
             )
         else:
-            logger.info("kvshare has checked the attention kernels: page %s", page.digest)
+            logger.info("kvshare has checked the attention kernels: block layout %s", layout.digest)
     return True

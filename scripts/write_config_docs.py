@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec import inspect as types
 
 from ecshare.config import EncoderConfig
-from ecshare.router.config import make_parser
+from ecshare.router.options import make_parser
 from kvshare.config import KVConfig, TierConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"

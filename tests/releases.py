@@ -18,7 +18,7 @@ needs_guesses = pytest.mark.skipif(
     not CAN_GUESS, reason="until 0.31 vLLM's CPU engines die of the first token they guess"
 )
 # Earlier ones were not tried: P may look for an image only once.
-ANNOUNCES_AT_EVERY_DOOR = VLLM >= (0, 32)
+ANNOUNCES_AT_EVERY_ENDPOINT = VLLM >= (0, 32)
 needs_hit_sources = pytest.mark.skipif(
     VLLM < (0, 32), reason="vLLM asks where cached tokens come from since 0.32"
 )

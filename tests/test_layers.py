@@ -20,9 +20,10 @@ ALLOWED = {
     "ecshare.transfer": STORE,
     "ecshare.plugin": BELOW_VLLM,
     "ecshare.encoder": BELOW_CONNECTORS,  # connector, its two halves and theirs
-    "kvshare": BELOW_CONNECTORS | {"kvshare.config"},
+    "kvshare": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
     "kvshare.pre_v1": BELOW_CONNECTORS | {"kvshare", "kvshare.config"},
-    "kvshare.tier": BELOW_CONNECTORS | {"kvshare.config"},
+    "kvshare.tier": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
+    "kvshare.compat": BELOW_CONNECTORS,
     "kvshare.config": STORE,
     "ecshare.router": STORE,
     "ecshare.testing": STORE,
@@ -60,7 +61,7 @@ def group(module: str) -> str:
     package, _, rest = module.partition(".")
     part = rest.partition(".")[0]
     if package == "kvshare":
-        return f"kvshare.{part}" if part in ("config", "pre_v1", "tier") else "kvshare"
+        return f"kvshare.{part}" if f"kvshare.{part}" in ALLOWED else "kvshare"
     if part in ENCODER:
         return "ecshare.encoder"
     if part in FRONT:

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
     """
     # Imported here: without the extra this module still says what is missing.
     try:
-        from ecshare.router.config import parse_arguments
+        from ecshare.router.arguments import parse_arguments
         from ecshare.router.loop import relieve_collector, run
         from ecshare.router.server import serve
     except ModuleNotFoundError as exc:

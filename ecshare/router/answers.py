@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from ecshare.router.call import Call
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Stage
 from ecshare.router.errors import EngineError
 from ecshare.router.events import read_opening
 from ecshare.router.health import TimeLimits
-from ecshare.router.job import Job
 from ecshare.router.middleware import RequestContext, end_stream, unavailable, verbatim
 from ecshare.router.relay import Relay, lacks_model
 from ecshare.router.retries import Attempt
@@ -44,7 +44,7 @@ class Answers:
     async def by(
         self,
         attempt: Attempt,
-        job: Job,
+        call: Call,
         request: Request,
         concurrent_stage: Stage | None = None,
     ) -> web.StreamResponse:
@@ -53,11 +53,11 @@ class Answers:
         Raises:
             EngineError: it failed, and the attempt is not the last.
         """
-        context, began_s = job.context, time.monotonic()
+        context, began_s = call.context, time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, concurrent_stage)
         limits = TimeLimits(first_byte_s=first_byte_s, is_last_resort=attempt.is_last)
         payload = context.payload(request, decode_work(context.work, request))
-        path = job.client.door.path
+        path = call.client.endpoint.path
         async with self._relay.call(
             attempt.engine, path, payload, context.headers, limits
         ) as reply:
@@ -70,7 +70,7 @@ class Answers:
                     reason, status = "the stream begins with an error", opening.error_status
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 stream = _Stream(opening.content, chunks, reply.content_type)
-                return await self._stream(job, stream, concurrent_stage)
+                return await self._stream(call, stream, concurrent_stage)
             body = await reply.read()
             if lacks_model(reply, body) and not attempt.is_last():
                 raise reply.failure()
@@ -85,10 +85,10 @@ class Answers:
         return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
-        self, job: Job, stream: _Stream, concurrent_stage: Stage | None
+        self, call: Call, stream: _Stream, concurrent_stage: Stage | None
     ) -> web.StreamResponse:
         """Copy D's events to the client, byte for byte."""
-        context = job.context
+        context = call.context
         self._count_answer(context, concurrent_stage)
         headers = {
             "Content-Type": stream.content_type,
@@ -96,7 +96,7 @@ class Answers:
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
         context.answer = web.StreamResponse(headers=headers | context.response_headers())
-        await context.answer.prepare(job.http)
+        await context.answer.prepare(call.http)
         try:
             await context.answer.write(stream.opening)
             async for chunk in stream.rest:

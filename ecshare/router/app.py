@@ -11,16 +11,16 @@ from aiohttp import hdrs, web
 from ecshare.router import openapi
 from ecshare.router.admin import Admin
 from ecshare.router.bodies import read_body
+from ecshare.router.call import Call
 from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
-from ecshare.router.doors import PASSED_ON, SPLIT
 from ecshare.router.drain import RequestsInFlight
+from ecshare.router.endpoints import PASSED_ON, SPLIT
 from ecshare.router.engines import USUAL_BOUND, Engine, EnginePool, Stage, name_of
 from ecshare.router.fleet import FleetWatch, fixed
 from ecshare.router.flow import Flow
 from ecshare.router.identity import is_inline
-from ecshare.router.job import Job
 from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.metrics import RouterMetrics, Sources
 from ecshare.router.middleware import CONTEXT, end_stream, json_response, request_middleware
@@ -116,7 +116,7 @@ class Router:
         await self.relay.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
-        """Answer a request at one of the doors, streamed or not, within the overall deadline."""
+        """Answer a request at an endpoint, streamed or not, within the overall deadline."""
         context = http[CONTEXT]
         try:
             async with self.in_flight.begin(self._config.timeout_s):
@@ -211,8 +211,8 @@ class Router:
         client = client.for_model(await self._lists.resolve(client.model, context.headers))
         if not all(is_inline(item.source) for item in client.items):
             await self._lists.check_client(context.headers)
-        job = Job(http, client, reservation)
-        return await (self._flow.answer(job) if path in SPLIT else self._flow.pass_on(job))
+        call = Call(http, client, reservation)
+        return await (self._flow.answer(call) if path in SPLIT else self._flow.pass_on(call))
 
 
 async def _send_continue(http: web.Request) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from ecshare.router.client_request import (
     MODALITIES,
     ClientRequest,
-    Door,
+    Endpoint,
+    FieldPath,
     Media,
     MediaItem,
-    Place,
     Request,
     check_number,
     parse_request,
@@ -37,7 +37,7 @@ def read_chat(body: bytes | bytearray, max_items: int) -> ClientRequest:
     request = parse_request(body)
     items = tuple(_items_of_messages(request.get("messages")))
     check_number(items, max_items, "messages")
-    return ClientRequest(request, items, CHAT_DOOR)
+    return ClientRequest(request, items, CHAT_ENDPOINT)
 
 
 def _items_of_messages(messages: Any) -> Iterator[MediaItem]:
@@ -47,21 +47,21 @@ def _items_of_messages(messages: Any) -> Iterator[MediaItem]:
         yield from _items_of_message(message, ("messages", at))
 
 
-def _items_of_message(message: Any, place: Place) -> Iterator[MediaItem]:
+def _items_of_message(message: Any, path: FieldPath) -> Iterator[MediaItem]:
     if not isinstance(message, dict):
-        raise refusal("A message must be an object.", place)
+        raise refusal("A message must be an object.", path)
     if not isinstance(message.get("role"), str):
-        raise refusal("`role` must be a string.", (*place, "role"))
+        raise refusal("`role` must be a string.", (*path, "role"))
     content = message.get("content")
     if not isinstance(content, str | list | None):
-        raise refusal("`content` must be a string or an array.", (*place, "content"))
+        raise refusal("`content` must be a string or an array.", (*path, "content"))
     if isinstance(content, list):
-        yield from _items_of_parts(content, (*place, "content"))
+        yield from _items_of_parts(content, (*path, "content"))
 
 
-def _items_of_parts(parts: list[Any], place: Place) -> Iterator[MediaItem]:
+def _items_of_parts(parts: list[Any], path: FieldPath) -> Iterator[MediaItem]:
     for at, part in enumerate(parts):
-        here = (*place, at)
+        here = (*path, at)
         if isinstance(part, str):
             continue
         if not isinstance(part, dict):
@@ -70,19 +70,19 @@ def _items_of_parts(parts: list[Any], place: Place) -> Iterator[MediaItem]:
             yield item
 
 
-def item_of_part(part: Request, place: Place) -> MediaItem | None:
+def item_of_part(part: Request, path: FieldPath) -> MediaItem | None:
     """Return the media item in a content part, None if it holds text and the like.
 
     Raises:
         ApiError: the part is malformed or must not come from a client; names it.
     """
-    kind = _kind(part, place)
+    kind = _kind(part, path)
     if kind is None:
         return None
-    return MediaItem(place, kind, _source(kind, part.get(kind), place))
+    return MediaItem(path, kind, _source(kind, part.get(kind), path))
 
 
-def _kind(part: Request, place: Place) -> str | None:
+def _kind(part: Request, path: FieldPath) -> str | None:
     """Return which media field a content part holds, None for text and the like.
 
     vLLM reads a part by its `type` or, when it has a uuid, by the first media field it finds. A
@@ -100,27 +100,27 @@ def _kind(part: Request, place: Place) -> str | None:
     if not kinds:
         return None
     if refused := kinds.intersection(_REFUSED):
-        raise refusal(f"`{min(refused)}` is not accepted from clients; send the media.", place)
+        raise refusal(f"`{min(refused)}` is not accepted from clients; send the media.", path)
     if len(kinds) > 1:
-        raise refusal(f"A content part is one of {', '.join(sorted(kinds))}, not all.", place)
+        raise refusal(f"A content part is one of {', '.join(sorted(kinds))}, not all.", path)
     return kinds.pop()
 
 
-def _source(kind: str, value: Any, place: Place) -> str:
+def _source(kind: str, value: Any, path: FieldPath) -> str:
     """Return the item's url. For input_audio it is the data: url that vLLM would build."""
     if kind == "input_audio":
         sound = value if isinstance(value, dict) else {}
         text, form = sound.get("data"), sound.get("format")
         # vLLM inserts the format into a url, where a comma would move the start of the data.
         if not isinstance(form, str) or not _AUDIO_FORMAT.fullmatch(form):
-            raise refusal("`input_audio.format` must be like `wav`.", place)
+            raise refusal("`input_audio.format` must be like `wav`.", path)
         if not isinstance(text, str) or not text:
-            raise refusal("`input_audio.data` must be base64 text.", place)
+            raise refusal("`input_audio.data` must be base64 text.", path)
         return f"data:audio/{form};base64,{text}"
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url:
         # A uuid alone would ask for what somebody else sent under it.
-        raise refusal(f"`{kind}` must hold a url.", place)
+        raise refusal(f"`{kind}` must hold a url.", path)
     return url
 
 
@@ -135,7 +135,7 @@ def other_fields(part: Request) -> Request:
     return {name: value for name, value in part.items() if name not in MEDIA_FIELDS}
 
 
-CHAT_DOOR = Door(
+CHAT_ENDPOINT = Endpoint(
     path=CHAT,
     prompt="messages",
     with_bytes=part_with_bytes,

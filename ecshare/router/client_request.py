@@ -11,7 +11,7 @@ from msgspec import Struct
 from ecshare.router.errors import ApiError
 
 Request = dict[str, Any]
-Place = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 """The names and indices that lead to a value of a request."""
 
 TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
@@ -25,9 +25,9 @@ MODALITIES = {
 
 
 class MediaItem(Struct, frozen=True):
-    """One media item: its place in the request, and its url (a data: url for input_audio)."""
+    """One media item: its path in the request, and its url (a data: url for input_audio)."""
 
-    place: Place
+    path: FieldPath
     kind: str
     source: str
 
@@ -38,8 +38,8 @@ class MediaItem(Struct, frozen=True):
 
     @property
     def param(self) -> str:
-        """Return the item's place as error messages name it."""
-        return param_at(self.place)
+        """Return the item's path as error messages name it."""
+        return param_at(self.path)
 
 
 class Media(Struct, frozen=True):
@@ -52,7 +52,7 @@ class Media(Struct, frozen=True):
     url: str
 
 
-class Door(Struct, frozen=True):
+class Endpoint(Struct, frozen=True):
     """A path by which clients ask for tokens, and how its JSON is shaped."""
 
     path: str
@@ -79,7 +79,7 @@ class ClientRequest(Struct, frozen=True):
 
     request: Request
     items: tuple[MediaItem, ...]
-    door: Door
+    endpoint: Endpoint
     is_one_prompt: bool = True
     """Whether there is one prompt, of which P's answer can say what is stored."""
 
@@ -98,7 +98,7 @@ class ClientRequest(Struct, frozen=True):
     @property
     def preamble(self) -> list[Request]:
         """Return the instructions before the prompt, as a message, if there are any."""
-        text = self.request.get(self.door.preamble)
+        text = self.request.get(self.endpoint.preamble)
         return [{"role": "system", "content": text}] if text else []
 
     def turns_of(self, request: Request) -> list[Any]:
@@ -106,20 +106,20 @@ class ClientRequest(Struct, frozen=True):
 
         The preamble comes first. A prompt without messages is one message of a user.
         """
-        prompt = request.get(self.door.prompt)
+        prompt = request.get(self.endpoint.prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt):
             return [*self.preamble, *prompt]
         return [*self.preamble, {"role": "user", "content": _text(prompt)}]
 
     def turn_of(self, item: MediaItem) -> int:
         """Return the index of the message with `item`; 0 if there are no messages."""
-        at = item.place[1] if len(item.place) > 1 else 0
+        at = item.path[1] if len(item.path) > 1 else 0
         return len(self.preamble) + at if isinstance(at, int) else 0
 
     def part_at(self, item: MediaItem) -> Request:
         """Return the content part that holds `item`."""
         value: Any = self.request
-        for step in item.place:
+        for step in item.path:
             value = value[step]
         assert isinstance(value, dict)
         return value
@@ -127,12 +127,12 @@ class ClientRequest(Struct, frozen=True):
     def with_parts(self, parts: Mapping[MediaItem, Request]) -> Request:
         """Return the request with other content parts, and without transfer params."""
         request = {name: self.request[name] for name in self.request if name not in TRANSFER_FIELDS}
-        copied: dict[Place, Any] = {(): request}
+        copied: dict[FieldPath, Any] = {(): request}
         for item, part in parts.items():
-            *above, last = item.place
+            *above, last = item.path
             inner: Any = request
             for depth, step in enumerate(above, 1):
-                way = item.place[:depth]
+                way = item.path[:depth]
                 if way not in copied:
                     copied[way] = inner[step] = inner[step].copy()
                 inner = copied[way]
@@ -149,19 +149,19 @@ def _text(prompt: Any) -> str:
     return " ".join(str(each) for each in flat if isinstance(each, int | str))
 
 
-def param_at(place: Place) -> str:
-    """Return a place in a request as error messages name it, such as `messages[0].content`."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+def param_at(path: FieldPath) -> str:
+    """Return a path in a request as error messages name it, such as `messages[0].content`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return "".join(steps).removeprefix(".")
 
 
-def refusal(message: str, place: Place) -> ApiError:
-    """Return the error for a value at `place` that is malformed or must not come from a client."""
-    return ApiError(400, message, param=param_at(place))
+def refusal(message: str, path: FieldPath) -> ApiError:
+    """Return the error for a value at `path` that is malformed or must not come from a client."""
+    return ApiError(400, message, param=param_at(path))
 
 
 def parse_request(body: bytes | bytearray) -> Request:
-    """Return the JSON object of a client, with the fields checked that all doors have.
+    """Return the JSON object of a client, with the fields checked that all endpoints have.
 
     Raises:
         ApiError: the body is malformed; names the field at fault.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's own errors, in the shape that the clients of each door expect. Pure."""
+"""The router's own errors, in the shape that the clients of each endpoint expect. Pure."""
 
 from enum import Enum
 from typing import Any
@@ -29,7 +29,7 @@ class _OpenAIBody(msgspec.Struct):
 
 
 class Dialect(Enum):
-    """Which API a door belongs to."""
+    """Which API an endpoint belongs to."""
 
     OPENAI = "openai"
     RESPONSES = "responses"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
 _UP = ("up", "doubtful")
-_NOTHING_TOLD: Mapping[str, frozenset[str]] = {}
+_NOTHING_ASSIGNED: Mapping[str, frozenset[str]] = {}
 USUAL_BOUND = 1.25
 
 
@@ -62,13 +62,13 @@ class Engine:
     """Whether it gets no more requests, and only finishes those that it has."""
     listed: Mapping[str, str | None] | None = None
     """The models that it listed last, adapters with their base models; None: it has never told."""
-    told: frozenset[str] | None = None
+    assigned_models: frozenset[str] | None = None
     """The models that the operator wants it to be used for; None: all that it lists."""
 
     @property
     def models(self) -> Collection[str] | None:
         """The models that it gets requests for; None: nobody knows."""
-        return self.listed if self.told is None else self.told
+        return self.listed if self.assigned_models is None else self.assigned_models
 
 
 class EnginePool:
@@ -100,14 +100,14 @@ class EnginePool:
     def update(
         self,
         urls: Iterable[str],
-        told: Mapping[str, frozenset[str]] = _NOTHING_TOLD,
+        assigned_models: Mapping[str, frozenset[str]] = _NOTHING_ASSIGNED,
         draining: Collection[str] = (),
     ) -> None:
         """Have these engines get requests, and no others. Engines that stay keep their state, and
         engines that go keep the requests that they have.
 
-        `told`: the models of those that are used for these alone, by url. `draining`: urls of
-        engines that only finish what they have.
+        `assigned_models`: the models of those that are used for these alone, by url.
+        `draining`: urls of engines that only finish what they have.
         """
         known = {engine.url: engine for engine in self._ever}
         taken = {engine.number for engine in self._ever}
@@ -115,7 +115,7 @@ class EnginePool:
         self._engines = [known.get(url) or Engine(url, next(free)) for url in urls]
         self._ever.update(self._engines)
         for engine in self._engines:
-            engine.told = told.get(engine.url)
+            engine.assigned_models = assigned_models.get(engine.url)
             engine.is_draining = engine.url in draining
 
     def owns(self, engine: Engine) -> bool:

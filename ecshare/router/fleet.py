@@ -75,13 +75,13 @@ def _checked(said: _File) -> Given:
         raise ValueError(f"{twice.group}: {twice.url} is already in {twice.earlier_group}")
     if not urls["decoders"]:
         raise ValueError("decoders: name at least one engine")
-    told = {
+    assigned = {
         _url(each): frozenset(each.models)
         for group in groups.values()
         for each in group
         if isinstance(each, _Engine) and each.models is not None
     }
-    return Given(dict(zip(Stage, urls.values(), strict=True)), told)
+    return Given(dict(zip(Stage, urls.values(), strict=True)), assigned)
 
 
 def _url(entry: str | _Engine) -> str:
@@ -151,7 +151,7 @@ class FleetWatch:
             urls = self._roster.urls(stage)
             if urls != tuple(engine.url for engine in pool):
                 logger.info("the %s engines are now: %s", stage, ", ".join(urls) or "none")
-            pool.update(urls, self._roster.told, self._roster.draining)
+            pool.update(urls, self._roster.assigned_models, self._roster.draining)
 
     async def _watch(self) -> None:
         while True:
@@ -188,13 +188,13 @@ class FleetWatch:
     def _expanded(self) -> Given:
         """Return what is given, with the addresses of names instead of the names."""
         urls: dict[Stage, tuple[str, ...]] = {}
-        told: dict[str, frozenset[str]] = {}
+        assigned: dict[str, frozenset[str]] = {}
         for stage, group in self._given.urls.items():
             engines = {each: url for url in group for each in self._addresses_of(url)}
             urls[stage] = tuple(engines)
-            models = {each: self._given.told.get(url) for each, url in engines.items()}
-            told |= {each: names for each, names in models.items() if names is not None}
-        return Given(urls, told)
+            models = {each: self._given.assigned_models.get(url) for each, url in engines.items()}
+            assigned |= {each: names for each, names in models.items() if names is not None}
+        return Given(urls, assigned)
 
     def _addresses_of(self, url: str) -> tuple[str, ...]:
         return self._addresses.get(url, ()) if url.startswith(BY_NAME) else (url,)

@@ -17,13 +17,13 @@ from aiohttp import web
 
 from ecshare.router import plan
 from ecshare.router.answers import Answers
+from ecshare.router.call import Call
 from ecshare.router.chat import CHAT
 from ecshare.router.client_request import ClientRequest, Media, Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError, RefusalError
-from ecshare.router.job import Job
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.metrics import RouterMetrics
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
@@ -96,28 +96,28 @@ class Flow:
             "downloads": self._relay.media.status(),
         }
 
-    async def answer(self, job: Job) -> web.StreamResponse:
+    async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a request that has been read."""
-        media = await self._load(job)
-        job.context.work = prompt_work(job.client, media)
+        media = await self._load(call)
+        call.context.work = prompt_work(call.client, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
-        with self.limits.place(Stage.DECODE, job.client.model) as place:
+        with self.limits.place(Stage.DECODE, call.client.model) as place:
             place.take()
-            return await self._answer_from(job, media)
+            return await self._answer_from(call, media)
 
-    async def pass_on(self, job: Job) -> web.StreamResponse:
+    async def pass_on(self, call: Call) -> web.StreamResponse:
         """Have one engine do all that the request asks for."""
-        media = await self._complete(job, await self._load(job))
+        media = await self._complete(call, await self._load(call))
         # No engine has part of the answer in its caches.
-        job.context.work = prompt_work(job.client, media)._replace(key=b"")
-        with self.limits.place(Stage.DECODE, job.client.model) as place:
+        call.context.work = prompt_work(call.client, media)._replace(key=b"")
+        with self.limits.place(Stage.DECODE, call.client.model) as place:
             place.take()
-            return await self._decode_alone(job, plan.inline_request(job.client, media))
+            return await self._decode_alone(call, plan.inline_request(call.client, media))
 
-    async def _answer_from(self, job: Job, media: list[Media]) -> web.StreamResponse:
-        context = job.context
+    async def _answer_from(self, call: Call, media: list[Media]) -> web.StreamResponse:
+        context = call.context
         try:
-            answer = await self._through_stages(job, media, may_repeat=True)
+            answer = await self._through_stages(call, media, may_repeat=True)
             if answer is not None:
                 return answer
         except EngineError as failure:
@@ -127,8 +127,8 @@ class Flow:
             self._num_fallbacks += 1
             context.path.clear()
             context.avoided.clear()
-        plain = plan.inline_request(job.client, await self._complete(job, media))
-        return await self._decode_alone(job, plain)
+        plain = plan.inline_request(call.client, await self._complete(call, media))
+        return await self._decode_alone(call, plain)
 
     def _is_refused(self, failure: EngineError) -> bool:
         """Tell whether a request ends because a stage has too much to do. D must not get its work
@@ -137,24 +137,24 @@ class Flow:
         to_refuse = failure.stage is Stage.DECODE or self._config.when_overloaded == "refuse"
         return failure.is_overload and to_refuse
 
-    async def _load(self, job: Job) -> list[Media]:
+    async def _load(self, call: Call) -> list[Media]:
         """Return the request's media, without the bytes that it can do without."""
-        options = plan.encoding_options(self._for_encode(job.client) or job.client)
+        options = plan.encoding_options(self._for_encode(call.client) or call.client)
 
         def is_known(uuid: str) -> bool:
             key = plan.encoding_key(options, uuid)
-            return job.client.door.takes_metadata and bool(self.encoded.known({uuid: key}))
+            return call.client.endpoint.takes_metadata and bool(self.encoded.known({uuid: key}))
 
-        blobs = job.context.blobs
-        return await self._relay.media.load(job.client.items, blobs, job.reservation, is_known)
+        blobs = call.context.blobs
+        return await self._relay.media.load(call.client.items, blobs, call.reservation, is_known)
 
-    async def _complete(self, job: Job, media: list[Media]) -> list[Media]:
+    async def _complete(self, call: Call, media: list[Media]) -> list[Media]:
         """Return the request's media with all their bytes."""
-        blobs = job.context.blobs
-        return await self._relay.media.complete(job.client.items, media, blobs, job.reservation)
+        blobs = call.context.blobs
+        return await self._relay.media.complete(call.client.items, media, blobs, call.reservation)
 
     async def _through_stages(
-        self, job: Job, media: list[Media], *, may_repeat: bool
+        self, call: Call, media: list[Media], *, may_repeat: bool
     ) -> web.StreamResponse | None:
         """Return the answer that E and P have worked for; None if there is neither.
 
@@ -165,16 +165,16 @@ class Flow:
             EngineError: a stage failed.
             RefusalError: a stage refused the request.
         """
-        context, client = job.context, job.client
+        context, client = call.context, call.client
         for_encode = self._for_encode(client)
         if not client.items or for_encode is None:
-            media = await self._complete(job, media)
+            media = await self._complete(call, media)
             plain = plan.inline_request(client, media)
-            return await self._from_prefill_on(job, plain, media, is_plain=True)
-        encoded = await self._encode(job, for_encode, media)
+            return await self._from_prefill_on(call, plain, media, is_plain=True)
+        encoded = await self._encode(call, for_encode, media)
         try:
             answer = await self._from_prefill_on(
-                job, encoded.request, encoded.media, is_plain=False
+                call, encoded.request, encoded.media, is_plain=False
             )
             _check_accepted(answer)
         except (EngineError, RefusalError) as failure:
@@ -192,7 +192,7 @@ class Flow:
         self._metrics.count_retry(Stage.ENCODE)
         context.path.clear()
         context.avoided.clear()
-        return await self._through_stages(job, media, may_repeat=False)
+        return await self._through_stages(call, media, may_repeat=False)
 
     def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
         """Return the request that E gets the media of; None: no E serves its model.
@@ -215,29 +215,29 @@ class Flow:
         return failure.status in _LOST_STATUSES
 
     async def _from_prefill_on(
-        self, job: Job, request: Request, media: list[Media], *, is_plain: bool
+        self, call: Call, request: Request, media: list[Media], *, is_plain: bool
     ) -> web.StreamResponse | None:
         """Return D's answer; None if D alone is to be asked and the request `is_plain`."""
-        context, client = job.context, job.client
+        context, client = call.context, call.client
         prefillers = self._pools[Stage.PREFILL].serving(client.model)
-        if not prefillers or plan.scores_prompt(client.door, request):
-            return None if is_plain else await self._decode(job, request)
+        if not prefillers or plan.scores_prompt(client.endpoint, request):
+            return None if is_plain else await self._decode(call, request)
         if self._config.prefill == "needed":
             context.turns = turns_of(client, media)
             known = self._prefilled.find(context.turns)
             if known is not None:
-                return await self._decode_known(job, request, known)
-        answer = await self._prefill(job, request)
+                return await self._decode_known(call, request, known)
+        answer = await self._prefill(call, request)
         if isinstance(answer, web.StreamResponse):
             return answer
-        return await self._decode(job, answer)
+        return await self._decode(call, answer)
 
-    async def _decode_known(self, job: Job, request: Request, known: Known) -> web.StreamResponse:
+    async def _decode_known(self, call: Call, request: Request, known: Known) -> web.StreamResponse:
         """Return D's answer to a prompt that is stored, or nearly."""
-        context = job.context
+        context = call.context
         context.avoided.append(Stage.PREFILL)
         try:
-            answer = await self._decode(job, plan.decode_request(request, known.hand_over))
+            answer = await self._decode(call, plan.decode_request(request, known.hand_over))
         except EngineError:
             self._prefilled.forget(context.turns)
             raise
@@ -245,12 +245,12 @@ class Flow:
             self._prefilled.note_decoded(context.turns, known)
         return answer
 
-    async def _encode(self, job: Job, client: ClientRequest, media: list[Media]) -> _Encoded:
+    async def _encode(self, call: Call, client: ClientRequest, media: list[Media]) -> _Encoded:
         """Return the request to P, with what E reports of the items or has reported before.
 
         `client` is the request that E gets them of.
         """
-        context = job.context
+        context = call.context
         announced: Request = {}
 
         async def ask(request: Request, work: Work, place: Place) -> plan.Metadata | None:
@@ -270,7 +270,7 @@ class Flow:
             context.avoided.append(Stage.ENCODE)
             reports = await self.encoded.reports(keys, {})
         else:
-            media = await self._complete(job, media)
+            media = await self._complete(call, media)
             keys = _encoding_keys(client, media)
             requests = plan.encode_requests(client, media)
             limited = self.limits.place(Stage.ENCODE, client.model)
@@ -286,43 +286,43 @@ class Flow:
             if not reports.was_asked:
                 context.path.remove(Stage.ENCODE)
                 context.avoided.append(Stage.ENCODE)
-        request = plan.encoded_request(job.client, media, reports.metadata, announced)
-        needed = tuple(keys.values()) if client.door.takes_metadata else ()
+        request = plan.encoded_request(call.client, media, reports.metadata, announced)
+        needed = tuple(keys.values()) if client.endpoint.takes_metadata else ()
         return _Encoded(request, media, needed, was_known=bool(needed and reports.known))
 
-    async def _prefill(self, job: Job, request: Request) -> web.StreamResponse | Request:
+    async def _prefill(self, call: Call, request: Request) -> web.StreamResponse | Request:
         """Have P prefill; return the request to D, or D's answer if D was asked meanwhile.
 
         D is asked meanwhile if P is known to store KV while it computes, and is idle. Behind other
         requests D would hold cache blocks for KV that P has not begun to compute.
         """
-        is_streamed = self._config.hand_over == "streamed" and job.client.is_one_prompt
+        is_streamed = self._config.hand_over == "streamed" and call.client.is_one_prompt
 
         async def by(attempt: Attempt) -> web.StreamResponse | Request:
             engine = attempt.engine
             if is_streamed and engine.streams and not engine.in_flight:
-                return await self._prefill_and_decode(job, engine, request)
-            return plan.decode_request(request, await self._hand_over_of(job, engine, request))
+                return await self._prefill_and_decode(call, engine, request)
+            return plan.decode_request(request, await self._hand_over_of(call, engine, request))
 
-        return await self._retries.run(Stage.PREFILL, by, job.context, job.context.work)
+        return await self._retries.run(Stage.PREFILL, by, call.context, call.context.work)
 
-    async def _hand_over_of(self, job: Job, engine: Engine, request: Request) -> Request | None:
+    async def _hand_over_of(self, call: Call, engine: Engine, request: Request) -> Request | None:
         """Return what P hands over to D."""
-        context, door = job.context, job.client.door
-        limited = self.limits.place(Stage.PREFILL, job.client.model)
+        context, endpoint = call.context, call.client.endpoint
+        limited = self.limits.place(Stage.PREFILL, call.client.model)
         with limited as place, context.timed(Stage.PREFILL):
             place.take()
-            payload = context.payload(plan.prefill_request(door, request), context.work)
-            answer = await self._relay.ask(engine, door.path, payload, context.headers)
+            payload = context.payload(plan.prefill_request(endpoint, request), context.work)
+            answer = await self._relay.ask(engine, endpoint.path, payload, context.headers)
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
         self._pools[Stage.PREFILL].set_streams(engine, streams=plan.is_streamed(hand_over))
         # Of several prompts it describes the first alone.
-        return hand_over if job.client.is_one_prompt else None
+        return hand_over if call.client.is_one_prompt else None
 
     async def _prefill_and_decode(
-        self, job: Job, engine: Engine, request: Request
+        self, call: Call, engine: Engine, request: Request
     ) -> web.StreamResponse | Request:
         """Return D's answer; D loads KV while P computes.
 
@@ -334,37 +334,37 @@ class Flow:
             RefusalError: P or D refused the request.
         """
         streamed = plan.decode_request(request, plan.STREAMED)
-        prefilling = asyncio.create_task(self._hand_over_of(job, engine, request))
-        answering = asyncio.create_task(self._decode(job, streamed, Stage.PREFILL))
+        prefilling = asyncio.create_task(self._hand_over_of(call, engine, request))
+        answering = asyncio.create_task(self._decode(call, streamed, Stage.PREFILL))
         try:
             with self._pools[Stage.PREFILL].lease(engine):
                 # Until the call holds its own lease: no other request may find the engine idle.
                 await asyncio.sleep(0)
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and job.context.answer is None:
+            if not answering.done() and call.context.answer is None:
                 hand_over = prefilling.result()
                 if not plan.is_streamed(hand_over):
                     return plan.decode_request(request, hand_over)
             answer = await answering
             if not prefilling.done() and answer.status == 200:
-                self._prefilled.note_done_first(job.context.turns)
+                self._prefilled.note_done_first(call.context.turns)
             return answer
         finally:
             for task in (prefilling, answering):
                 task.cancel()
             await asyncio.gather(prefilling, answering, return_exceptions=True)
 
-    async def _decode_alone(self, job: Job, plain: Request) -> web.StreamResponse:
+    async def _decode_alone(self, call: Call, plain: Request) -> web.StreamResponse:
         """Ask D's in turn for all the work. The last one's answer counts, whatever it is."""
 
         async def by(attempt: Attempt) -> web.StreamResponse:
-            return await self._answers.by(attempt, job, plain)
+            return await self._answers.by(attempt, call, plain)
 
-        work = decode_work(job.context.work, plain)
-        return await self._retries.run(Stage.DECODE, by, job.context, work)
+        work = decode_work(call.context.work, plain)
+        return await self._retries.run(Stage.DECODE, by, call.context, work)
 
     async def _decode(
-        self, job: Job, request: Request, concurrent_stage: Stage | None = None
+        self, call: Call, request: Request, concurrent_stage: Stage | None = None
     ) -> web.StreamResponse:
         """Pass on D's answer to a request that E and P have worked for.
 
@@ -376,13 +376,13 @@ class Flow:
 
         async def by(attempt: Attempt) -> web.StreamResponse:
             not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
-            return await self._answers.by(not_last, job, request, concurrent_stage)
+            return await self._answers.by(not_last, call, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
             return failure.status not in _LOST_STATUSES  # else it may be lost for every D
 
-        work = decode_work(job.context.work, request)
-        return await self._retries.run(Stage.DECODE, by, job.context, work, may_move)
+        work = decode_work(call.context.work, request)
+        return await self._retries.run(Stage.DECODE, by, call.context, work, may_move)
 
 
 def _check_accepted(answer: web.StreamResponse | None) -> None:

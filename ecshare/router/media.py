@@ -121,8 +121,8 @@ class MediaLoader:
             return await _identified(item, item.source, blobs)
         if blobs.holds(item.source):
             raise ApiError(400, "The media's url is too long.", param=item.param)
-        place = item.modality, item.source
-        known = self._known.get(place)
+        key = item.modality, item.source
+        known = self._known.get(key)
         condition = known.condition if known is not None and is_enough(known.uuid) else {}
         fetched = await self._fetch_once(item, budget, condition)
         if fetched.text is None and known is not None:
@@ -133,9 +133,9 @@ class MediaLoader:
         media = await _identified(item, inline_url(blobs.add(fetched.text)), blobs)
         if fetched.condition:
             cost = _KNOWN_URL_COST + len(item.source)
-            self._known.put(place, _KnownUrl(media.uuid, fetched.condition), cost)
+            self._known.put(key, _KnownUrl(media.uuid, fetched.condition), cost)
         else:
-            self._known.discard(place)
+            self._known.discard(key)
         return media
 
     async def _fetch_once(

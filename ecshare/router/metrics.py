@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ecshare.router.doors import SPLIT
+from ecshare.router.endpoints import SPLIT
 from ecshare.router.engines import EnginePool, Stage, name_of
 from ecshare.router.memory import MemoryBudget
 from ecshare.router.trace import OUTCOMES, STATUSES, Call, Trace

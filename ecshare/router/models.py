@@ -110,9 +110,11 @@ class ServedModels:
     def cards(self, engine: Engine) -> Cards:
         """Return what an engine last said of the models that it is used for."""
         listed = self._of(engine).cards
-        if engine.told is None:
+        if engine.assigned_models is None:
             return listed
-        return {name: listed.get(name) or _own_card(name) for name in sorted(engine.told)}
+        return {
+            name: listed.get(name) or _own_card(name) for name in sorted(engine.assigned_models)
+        }
 
     async def close(self) -> None:
         """Cancel the readings in progress."""
@@ -142,7 +144,7 @@ class ServedModels:
         they were asked for after `after_s`.
         """
         engines = self._decoders()
-        asked = [self._of(engine) for engine in engines if engine.told is None]
+        asked = [self._of(engine) for engine in engines if engine.assigned_models is None]
         untold = [listing for listing in asked if listing.told_s <= after_s]
         return len(untold) < len(engines) and all(listing.is_silent for listing in untold)
 

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ecshare.router.doors import SPLIT
+from ecshare.router.endpoints import SPLIT
 from ecshare.router.engines import Engine, Stage, name_of
 from ecshare.router.metrics import RouterMetrics
 from ecshare.router.middleware import CONTEXT

@@ -13,7 +13,12 @@ from aiohttp import hdrs, web
 
 from ecshare.router.chat import CHAT
 from ecshare.router.client_request import TRANSFER_FIELDS
-from ecshare.router.doors import COMPLETIONS_DOOR, MESSAGES_DOOR, PASSED_ON, RESPONSES_DOOR
+from ecshare.router.endpoints import (
+    COMPLETIONS_ENDPOINT,
+    MESSAGES_ENDPOINT,
+    PASSED_ON,
+    RESPONSES_ENDPOINT,
+)
 from ecshare.router.model_lists import MODELS
 
 Json = dict[str, Any]
@@ -125,7 +130,7 @@ _ENGINES_OWN = {
 
 
 def _answers(*errors: int, **content: Json) -> Json:
-    """Return the responses of a door: 200 with its content, and what may go wrong."""
+    """Return the responses of an endpoint: 200 with its content, and what may go wrong."""
     types = {kind.replace("_", "/"): {"schema": schema} for kind, schema in content.items()}
     answers: Json = {"200": {"description": "The answer.", "content": types}}
     for status in errors:
@@ -137,7 +142,7 @@ def _answers(*errors: int, **content: Json) -> Json:
     return answers
 
 
-def _door(summary: str, schema: str) -> Json:
+def _endpoint(summary: str, schema: str) -> Json:
     kinds: Json = {"application_json": _OBJECT, "text_event-stream": {"type": "string"}}
     responses = _answers(*_DOOR_ERRORS, **kinds)
     content = {"application/json": {"schema": _ref(schema)}}
@@ -158,11 +163,11 @@ def _page(summary: str, responses: Json, *, needs_key: bool = False) -> Json:
 _STATE = _answers(application_json=_OBJECT)
 _OR_NOT_READY: Json = {"503": {"description": "It is not.", "content": _STATE["200"]["content"]}}
 _PATHS: dict[str, Json] = {
-    CHAT: _door("Answer a conversation, streamed or not.", "ChatCompletion"),
-    COMPLETIONS_DOOR.path: _door("Continue a text.", "Completion"),
-    RESPONSES_DOOR.path: _door("Answer, as OpenAI's Responses API does.", "Response"),
-    MESSAGES_DOOR.path: _door("Answer, as Anthropic's Messages API does.", "Conversation"),
-    **{path: _door("Pass on to one engine.", "Work") for path in PASSED_ON},
+    CHAT: _endpoint("Answer a conversation, streamed or not.", "ChatCompletion"),
+    COMPLETIONS_ENDPOINT.path: _endpoint("Continue a text.", "Completion"),
+    RESPONSES_ENDPOINT.path: _endpoint("Answer, as OpenAI's Responses API does.", "Response"),
+    MESSAGES_ENDPOINT.path: _endpoint("Answer, as Anthropic's Messages API does.", "Conversation"),
+    **{path: _endpoint("Pass on to one engine.", "Work") for path in PASSED_ON},
     MODELS: _page(
         "List the models that decode serves.",
         {**_answers(502, 503, application_json=_OBJECT), "4XX": _ENGINES_OWN},

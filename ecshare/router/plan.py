@@ -17,7 +17,7 @@ import msgspec
 from ecshare.router.chat import CHAT, other_fields, part_with_bytes
 from ecshare.router.client_request import (
     ClientRequest,
-    Door,
+    Endpoint,
     Media,
     MediaItem,
     Request,
@@ -52,7 +52,9 @@ def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, 
     An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
     can share the items of one request.
     """
-    common = {name: client.request[name] for name in client.door.options if name in client.request}
+    common = {
+        name: client.request[name] for name in client.endpoint.options if name in client.request
+    }
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     return {
         held.uuid: common
@@ -67,8 +69,8 @@ def encoding_options(client: ClientRequest) -> bytes:
     Raises:
         ApiError: the processing options are nested too deeply.
     """
-    options = {name: client.request.get(name) for name in client.door.options}
-    if not client.door.takes_names:
+    options = {name: client.request.get(name) for name in client.endpoint.options}
+    if not client.endpoint.takes_names:
         options["named by"] = "vLLM"
     try:
         return hashlib.sha256(msgspec.json.encode(options, order="deterministic")).digest()
@@ -92,7 +94,7 @@ def encoded_request(
     Where vLLM takes no metadata in place of an item, P gets its bytes, and waits for the embedding
     if it is `announced`: E's answers may be there before what they announce.
     """
-    if client.door.takes_metadata:
+    if client.endpoint.takes_metadata:
         return metadata_request(client, media, reports)
     request = inline_request(client, media)
     return request | {"ec_transfer_params": announced} if announced else request
@@ -120,7 +122,9 @@ def needs_bytes(
     client: ClientRequest, media: Sequence[Media], reports: Mapping[str, Metadata | None]
 ) -> bool:
     """Tell whether `encoded_request` would send an item whole."""
-    return not client.door.takes_metadata or bool(_modalities_sent_whole(client, media, reports))
+    return not client.endpoint.takes_metadata or bool(
+        _modalities_sent_whole(client, media, reports)
+    )
 
 
 def _modalities_sent_whole(
@@ -133,24 +137,24 @@ def _modalities_sent_whole(
     return {name for name, sets in fields.items() if len(sets) > 1 or () in sets}
 
 
-def prefill_request(door: Door, request: Request) -> Request:
+def prefill_request(endpoint: Endpoint, request: Request) -> Request:
     """Return the request to P: the same prompt, one token, no further output."""
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
     if _is_thinking(kept.get("thinking")):
         del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
-    return kept | dict.fromkeys(door.limits, 1) | door.prefill
+    return kept | dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
 
 
 def _is_thinking(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "enabled"
 
 
-def scores_prompt(door: Door, request: Request) -> bool:
+def scores_prompt(endpoint: Endpoint, request: Request) -> bool:
     """Tell whether D computes the whole prompt in any case, because its logits are asked for."""
     if request.get("prompt_logprobs") is not None:
         return True
     # Chat completions have `top_logprobs`, which counts as 0 if it is missing.
-    counts = door.path == CHAT or request.get("logprobs") is not None
+    counts = endpoint.path == CHAT or request.get("logprobs") is not None
     return counts and bool(request.get("echo"))
 
 
@@ -161,14 +165,14 @@ def decode_request(request: Request, hand_over: Request | None) -> Request:
 
 def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
     assert held.url, "an item without its bytes"
-    return client.door.with_bytes(client.part_at(item), item, held)
+    return client.endpoint.with_bytes(client.part_at(item), item, held)
 
 
 def _encoder_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
-    if client.door.takes_metadata:
+    if client.endpoint.takes_metadata:
         return _full_part(client, item, held)
     part = part_with_bytes({}, item, held)
-    if not client.door.takes_names:
+    if not client.endpoint.takes_names:
         del part["uuid"]  # P and D name it by its bytes, and so must E
     return part
 
@@ -238,7 +242,7 @@ def num_missing_tokens(answer: Request) -> int | None:
 
 
 def _num_prompt_tokens(usage: Any) -> int | None:
-    """Return the length of the prompt, as any of the doors spells it."""
+    """Return the length of the prompt, as any of the endpoints spells it."""
     if not isinstance(usage, dict):
         return None
     # The Messages API alone counts what was found in a cache apart.

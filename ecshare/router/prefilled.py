@@ -77,8 +77,8 @@ def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
         }
     )
     fields = {name: value for name, value in named.items() if name not in _FOR_SAMPLING}
-    fields["path"] = client.door.path
-    fields.pop(client.door.prompt, None)
+    fields["path"] = client.endpoint.path
+    fields.pop(client.endpoint.prompt, None)
     digest = hashlib.sha256(_json(fields)).digest()
     with_media = {client.turn_of(item) for item in client.items}
     turns = []

@@ -19,7 +19,7 @@ class Given(NamedTuple):
     """The engines of a command line or a file."""
 
     urls: Urls
-    told: Models = {}
+    assigned_models: Models = {}
     """The models of engines that are used for these alone, by url."""
 
 
@@ -40,7 +40,7 @@ class Roster:
     def __init__(self, given: Given) -> None:
         self._given = given
         self._added: dict[str, Stage] = {}
-        self._told: dict[str, frozenset[str]] = {}
+        self._assigned_models: dict[str, frozenset[str]] = {}
         self._removed: set[str] = set()
         self._draining: set[str] = set()
 
@@ -49,7 +49,9 @@ class Roster:
         self._given = given
         stages = self._stages_given()
         self._added = {url: stage for url, stage in self._added.items() if url not in stages}
-        self._told = {url: models for url, models in self._told.items() if url in self._added}
+        self._assigned_models = {
+            url: models for url, models in self._assigned_models.items() if url in self._added
+        }
         self._removed &= stages.keys()
         self._draining &= stages.keys() | self._added.keys()
 
@@ -60,9 +62,9 @@ class Roster:
         return tuple(dict.fromkeys((*given, *added)))
 
     @property
-    def told(self) -> Models:
+    def assigned_models(self) -> Models:
         """The models of engines that are used for these alone, by url."""
-        return {**self._given.told, **self._told}
+        return {**self._given.assigned_models, **self._assigned_models}
 
     @property
     def draining(self) -> frozenset[str]:
@@ -96,7 +98,7 @@ class Roster:
         elif models is not None:
             raise ChangeError("the router was given this engine, with its models", "models")
         if models is not None:
-            self._told[url] = models
+            self._assigned_models[url] = models
         self._removed.discard(url)
         self._draining.discard(url)
 
@@ -117,7 +119,7 @@ class Roster:
         """
         self._check_others_decode(url)
         self._draining.discard(url)
-        self._told.pop(url, None)
+        self._assigned_models.pop(url, None)
         if self._added.pop(url, None) is None:
             self._removed.add(url)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from ecshare.plugin.model_facts import Namespace, weights_fingerprint
 from ecshare.store.keys import FORMAT_VERSION, Kind
+from kvshare.compat import device_name, vllm_release
 
 
 def tier_namespace(
@@ -17,15 +18,12 @@ def tier_namespace(
     in an order that vLLM defines. So vLLM's version counts, and so do the parallel sizes, even
     where vLLM calls the bytes independent of them. `epoch` stands for what vLLM does not tell.
     """
-    from vllm import __version__
-    from vllm.platforms import current_platform
-
     config = offloading_spec.config
     parallel = config.parallel
     facts = {
         "format": FORMAT_VERSION,
         "tier": 1,
-        "vllm": __version__,
+        "vllm": vllm_release(),
         "model": config.model.name,
         "weights": weights_fingerprint(config.model.name, "", "", ""),
         "cache_dtype": config.model.dtype,
@@ -46,7 +44,7 @@ def tier_namespace(
         "replicated_layout": offloading_spec.replicated_layout,
         "canonical_layout": config.canonical_layout,
         "kv_cache_layout": config.kv_cache_layout or "",
-        "device": str(current_platform.device_name),
+        "device": device_name(),
         "epoch": epoch,
         "integrity": integrity,
     }

@@ -63,7 +63,7 @@ _POLL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _LoadJob:
     """One job of vLLM's: chunks on their way to the region."""
 
     job_id: int
@@ -74,7 +74,7 @@ class _Load:
 
 
 @dataclass(slots=True, eq=False)
-class _Store:
+class _StoreJob:
     """One job of vLLM's: chunks to be copied out of the region.
 
     The copy thread fills `copied` and leaves it to the scheduler thread with its end.
@@ -95,7 +95,7 @@ class KVShareTier(SecondaryTierManager):
     the CPU tier. Copies wait in at most `buffer_bytes`; what finds no room there is dropped.
 
     Ownership: vLLM's scheduler thread calls every public method and owns all fields. Load and copy
-    threads read `_rows`, `_facts` and `_staging`, and write to places that vLLM keeps free for
+    threads read `_rows`, `_spec` and `_staging`, and write to places that vLLM keeps free for
     their job.
     """
 
@@ -125,9 +125,9 @@ class KVShareTier(SecondaryTierManager):
         self.locality = Locality(config.locality) if config.locality else None
         self._config = config
         num_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        self._facts = TensorSpec("U8", (num_bytes,))
+        self._spec = TensorSpec("U8", (num_bytes,))
         self._staging = Staging(torch.device("cpu"), config.buffer_bytes)
-        self._verdicts = LookupResults()
+        self._lookup_results = LookupResults()
         self._loading: set[Handle[StoredObject]] = set()
         self._copying: set[Handle[None]] = set()
         self._finished: list[JobResult] = []
@@ -146,18 +146,18 @@ class KVShareTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether the chunk is stored; RETRY until the store has answered, or `wait_s`."""
-        return self._verdicts.result(key, req_context.req_id)
+        return self._lookup_results.result(key, req_context.req_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Start to fill places of the CPU tier; `get_finished_jobs` says which could be."""
         job, keys = job_metadata, tuple(job_metadata.keys)
-        load = _Load(job.job_id, keys, time.monotonic(), missing=len(keys))
+        load = _LoadJob(job.job_id, keys, time.monotonic(), missing=len(keys))
         handles = []
         for key, place in zip(keys, job.chunk_ids.tolist(), strict=True):
             fetch = Fetch(
                 self._namespace.key(key),
                 self._config.io_timeout_s,
-                PROLOGUE_BYTES + self._facts.num_bytes,
+                PROLOGUE_BYTES + self._spec.num_bytes,
                 accepts=self._fits,
                 use=partial(self._copy_in, place),
             )
@@ -172,7 +172,7 @@ class KVShareTier(SecondaryTierManager):
         job = job_metadata
         names = [self._namespace.key(key) for key in job.keys]
         chunks = tuple(zip(names, job.chunk_ids.tolist(), strict=True))
-        store = _Store(job.job_id, chunks, time.monotonic())
+        store = _StoreJob(job.job_id, chunks, time.monotonic())
         handle = Handle[None](Run("copy out", partial(self._copy_out, store)))
         handle.then = partial(self._copied, handle, store)
         self._copying.add(handle)
@@ -190,12 +190,12 @@ class KVShareTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what the request was told."""
-        self._verdicts.forget(req_context.req_id)
+        self._lookup_results.forget(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask the store for the chunks of this step's look-ups, in one batch a request."""
         handles = []
-        for keys in self._verdicts.take_questions():
+        for keys in self._lookup_results.take_questions():
             job = Lookup(tuple(map(self._namespace.key, keys)), self._config.wait_s)
             handles.append(Handle(job, partial(self._answered, keys)))
         if handles:
@@ -239,7 +239,7 @@ class KVShareTier(SecondaryTierManager):
         is_known = done.value is not None
         there = done.value or (False,) * len(keys)
         for key, is_there in zip(keys, there, strict=True):
-            self._verdicts.answer(key, is_there=is_there)
+            self._lookup_results.answer(key, is_there=is_there)
         num_missed = len(keys) - sum(there)
         if num_missed:
             self._stats.add(f"chunks/{'missed' if is_known else 'failed'}", num_missed)
@@ -248,7 +248,7 @@ class KVShareTier(SecondaryTierManager):
         self,
         handle: Handle[StoredObject],
         key: OffloadKey,
-        load: _Load,
+        load: _LoadJob,
         done: Done[StoredObject],
     ) -> None:
         self._loading.discard(handle)
@@ -257,7 +257,7 @@ class KVShareTier(SecondaryTierManager):
             load.loaded.append(key)
             self._stats.add("chunks/loaded")
         else:
-            self._verdicts.lost([key])
+            self._lookup_results.lost([key])
             self._stats.add("chunks/failed")
         if load.missing:
             return
@@ -271,7 +271,7 @@ class KVShareTier(SecondaryTierManager):
             )
         )
 
-    def _copied(self, handle: Handle[None], store: _Store, _: Done[None]) -> None:
+    def _copied(self, handle: Handle[None], store: _StoreJob, _: Done[None]) -> None:
         self._copying.discard(handle)
         puts = (Handle(Put(key, slab), self._saved) for key, slab in store.copied)
         self._engine.submit(*puts)
@@ -285,15 +285,15 @@ class KVShareTier(SecondaryTierManager):
 
     # --- load and copy threads ---
 
-    def _fits(self, facts: TensorSpec) -> bool:
-        return facts == self._facts
+    def _fits(self, spec: TensorSpec) -> bool:
+        return spec == self._spec
 
     def _copy_in(self, place: int, stored: StoredObject) -> None:
         self._rows[place].copy_(as_tensor(stored.payload, stored.spec))
 
-    def _copy_out(self, store: _Store) -> None:
+    def _copy_out(self, store: _StoreJob) -> None:
         for key, place in store.chunks:
-            slab = self._staging.reserve(self._facts)
+            slab = self._staging.reserve(self._spec)
             if slab is not None:
                 self._staging.copy_out(slab, self._rows[place])
                 store.copied.append((key, slab))

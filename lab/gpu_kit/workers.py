@@ -155,7 +155,7 @@ class EncoderHost:
         config = EncoderConfig(
             url=f"file://{store}", host_cache_dir=str(bench.folder()), buffer_bytes=buffer_bytes
         )
-        self.worker = EncoderWorker(vllm_config, config, Rank(0, 1, 0, 1))
+        self.worker = EncoderWorker.start(vllm_config, config, Rank(0, 1, 0, 1))
         self.cache: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
 

@@ -16,7 +16,7 @@ import pytest
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from ecshare.config import EncoderConfig
-from ecshare.router.config import make_parser
+from ecshare.router.options import make_parser
 from ecshare.store.config import parse
 from kvshare.config import KVConfig, parse_tier
 from kvshare.tier.manager import KVShareTier

@@ -58,7 +58,7 @@ def start(vllm_config: VllmConfig, place: Path) -> Iterator[Start]:
             ec_connector="ECShareConnector",
             ec_role=role,  # type: ignore[arg-type]
         )
-        scheduler = EncoderScheduler(vllm_config, config(place))
+        scheduler = EncoderScheduler.start(vllm_config, config(place))
         started.append(scheduler)
         return scheduler
 

@@ -41,10 +41,10 @@ class Hosts:
             EncoderConfig(url=str(self.store), host_cache_dir=f"{folder}/{host}")
             for host in ("here", "there")
         )
-        self.scheduler = EncoderScheduler(vllm_config, here)
+        self.scheduler = EncoderScheduler.start(vllm_config, here)
         self.ranks = [
-            EncoderWorker(seen, here, Rank(0, 2, 0, 1)),
-            EncoderWorker(seen, there, Rank(1, 2, 0, 1)),
+            EncoderWorker.start(seen, here, Rank(0, 2, 0, 1)),
+            EncoderWorker.start(seen, there, Rank(1, 2, 0, 1)),
         ]
 
     def ask(self, name: str) -> tuple[bool, list[bool]]:

@@ -57,7 +57,7 @@ def start(vllm_config: VllmConfig, tmp_path: Path) -> Iterator[Start]:
             ec_connector="ECShareConnector",
             ec_role=role,  # type: ignore[arg-type]
         )
-        scheduler = EncoderScheduler(vllm_config, config(tmp_path, **options))
+        scheduler = EncoderScheduler.start(vllm_config, config(tmp_path, **options))
         started.append(scheduler)
         return scheduler
 

@@ -46,11 +46,11 @@ KINDS = {
 IN_THE_GATE = ("windows",)
 
 
-def pages(engine: EngineProcess) -> list[str]:
+def block_layouts(engine: EngineProcess) -> list[str]:
     """What the engine says of the inside of its blocks, a line for each layer set."""
     log = engine.log_path.read_text()
     assert "cannot check the attention back end" not in log
-    return re.findall(r"checked the attention kernels: page ([0-9a-f]{16})\b", log)
+    return re.findall(r"checked the attention kernels: block layout ([0-9a-f]{16})\b", log)
 
 
 class Fleet(NamedTuple):
@@ -113,10 +113,10 @@ def test_the_second_engine_computes_one_token(fleet: Fleet) -> None:
 @each_kind
 def test_objects_say_how_the_kernels_that_were_tried_lay_out_a_block(fleet: Fleet) -> None:
     fleet.check(fleet.first, f"tried {STORY}")
-    said = pages(fleet.first)
+    said = block_layouts(fleet.first)
     assert said
     assert len(said) == len(fleet.kind.parts)
-    assert pages(fleet.second) == said
+    assert block_layouts(fleet.second) == said
     found = set()
     for path in stored_kv(fleet.root, "*"):
         with safe_open(path, framework="pt") as stored:
@@ -136,8 +136,8 @@ def test_an_engine_that_lays_out_blocks_in_another_way_shares_nothing(fleet: Fle
     flags = (*fleet.flags, f"--kv-transfer-config={json.dumps(connector)}")
     fleet.check(fleet.first, f"first {STORY}")
     with EngineProcess("other", fleet.first.model, fleet.logs, flags) as other:
-        assert len(pages(other)) == len(pages(fleet.first))
-        assert not {*pages(other)} & {*pages(fleet.first)}
+        assert len(block_layouts(other)) == len(block_layouts(fleet.first))
+        assert not {*block_layouts(other)} & {*block_layouts(fleet.first)}
         with counting(other) as gained:
             assert fleet.check(other, f"first {STORY}").num_cached_tokens == 0
         assert gained["kvshare_blocks/failed"], gained

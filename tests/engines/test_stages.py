@@ -23,7 +23,7 @@ from lab.servers.router import RouterProcess
 from tests.conftest import LOGS, StartEngine
 from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, stored_kv, text
 from tests.engines.runners import V2_IN_THE_GATE, on
-from tests.releases import ANNOUNCES_AT_EVERY_DOOR, HAS_ENCODER_METRICS
+from tests.releases import ANNOUNCES_AT_EVERY_ENDPOINT, HAS_ENCODER_METRICS
 
 # Of V1 other tests of the gate tell the same.
 pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models), V2_IN_THE_GATE)]
@@ -247,7 +247,7 @@ def message(server: Server, model: str, number: int) -> Said:
 
 
 @pytest.mark.parametrize("ask_at", [complete, chat, respond, message])
-def test_every_door_gives_the_answer_of_a_plain_engine(
+def test_every_endpoint_gives_the_answer_of_a_plain_engine(
     fleet: Fleet, router: RouterProcess, ask_at: Any
 ) -> None:
     model = fleet.plain.model
@@ -255,7 +255,7 @@ def test_every_door_gives_the_answer_of_a_plain_engine(
         answer, path = ask_at(router, model, 1)
     has_picture = ask_at is not complete
     assert path == ("encode,prefill,decode" if has_picture else "prefill,decode")
-    if HAS_ENCODER_METRICS and (ask_at is chat or ANNOUNCES_AT_EVERY_DOOR):
+    if HAS_ENCODER_METRICS and (ask_at is chat or ANNOUNCES_AT_EVERY_ENDPOINT):
         assert gained[LOADED] == has_picture
     expected, _ = ask_at(fleet.plain, model, 1)
     assert answer

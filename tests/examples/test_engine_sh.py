@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ecshare.config import EncoderConfig
-from ecshare.router.config import parse_arguments
+from ecshare.router.arguments import parse_arguments
 from ecshare.store.config import parse
 from kvshare.config import KVConfig
 from tests.examples.scripts import ROUTER, VLLM, Box, Started

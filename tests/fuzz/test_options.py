@@ -14,7 +14,7 @@ from hypothesis.strategies import DrawFn
 
 from ecshare.config import EncoderConfig
 from ecshare.doctor.options import read_argument
-from ecshare.router.config import parse_arguments
+from ecshare.router.arguments import parse_arguments
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import open_integrity

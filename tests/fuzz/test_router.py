@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from ecshare.router import plan
-from ecshare.router.chat import CHAT_DOOR, MEDIA_FIELDS, read_chat
+from ecshare.router.chat import CHAT_ENDPOINT, MEDIA_FIELDS, read_chat
 from ecshare.router.client_request import TRANSFER_FIELDS, ClientRequest, Media
 from ecshare.router.engine_urls import engine_url
 from ecshare.router.errors import ApiError
@@ -206,7 +206,7 @@ def test_requests_are_taken_or_refused(body: bytes, encoded: Any, prefilled: Any
     for request in (
         plan.inline_request(chat, media),
         lean,
-        plan.prefill_request(CHAT_DOOR, lean),
+        plan.prefill_request(CHAT_ENDPOINT, lean),
         *plan.encode_requests(chat, media).values(),
     ):
         check_sent(request, media)

@@ -18,12 +18,12 @@ from vllm import _custom_ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from ecshare.plugin.compat import erase_slots
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
+from kvshare.compat import erase_slots
 from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
@@ -387,7 +387,7 @@ def test_layers_that_share_a_cache_are_stored_once() -> None:
 def test_facts_name_the_chunk_and_what_counts() -> None:
     piece = piece_of([0, 1], num_tokens=TOKENS + 5)
     blocks = blocks_of(named(token_major()))
-    blocks.page = "0123456789abcdef"
+    blocks.layout = "0123456789abcdef"
     spec = blocks.spec(piece)
     assert spec == TensorSpec(
         dtype="F32",

@@ -9,9 +9,8 @@ from msgspec import structs
 from vllm.config import VllmConfig
 
 import kvshare.buffer_size as module
-from ecshare.plugin.deployment import memory_bytes, num_local_ranks
 from ecshare.store.config import GIB, parse
-from kvshare.buffer_size import with_default_buffer
+from kvshare.buffer_size import memory_bytes, num_local_ranks, with_default_buffer
 from kvshare.config import KVConfig
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import BLOCK, cache_config, options, vllm_config, write_model

@@ -80,13 +80,9 @@ def test_an_engine_that_cannot_share_runs_on_and_says_why(
 
 
 def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
-    text_model: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers of several shapes in one group, as with another model that guesses tokens ahead."""
-    monkeypatch.setattr("kvshare.worker.worker_rank", lambda _: Rank(0, 1, 0, 1))
     config = vllm_config(text_model, options(tmp_path))
     found = cache_config(8)
     (group,) = found.kv_cache_groups
@@ -98,7 +94,7 @@ def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
     group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
     seen = generate_scheduler_kv_cache_config([found])
     half = KVScheduler.start(config, seen, KVConfig(**options(tmp_path)))
-    worker = KVWorker.start(config, found, KVConfig(**options(tmp_path)))
+    worker = KVWorker.start(config, found, KVConfig(**options(tmp_path)), Rank(0, 1, 0, 1))
     worker.register({})
     assert "kvshare saves and loads nothing: some layers of one cache group" in caplog.text
     half.reported(KVConnectorOutput(kv_connector_worker_meta=worker.report()))
@@ -112,7 +108,6 @@ def test_threads_of_a_worker_select_its_device(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selected: list[tuple[str, int]] = []
-    monkeypatch.setattr("kvshare.worker.worker_rank", lambda _: Rank(0, 1, 0, 1))
     monkeypatch.setattr(
         torch.cuda,
         "set_device",
@@ -120,7 +115,8 @@ def test_threads_of_a_worker_select_its_device(
     )
     config = vllm_config(text_model, options(tmp_path))
     config.device_config.device = torch.device("cuda:1")
-    KVWorker.start(config, cache_config(8), KVConfig(**options(tmp_path))).close()
+    of_store = KVConfig(**options(tmp_path))
+    KVWorker.start(config, cache_config(8), of_store, Rank(0, 1, 0, 1)).close()
     assert ("ecshare-io", 1) in selected
 
 

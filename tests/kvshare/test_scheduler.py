@@ -723,7 +723,7 @@ def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> No
     here.clock.now_s += 60
     here.ask(announcing(PROMPT))
     here.engine.drain(20.0)
-    assert here.half._lookups.sizes.known == (1, 2)
+    assert here.half._lookups.tp_sizes.known == (1, 2)
 
 
 def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:

@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, Tail
-from kvshare.search import KEYS_A_ROUND, Found, fill_gaps, longest_stored
+from kvshare.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored
 
 BLOCK_TOKENS = 16
 
@@ -167,7 +167,7 @@ def test_what_nobody_asked_for_is_of_the_one_size_around_it(sizes: list[int | No
     chunks = [prefix.whole(number) for number in range(len(sizes))]
     known = {chunk.key: size for chunk, size in zip(chunks, sizes, strict=True) if size}
     filled = dict(known)
-    unclear = fill_gaps(chunks, filled)
+    unclear = infer_tp_sizes(chunks, filled)
     asked = set(known.values())
     assert unclear == (
         [chunk for chunk in chunks if chunk.key not in known] if len(asked) == 2 else []

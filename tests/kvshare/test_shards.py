@@ -13,8 +13,8 @@ from kvshare.shards import (
     num_shards,
     shard_of,
     shard_slices,
-    stored_size,
-    stored_sizes,
+    stored_tp_size,
+    stored_tp_sizes,
 )
 
 HEADS = (1, 2, 3, 4, 6, 8, 12, 32)
@@ -84,18 +84,18 @@ def test_engines_of_more_ranks_than_heads_store_what_smaller_ones_do() -> None:
 
 
 def test_few_sizes_can_be_stored() -> None:
-    assert stored_sizes([8]) == (1, 2, 4, 8)
-    assert stored_sizes([6]) == (1, 2, 3, 6)
-    assert stored_sizes([8, 1]) == (1, 2, 4, 8)
-    assert stored_sizes([1]) == (1,)
-    assert stored_sizes([6, 4]) == (1, 2, 6)
+    assert stored_tp_sizes([8]) == (1, 2, 4, 8)
+    assert stored_tp_sizes([6]) == (1, 2, 3, 6)
+    assert stored_tp_sizes([8, 1]) == (1, 2, 4, 8)
+    assert stored_tp_sizes([1]) == (1,)
+    assert stored_tp_sizes([6, 4]) == (1, 2, 6)
 
 
 @pytest.mark.parametrize("heads", [[8], [6], [8, 1], [8, 4], [6, 4], [1]])
 def test_every_engine_stores_in_one_of_these_sizes(heads: list[int]) -> None:
     for tp_size in range(1, MOST_RANKS + 1):
         if is_possible(tp_size, heads):
-            size = stored_size(tp_size, heads)
-            assert size in stored_sizes(heads)
+            size = stored_tp_size(tp_size, heads)
+            assert size in stored_tp_sizes(heads)
             for each in heads:
                 assert num_shards(each, size) == num_shards(each, tp_size)

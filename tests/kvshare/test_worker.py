@@ -23,9 +23,9 @@ from kvshare import loads
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
 from kvshare.layers import AttentionWindow, LayerSet
+from kvshare.layout_check import LayoutCheck
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece, Report
-from kvshare.page_check import PageCheck
 from kvshare.prefix import ChunkKey
 from kvshare.worker import CacheShape, KVWorker
 from lab.gpu_stand_in import stand_in
@@ -438,7 +438,7 @@ def test_an_engine_whose_kernels_fail_when_they_are_tried_shares_nothing(
         head_size_v=CONTENT // 2,
         kv_cache=None,
     )
-    check = PageCheck({f"l.{number}": layer for number in range(LAYERS)})
+    check = LayoutCheck({f"l.{number}": layer for number in range(LAYERS)})
     with monkeypatch.context() as patched:
         patched.setitem(globals(), "SHAPE", replace(SHAPE, check=check))
         refused = host()
@@ -460,7 +460,7 @@ def test_what_other_kernels_have_filled_is_a_miss(
     """The object is sound, and stays where it is for engines that can read it."""
     source, alike = host(), host()
     with monkeypatch.context() as patched:
-        check = PageCheck(release="another")
+        check = LayoutCheck(release="another")
         patched.setitem(globals(), "SHAPE", replace(SHAPE, check=check))
         other = host()
     source.cache.copy_(random_cache())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.config import RouterConfig, parse_arguments
+from ecshare.router.arguments import parse_arguments
+from ecshare.router.config import RouterConfig
 from ecshare.store.config import StoreConfig
 
 

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from ecshare.router.app import Router
 from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
-from ecshare.router.doors import PASSED_ON, SPLIT
+from ecshare.router.endpoints import PASSED_ON, SPLIT
 from ecshare.router.openapi import description
 from tests.ecshare.router.fake_engine import (
     PNG,
@@ -106,7 +106,7 @@ async def test_answers_are_as_described_whatever_engines_say(status: int, stream
 
 @pytest.mark.parametrize("path", sorted(set(PASSED_ON) | set(SPLIT)))
 @pytest.mark.parametrize("status", [200, 400, 503])
-async def test_every_door_answers_as_described(path: str, status: int) -> None:
+async def test_every_endpoint_answers_as_described(path: str, status: int) -> None:
     async with fleet(0, 0) as f:
         f.d.answer = f.d.answer if status == 200 else failing(status)
         bad: dict[str, Any] = {"kv_transfer_params": {}}

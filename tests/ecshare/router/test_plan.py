@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ecshare.router import plan
-from ecshare.router.chat import CHAT_DOOR, read_chat
+from ecshare.router.chat import CHAT_ENDPOINT, read_chat
 from ecshare.router.client_request import ClientRequest, Media
 from ecshare.router.identity import identity
 from tests.ecshare.router.fake_engine import PNG, PNG_2, data_url, picture
@@ -125,7 +125,7 @@ def test_prefill_gets_the_same_prompt_and_one_token() -> None:
     chat, media = read(conversation())
     request = plan.inline_request(chat, media)
     before = copy.deepcopy(request)
-    sent = plan.prefill_request(CHAT_DOOR, request)
+    sent = plan.prefill_request(CHAT_ENDPOINT, request)
     expected = before | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
     for name in ("stream_options", "logprobs", "min_tokens"):
         del expected[name]

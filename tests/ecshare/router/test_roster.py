@@ -22,10 +22,10 @@ def test_what_is_added_stays_whatever_is_given() -> None:
     assert engines(roster) == {"e": "y", "p": "", "d": "dx"}
     roster.give(given(d="c"))
     assert engines(roster) == {"e": "y", "p": "", "d": "cx"}
-    assert roster.told == {"y": frozenset("m")}
+    assert roster.assigned_models == {"y": frozenset("m")}
     roster.remove("y")
     assert engines(roster) == {"e": "", "p": "", "d": "cx"}
-    assert roster.told == {}
+    assert roster.assigned_models == {}
 
 
 def test_an_added_engine_that_is_given_later_goes_with_the_given() -> None:
@@ -33,7 +33,7 @@ def test_an_added_engine_that_is_given_later_goes_with_the_given() -> None:
     roster.add(Stage.DECODE, "x", frozenset("m"))
     roster.give(given(d="dx"))
     assert engines(roster)["d"] == "dx"
-    assert roster.told == {}, "the file says what it serves"
+    assert roster.assigned_models == {}, "the file says what it serves"
     roster.give(given(d="d"))
     assert engines(roster)["d"] == "d"
 

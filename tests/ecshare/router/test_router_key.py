@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.config import parse_arguments
+from ecshare.router.arguments import parse_arguments
 from ecshare.store.integrity import TOKEN_HEADER, router_token
 from tests.ecshare.router.fake_engine import fleet
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.router.config import parse_arguments
+from ecshare.router.arguments import parse_arguments
 from ecshare.router.secret import Secret, read_secret
 from ecshare.store.errors import ConfigError
 from tests.ecshare.router.fake_engine import STATUS_KEY, fleet

@@ -8,7 +8,7 @@ import pytest
 
 from ecshare.router.chat import read_chat
 from ecshare.router.client_request import Media
-from ecshare.router.doors import read_completion, read_responses
+from ecshare.router.endpoints import read_completion, read_responses
 from ecshare.router.engines import Work
 from ecshare.router.identity import identity
 from ecshare.router.work import decode_work, item_work, prompt_work
@@ -125,7 +125,7 @@ def response_work(given: Any, **fields: Any) -> Work:
     return prompt_work(client, media)
 
 
-def test_prompts_at_other_doors_have_keys_too() -> None:
+def test_prompts_at_other_endpoints_have_keys_too() -> None:
     image = {"type": "input_image", "image_url": picture(PNG)["image_url"]["url"]}
     asked = [user({"type": "input_text", "text": "What is this?"}, image)]
     again = [user({"type": "input_text", "text": "And its colour?"}, image), ANSWER]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests at each of the router's doors: taken or refused, and no engine gets a client's names."""
+"""Requests at each of the router's endpoints: taken or refused. No engine gets a client's names."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from ecshare.router import plan
 from ecshare.router.chat import CHAT, MEDIA_FIELDS
 from ecshare.router.client_request import TRANSFER_FIELDS
 from ecshare.router.dialects import dialect_of, error_body, restated
-from ecshare.router.doors import PASSED_ON, SPLIT
+from ecshare.router.endpoints import PASSED_ON, SPLIT
 from ecshare.router.errors import ApiError
 from ecshare.router.prefilled import turns_of
 from ecshare.router.work import prompt_work
@@ -119,7 +119,7 @@ def images(request: dict[str, Any]) -> list[Any]:
 
 @fuzzed(400)
 @given(asked())
-def test_requests_are_taken_or_refused_at_each_door(case: tuple[str, bytes]) -> None:
+def test_requests_are_taken_or_refused_at_each_endpoint(case: tuple[str, bytes]) -> None:
     path, body = case
     try:
         client = {**SPLIT, **PASSED_ON}[path](body, MAX_ITEMS)
@@ -133,9 +133,9 @@ def test_requests_are_taken_or_refused_at_each_door(case: tuple[str, bytes]) -> 
     prompt_work(client, media)
     uuids = {each.uuid for each in media}
     plain = plan.inline_request(client, media)
-    plan.scores_prompt(client.door, plain)
+    plan.scores_prompt(client.endpoint, plain)
     announced = plan.encoded_request(client, media, {}, {"a": {}} if media else {})
-    for sent in (plain, announced, plan.prefill_request(client.door, plain)):
+    for sent in (plain, announced, plan.prefill_request(client.endpoint, plain)):
         check_sent(path, sent, uuids)
         with contextlib.suppress(RecursionError):  # which the router says
             msgspec.json.encode(sent)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from ecshare.plugin.admission import Sightings
+from ecshare.plugin.save_policy import Sightings
 from ecshare.scheduler import EncoderScheduler
 from tests.ecshare.test_scheduler import (
     NUM_EMBEDS,

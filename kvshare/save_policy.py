@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ecshare.plugin.admission import Sightings, is_for_another_engine, wish
+from ecshare.plugin.save_policy import Sightings, is_for_another_engine, requested_save
 from kvshare.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvshare.config import KVConfig
 
-WISH = "kvshare_save"
+_SAVE_FIELD = "kvshare_save"
 """The field of a request's `kv_transfer_params`."""
 
 
@@ -36,7 +36,7 @@ class Limit:
     """What says so: an option, or `request`; empty: there is no limit."""
 
 
-class Admission:
+class SavePolicy:
     """Finds the limit of each request. Ownership: vLLM's scheduler thread."""
 
     def __init__(self, config: "KVConfig", hash_function: HashFunction) -> None:
@@ -50,7 +50,7 @@ class Admission:
     def limit_of(self, request: "Request", grid: Grid) -> Limit:
         """Return up to where `request` is stored. To be called once for each prompt, since it
         counts as a sighting. O(chunks), and 2 us for each."""
-        asked = wish(request, request.kv_transfer_params, WISH)
+        asked = requested_save(request, request.kv_transfer_params, _SAVE_FIELD)
         if asked is False:
             return Limit(0, "request")
         if not (asked or is_for_decode(request)):

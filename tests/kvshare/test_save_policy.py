@@ -105,8 +105,8 @@ def test_a_request_may_keep_itself_out_of_the_store(
     start: StartEngine, tmp_path: Path, max_tokens: int
 ) -> None:
     engine = start()
-    wish = {"kvshare_save": False}
-    answer = ask(engine, "private", max_tokens=max_tokens, kv_transfer_params=wish)
+    params = {"kvshare_save": False}
+    answer = ask(engine, "private", max_tokens=max_tokens, kv_transfer_params=params)
     assert announced(answer) == 0
     assert num_stored(tmp_path) == 0
     assert engine.counts["declined/request"] == 4
@@ -114,12 +114,12 @@ def test_a_request_may_keep_itself_out_of_the_store(
     assert num_stored(tmp_path) == 4
 
 
-@pytest.mark.parametrize("wish", [{"kvshare_save": True}, {"do_remote_decode": True}])
+@pytest.mark.parametrize("params", [{"kvshare_save": True}, {"do_remote_decode": True}])
 def test_a_request_may_have_itself_stored_whatever_the_rules_say(
-    start: StartEngine, tmp_path: Path, wish: Any
+    start: StartEngine, tmp_path: Path, params: Any
 ) -> None:
     engine = start(store={"save_after": 9, "save_min_tokens": 1000})
-    assert announced(ask(engine, "r", kv_transfer_params=wish)) == ALL
+    assert announced(ask(engine, "r", kv_transfer_params=params)) == ALL
     assert num_stored(tmp_path) == 4
 
 
@@ -136,7 +136,7 @@ def test_a_request_may_have_itself_stored_whatever_the_rules_say(
         {"do_remote_decode": False},
     ],
 )
-def test_malformed_wishes_are_ignored(start: StartEngine, tmp_path: Path, params: Any) -> None:
+def test_malformed_fields_are_ignored(start: StartEngine, tmp_path: Path, params: Any) -> None:
     assert announced(ask(start(), "r", kv_transfer_params=params)) == ALL
     assert num_stored(tmp_path) == 4
 
@@ -147,13 +147,13 @@ def test_what_is_not_true_is_no_word_of_a_coordinator(start: StartEngine, said: 
     assert announced(ask(engine, "r", kv_transfer_params={"do_remote_decode": said})) == 0
 
 
-def test_a_wish_beside_an_announcement_leaves_that_as_it_is(
+def test_a_refusal_beside_an_announcement_leaves_that_as_it_is(
     start: StartEngine, tmp_path: Path
 ) -> None:
     params = ask(start("kv_producer"), "p", max_tokens=1).kv_transfer_params
     reader = start(folder=tmp_path / "host-2", store={"url": f"file://{tmp_path}/store"})
-    wish = {**(params or {}), "kvshare_save": False}
-    assert ask(reader, "d", kv_transfer_params=wish).computed_prompt_tokens == 1
+    params = {**(params or {}), "kvshare_save": False}
+    assert ask(reader, "d", kv_transfer_params=params).computed_prompt_tokens == 1
 
 
 def test_what_is_in_the_store_is_announced_though_it_would_not_be_stored_now(

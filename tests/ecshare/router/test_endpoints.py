@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors besides chat completions: what each stage is sent, and what the client gets."""
+"""The endpoints besides chat completions: what each stage is sent, and what the client gets."""
 
 import asyncio
 import base64
@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.router.chat import CHAT
-from ecshare.router.doors import PASSED_ON, SPLIT
+from ecshare.router.endpoints import PASSED_ON, SPLIT
 from ecshare.router.identity import identity
 from tests.ecshare.router.fake_engine import (
     EVENTS,
@@ -69,7 +69,7 @@ BODIES: dict[str, Callable[..., dict[str, Any]]] = {
     RESPONSES: response,
     MESSAGES: message,
 }
-every_door = pytest.mark.parametrize("path", SPLIT)
+every_endpoint = pytest.mark.parametrize("path", SPLIT)
 
 
 async def served(f: Fleet, path: str, body: dict[str, Any], stages: str) -> web.StreamResponse:
@@ -79,8 +79,8 @@ async def served(f: Fleet, path: str, body: dict[str, Any], stages: str) -> web.
     return answer  # type: ignore[return-value]
 
 
-@every_door
-async def test_prefill_and_decode_are_asked_at_the_same_door(path: str) -> None:
+@every_endpoint
+async def test_prefill_and_decode_are_asked_at_the_same_endpoint(path: str) -> None:
     async with fleet(hand_over="after") as f:
         body = BODIES[path](temperature=0, unheard_of={"a": 1.5})
         await served(f, path, body, "prefill,decode")
@@ -170,7 +170,7 @@ async def test_instructions_are_part_of_the_prompt(path: str, field: str, said: 
             await served(f, path, BODIES[path](**fields), "decode")
 
 
-async def test_one_prompt_at_two_doors_is_two_prompts() -> None:
+async def test_one_prompt_at_two_endpoints_is_two_prompts() -> None:
     async with fleet(hand_over="after") as f:
         f.p.answer = stored(input_tokens=100, prompt_tokens=100)
         body = message() | {"max_tokens": 5}
@@ -288,7 +288,7 @@ async def test_thinking_does_not_keep_prefill_from_one_token() -> None:
         assert f.d.bodies[0]["thinking"] == thinking
 
 
-@every_door
+@every_endpoint
 async def test_if_prefill_fails_decode_does_it_all(path: str) -> None:
     async with fleet() as f:
         for answer in (hang_up, failing(500)):
@@ -309,7 +309,7 @@ async def test_if_encode_fails_decode_does_it_all(path: str, body: dict[str, Any
         assert not any(name.endswith("transfer_params") for name in f.d.bodies[0])
 
 
-@every_door
+@every_endpoint
 async def test_a_stream_is_passed_on_byte_by_byte(path: str) -> None:
     async with fleet() as f:
         answer, content = await f.post(BODIES[path](stream=True), path=path)
@@ -335,8 +335,8 @@ def anthropic_error(content: bytes) -> str:
 KINDS = {path: openai_error for path in SPLIT} | {MESSAGES: anthropic_error}
 
 
-@every_door
-async def test_errors_have_the_shape_of_the_door(path: str) -> None:
+@every_endpoint
+async def test_errors_have_the_shape_of_the_endpoint(path: str) -> None:
     kind = KINDS[path]
     async with fleet(max_decodes=1) as f:
         for body, status in (
@@ -375,7 +375,7 @@ async def test_errors_have_the_shape_of_the_door(path: str) -> None:
         ),
     ],
 )
-async def test_a_stream_that_breaks_off_ends_in_the_shape_of_the_door(
+async def test_a_stream_that_breaks_off_ends_in_the_shape_of_the_endpoint(
     path: str, end: bytes
 ) -> None:
     async def breaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -497,7 +497,7 @@ async def test_other_requests_are_passed_on_to_one_engine(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted({*PASSED_ON, *SPLIT} - {COMPLETIONS}))
-async def test_no_door_takes_names_or_tensors_from_clients(path: str) -> None:
+async def test_no_endpoint_takes_names_or_tensors_from_clients(path: str) -> None:
     lean: list[dict[str, Any]] = [
         {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 2, 3]}, "uuid": UUID},
         {"type": "input_image", "image_url": None, "uuid": UUID},

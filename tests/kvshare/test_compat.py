@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm import _custom_ops
 
-from ecshare.plugin.compat import device_copier
+from kvshare.compat import device_copier
 
 ADDRESSES = (np.array([1, 2]), np.array([3, 4]), np.array([5, 6]))
 

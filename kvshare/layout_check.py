@@ -4,8 +4,8 @@
 Blocks are stored as they lie in the cache. Two attention kernels may lay out one in different ways
 and still have caches of one shape, and no checksum could tell. So each worker tries its kernels
 when it gets its caches: vLLM's own operation writes known keys and values to one block of each
-layer, and what would be stored of that block gives a digest. It is in all objects of this worker,
-and the worker uses no others.
+layer, and what would be stored of that block gives a digest. All objects of this worker have it as
+their `page`, and the worker uses no others.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecshare.plugin.compat import attention_backend, fill_cache, has_cache_operation
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.staging import Staging
 from kvshare.blocks import BlockCaches
+from kvshare.compat import attention_backend, fill_cache, has_cache_operation
 from kvshare.messages import Piece
 from kvshare.prefix import ChunkKey
 
@@ -29,12 +29,12 @@ _DIGITS = 16
 _LARGEST = 8
 
 
-class PageCheckError(Exception):
+class LayoutCheckError(Exception):
     """What would be stored of a block is not what the engine has written to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class BlockLayout:
     """What the inside of a block looks like."""
 
     digest: str
@@ -45,24 +45,26 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class PageCheck:
+class LayoutCheck:
     """What it takes to try the attention kernels of one worker."""
 
     layers: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's attention layers by name; each has its cache by the time of `page_of`."""
+    """vLLM's attention layers by name; each has its cache by the time of `layout_of`."""
     dtype: Any = torch.float32
     """A torch dtype: in which the model computes keys and values."""
     release: str = ""
     """Of vLLM."""
 
     @torch.inference_mode()
-    def page_of(self, blocks: BlockCaches, block_ids: Sequence[int], block_tokens: int) -> Page:
+    def layout_of(
+        self, blocks: BlockCaches, block_ids: Sequence[int], block_tokens: int
+    ) -> BlockLayout:
         """Try the layers of `blocks` on the block of each of their cache groups in `block_ids`.
 
         On return these blocks are as before. Worker's main thread, with no forward pass under way.
 
         Raises:
-            PageCheckError: see there.
+            LayoutCheckError: see there.
             Exception: whatever vLLM's operation raises.
         """
         found = blocks.layers_at(block_ids)
@@ -73,7 +75,7 @@ class PageCheck:
         }
         if untried:
             names = ", ".join(sorted(untried))
-            return Page(_digest(f"untried {names} vLLM {self.release}".encode()), names)
+            return BlockLayout(_digest(f"untried {names} vLLM {self.release}".encode()), names)
         before = [view.clone() for *_, view in found]
         try:
             widths = []
@@ -93,7 +95,7 @@ class PageCheck:
             _check(name, layer, block_tokens * width)
         # Of one head, so that engines find the same, over how many ranks heads are spread.
         first = heads[:, 0].contiguous()
-        return Page(_digest(first.view(torch.uint8).numpy().tobytes()))
+        return BlockLayout(_digest(first.view(torch.uint8).numpy().tobytes()))
 
     def _known(
         self, device: torch.device, number: int, num_tokens: int, name: str, width: int
@@ -110,7 +112,7 @@ def _stored(blocks: BlockCaches, piece: Piece) -> Tensor:
     staging = Staging(blocks.device, PROLOGUE_BYTES + spec.num_bytes)
     slab = staging.reserve(spec)
     if slab is None:
-        raise PageCheckError("there is no memory for one block")
+        raise LayoutCheckError("there is no memory for one block")
     try:
         with staging.copying([slab]):
             blocks.save([(piece, slab)])
@@ -124,12 +126,12 @@ def _check(name: str, layer: Tensor, num_written: int) -> None:
     """Raise if `layer` [head, token, content] is not all that was written for each head."""
     num_found = int(layer[0].count_nonzero())
     if num_found != num_written:
-        raise PageCheckError(
+        raise LayoutCheckError(
             f"{name}: of {num_written} numbers that the engine wrote to a head of a block, "
             f"{num_found} are where this connector looks for them"
         )
     if not torch.equal(layer, layer[:1].expand_as(layer)):
-        raise PageCheckError(f"{name}: the heads of a block differ that were filled alike")
+        raise LayoutCheckError(f"{name}: the heads of a block differ that were filled alike")
 
 
 def _digest(content: bytes) -> str:

@@ -58,7 +58,7 @@ def is_for_another_engine(request: Any) -> bool:
     return samples and option(request, "max_tokens") == 1
 
 
-def wish(request: Any, params: Any, name: str) -> bool | None:
+def requested_save(request: Any, params: Any, name: str) -> bool | None:
     """Return whether a request itself says that what it computes is stored; None: it says nothing.
 
     It says so by the field `name` of its transfer params `params`. They come from a client: what is

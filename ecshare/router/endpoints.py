@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors besides chat completions: by which paths clients ask, and in which shapes. Pure.
+"""The endpoints besides chat completions: by which paths clients ask, and in which shapes. Pure.
 
-Behind each door that makes tokens stand the same three stages. What else vLLM serves is passed on
-to one engine.
+The same three stages serve each endpoint that makes tokens. What else vLLM serves is passed on to
+one engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ecshare.router.chat import (
-    CHAT_DOOR,
+    CHAT_ENDPOINT,
     item_of_part,
     other_fields,
     part_with_bytes,
@@ -19,10 +19,10 @@ from ecshare.router.chat import (
 )
 from ecshare.router.client_request import (
     ClientRequest,
-    Door,
+    Endpoint,
+    FieldPath,
     Media,
     MediaItem,
-    Place,
     Request,
     check_number,
     parse_request,
@@ -52,19 +52,21 @@ def _media_anywhere(request: Request) -> Iterator[MediaItem]:
     """
     left = _inside((), request)
     while left:
-        place, value = left.pop()
-        item = item_of_part(value, place) if isinstance(value, dict) else None
+        path, value = left.pop()
+        item = item_of_part(value, path) if isinstance(value, dict) else None
         if item is not None:
             yield item
         else:
-            left += _inside(place, value)
+            left += _inside(path, value)
 
 
-def _inside(place: Place, value: Request | list[Any]) -> list[tuple[Place, Request | list[Any]]]:
+def _inside(
+    path: FieldPath, value: Request | list[Any]
+) -> list[tuple[FieldPath, Request | list[Any]]]:
     """Return the objects and lists directly inside another one, the last one first."""
     entries = enumerate(value) if isinstance(value, list) else value.items()
     return [
-        ((*place, step), each)
+        ((*path, step), each)
         for step, each in reversed(list(entries))
         if isinstance(each, dict | list) and step not in _WITHOUT_MEDIA
     ]
@@ -72,7 +74,7 @@ def _inside(place: Place, value: Request | list[Any]) -> list[tuple[Place, Reque
 
 # --- completions ---
 
-COMPLETIONS_DOOR = Door(
+COMPLETIONS_ENDPOINT = Endpoint(
     path="/v1/completions",
     prompt="prompt",
     with_bytes=part_with_bytes,  # it has no parts
@@ -87,7 +89,7 @@ def read_completion(body: bytes | bytearray, max_items: int) -> ClientRequest:
     prompt = request.get("prompt")
     has_several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     is_one = request.get("prompt_embeds") is None and not has_several
-    return ClientRequest(request, (), COMPLETIONS_DOOR, is_one_prompt=is_one)
+    return ClientRequest(request, (), COMPLETIONS_ENDPOINT, is_one_prompt=is_one)
 
 
 # --- OpenAI's Responses API ---
@@ -103,22 +105,22 @@ def read_responses(body: bytes | bytearray, max_items: int) -> ClientRequest:
     check_number(items, max_items, "input")
     for item in items:
         if item.kind != "image_url":
-            raise refusal(f"`{item.kind}` is not served in responses; images are.", item.place)
-    return ClientRequest(request, items, RESPONSES_DOOR)
+            raise refusal(f"`{item.kind}` is not served in responses; images are.", item.path)
+    return ClientRequest(request, items, RESPONSES_ENDPOINT)
 
 
 def _input_image(part: Request, item: MediaItem, held: Media) -> Request:
     return other_fields(part) | {"image_url": held.url, "uuid": held.uuid}
 
 
-RESPONSES_DOOR = Door(
+RESPONSES_ENDPOINT = Endpoint(
     path="/v1/responses",
     prompt="input",
     with_bytes=_input_image,
     preamble="instructions",
     limits=("max_output_tokens",),
     prefill={"stream": False, "store": False},
-    options=CHAT_DOOR.options,
+    options=CHAT_ENDPOINT.options,
 )
 
 # --- Anthropic's Messages API ---
@@ -132,32 +134,32 @@ def read_messages(body: bytes | bytearray, max_items: int) -> ClientRequest:
         raise refusal("`messages` must be a non-empty array.", ("messages",))
     items = tuple(_images_of_messages(messages))
     check_number(items, max_items, "messages")
-    return ClientRequest(request, items, MESSAGES_DOOR)
+    return ClientRequest(request, items, MESSAGES_ENDPOINT)
 
 
 def _images_of_messages(messages: list[Any]) -> Iterator[MediaItem]:
     for at, message in enumerate(messages):
-        place: Place = ("messages", at)
+        path: FieldPath = ("messages", at)
         if not isinstance(message, dict):
-            raise refusal("A message must be an object.", place)
+            raise refusal("A message must be an object.", path)
         if not isinstance(message.get("role"), str):
-            raise refusal("`role` must be a string.", (*place, "role"))
-        yield from _images_of(message.get("content"), (*place, "content"))
+            raise refusal("`role` must be a string.", (*path, "role"))
+        yield from _images_of(message.get("content"), (*path, "content"))
 
 
-def _images_of(content: Any, place: Place, *, may_nest: bool = True) -> Iterator[MediaItem]:
+def _images_of(content: Any, path: FieldPath, *, may_nest: bool = True) -> Iterator[MediaItem]:
     """Yield the pictures in a list of content blocks, and in the answers of tools among them."""
     for at, block in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(block, dict):
             continue
-        here = (*place, at)
+        here = (*path, at)
         if block.get("type") == "image":
             yield MediaItem(here, "image_url", _image_url(block.get("source"), here))
         elif block.get("type") == "tool_result" and may_nest:
             yield from _images_of(block.get("content"), (*here, "content"), may_nest=False)
 
 
-def _image_url(source: Any, place: Place) -> str:
+def _image_url(source: Any, path: FieldPath) -> str:
     """Return the url of a picture: for base64 the data: url that vLLM would build."""
     given = source if isinstance(source, dict) else {}
     if given.get("type") == "url":
@@ -169,7 +171,7 @@ def _image_url(source: Any, place: Place) -> str:
         # vLLM inserts the type into a url, where a comma would move the start of the data.
         if isinstance(text, str) and isinstance(media_type, str) and _is_plain(media_type):
             return f"data:{media_type};base64,{text}"
-    raise refusal("`source` must hold base64 text with a media type, or a url.", place)
+    raise refusal("`source` must hold base64 text with a media type, or a url.", path)
 
 
 def _is_plain(media_type: str) -> bool:
@@ -184,7 +186,7 @@ def _image_block(part: Request, item: MediaItem, held: Media) -> Request:
     return part | {"source": source}
 
 
-MESSAGES_DOOR = Door(
+MESSAGES_ENDPOINT = Endpoint(
     path="/v1/messages",
     prompt="messages",
     with_bytes=_image_block,
@@ -196,30 +198,30 @@ MESSAGES_DOOR = Door(
 )
 
 SPLIT: dict[str, Reader] = {
-    CHAT_DOOR.path: read_chat,
-    COMPLETIONS_DOOR.path: read_completion,
-    RESPONSES_DOOR.path: read_responses,
-    MESSAGES_DOOR.path: read_messages,
+    CHAT_ENDPOINT.path: read_chat,
+    COMPLETIONS_ENDPOINT.path: read_completion,
+    RESPONSES_ENDPOINT.path: read_responses,
+    MESSAGES_ENDPOINT.path: read_messages,
 }
-"""The doors to the three stages, by path."""
+"""The endpoints to the three stages, by path."""
 
 # --- what one engine does ---
 
-_COUNT_TOKENS_DOOR = replace(MESSAGES_DOOR, path="/v1/messages/count_tokens")
+_COUNT_TOKENS_ENDPOINT = replace(MESSAGES_ENDPOINT, path="/v1/messages/count_tokens")
 
 
 def _read_count_tokens(body: bytes | bytearray, max_items: int) -> ClientRequest:
-    return replace(read_messages(body, max_items), door=_COUNT_TOKENS_DOOR)
+    return replace(read_messages(body, max_items), endpoint=_COUNT_TOKENS_ENDPOINT)
 
 
 def _passed_on(path: str) -> Reader:
-    door = Door(path=path, prompt="messages", with_bytes=part_with_bytes)
+    endpoint = Endpoint(path=path, prompt="messages", with_bytes=part_with_bytes)
 
     def read(body: bytes | bytearray, max_items: int) -> ClientRequest:
         request = parse_request(body)
         items = tuple(_media_anywhere(request))
         check_number(items, max_items, "messages")
-        return ClientRequest(request, items, door)
+        return ClientRequest(request, items, endpoint)
 
     return read
 
@@ -238,6 +240,6 @@ _PASSED_ON = (
 )
 PASSED_ON: dict[str, Reader] = {
     **{path: _passed_on(path) for path in _PASSED_ON},
-    _COUNT_TOKENS_DOOR.path: _read_count_tokens,
+    _COUNT_TOKENS_ENDPOINT.path: _read_count_tokens,
 }
-"""The doors to one engine, by path."""
+"""The endpoints to one engine, by path."""

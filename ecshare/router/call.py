@@ -10,7 +10,7 @@ from ecshare.router.memory import Reservation
 from ecshare.router.middleware import CONTEXT, RequestContext
 
 
-class Job(NamedTuple):
+class Call(NamedTuple):
     """A client's request, as it came and as it was read."""
 
     http: web.Request

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvshare.blocks import BlockCaches
 from kvshare.layers import AttentionWindow, LayerSet
-from kvshare.page_check import Page, PageCheck, PageCheckError
+from kvshare.layout_check import BlockLayout, LayoutCheck, LayoutCheckError
 from tests.kvshare.toy import options, vllm_config
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="tries the kernels of a CPU")
@@ -72,10 +72,10 @@ class Engine:
         self.layer_set = LayerSet(0, groups, members, AttentionWindow(), heads, heads)
         self.dtype = dtype
 
-    def page(self, release: str = RELEASE) -> Page:
+    def layout(self, release: str = RELEASE) -> BlockLayout:
         blocks = BlockCaches(self.caches, self.layer_set, BLOCKS, TOKENS)
-        check = PageCheck(self.layers, self.dtype, release)
-        return page(check, blocks, len(self.layer_set.groups))
+        check = LayoutCheck(self.layers, self.dtype, release)
+        return layout(check, blocks, len(self.layer_set.groups))
 
     def change(self, change: Change) -> None:
         """Have all layers write in another way: `change(write, layer, k, v, cache, slots)`."""
@@ -84,8 +84,8 @@ class Engine:
             layer.impl.do_kv_cache_update = lambda *given, write=write: change(write, *given)
 
 
-def page(check: PageCheck, blocks: BlockCaches, num_groups: int = 1) -> Page:
-    return check.page_of(blocks, (BLOCKS - 1, BLOCKS - 2)[:num_groups], TOKENS)
+def layout(check: LayoutCheck, blocks: BlockCaches, num_groups: int = 1) -> BlockLayout:
+    return check.layout_of(blocks, (BLOCKS - 1, BLOCKS - 2)[:num_groups], TOKENS)
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def config(text_model: Path, tmp_path: Path) -> VllmConfig:
 
 def test_engines_that_fill_blocks_alike_find_the_same(config: VllmConfig) -> None:
     """Whatever lay in them, over how many ranks heads are spread, and whatever the release."""
-    found = Engine(config).page()
+    found = Engine(config).layout()
     assert len(found.digest) == 16
     assert not found.untried
     assert int(found.digest, 16)
-    assert Engine(config).page() == found
-    assert Engine(config, heads=1).page() == found
-    assert Engine(config).page("0.31.0") == found
+    assert Engine(config).layout() == found
+    assert Engine(config, heads=1).layout() == found
+    assert Engine(config).layout("0.31.0") == found
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_engines_that_fill_blocks_alike_find_the_same(config: VllmConfig) -> Non
 def test_blocks_of_other_types_have_other_pages(
     config: VllmConfig, dtype: torch.dtype, cache_dtype: str
 ) -> None:
-    plain = Engine(config).page().digest
-    found = Engine(config, dtype=dtype, cache_dtype=cache_dtype).page()
+    plain = Engine(config).layout().digest
+    found = Engine(config, dtype=dtype, cache_dtype=cache_dtype).layout()
     assert not found.untried
     assert found.digest != plain
 
@@ -120,12 +120,12 @@ def test_blocks_of_other_types_have_other_pages(
 def test_a_try_leaves_the_cache_as_it_was(config: VllmConfig) -> None:
     engine = Engine(config, num_groups=2)
     before = {name: cache.clone() for name, cache in engine.caches.items()}
-    engine.page()
+    engine.layout()
     assert all(torch.equal(cache, before[name]) for name, cache in engine.caches.items())
 
 
 def test_groups_that_share_memory_are_tried_in_blocks_of_their_own(config: VllmConfig) -> None:
-    assert Engine(config, num_groups=2).page() == Engine(config).page()
+    assert Engine(config, num_groups=2).layout() == Engine(config).layout()
 
 
 def swapped(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) -> None:
@@ -142,13 +142,13 @@ def doubled(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) -
 
 
 @pytest.mark.parametrize("change", [swapped, turned, doubled])
-def test_blocks_of_one_shape_that_are_filled_otherwise_have_another_page(
+def test_blocks_of_one_shape_that_are_filled_otherwise_have_another_layout(
     config: VllmConfig, change: Change
 ) -> None:
-    plain = Engine(config).page()
+    plain = Engine(config).layout()
     engine = Engine(config)
     engine.change(change)
-    assert engine.page().digest != plain.digest
+    assert engine.layout().digest != plain.digest
 
 
 def elsewhere(
@@ -182,23 +182,23 @@ def test_blocks_that_do_not_hold_what_was_written_are_known(
     engine = Engine(config)
     engine.change(change)
     last = {name: cache[-1].clone() for name, cache in engine.caches.items()}
-    with pytest.raises(PageCheckError, match=says):
-        engine.page()
+    with pytest.raises(LayoutCheckError, match=says):
+        engine.layout()
     assert all(torch.equal(cache[-1], last[name]) for name, cache in engine.caches.items())
 
 
 def test_who_cannot_be_tried_reads_its_like_alone(config: VllmConfig) -> None:
     """As back ends whose forward pass writes to the cache itself."""
     engine = Engine(config)
-    found = [engine.page()]
+    found = [engine.layout()]
     for layer in engine.layers.values():
         layer.impl = SimpleNamespace()
-    found += [engine.page(), engine.page("0.31.0")]
+    found += [engine.layout(), engine.layout("0.31.0")]
     engine.layers.clear()
-    found.append(engine.page())
+    found.append(engine.layout())
     assert [each.untried for each in found] == ["", "CPU_ATTN", "CPU_ATTN", "unknown"]
     assert len({each.digest for each in found}) == 4
-    assert engine.page() == found[-1]
+    assert engine.layout() == found[-1]
 
 
 def test_latent_attention_is_tried(config: VllmConfig) -> None:
@@ -216,7 +216,7 @@ def test_latent_attention_is_tried(config: VllmConfig) -> None:
     )
     layer_set = LayerSet(0, (0,), (("l.0", 0),), AttentionWindow(), 1, 1)
     blocks = BlockCaches({"l.0": layer.kv_cache}, layer_set, BLOCKS, TOKENS)
-    found = page(PageCheck({"l.0": layer}, torch.float32, RELEASE), blocks)
+    found = layout(LayoutCheck({"l.0": layer}, torch.float32, RELEASE), blocks)
     assert not found.untried
     assert not layer.kv_cache.any()
 
@@ -257,7 +257,7 @@ def test_kernels_that_read_each_other_find_the_same(
         )
         layer_set = LayerSet(0, (0,), (("l.0", 0),), AttentionWindow(), 2, 2)
         blocks = BlockCaches({"l.0": cache}, layer_set, BLOCKS, TOKENS)
-        return page(PageCheck({"l.0": layer}, torch.float32, RELEASE), blocks).digest
+        return layout(LayoutCheck({"l.0": layer}, torch.float32, RELEASE), blocks).digest
 
     plain = found(head_major(BLOCKS, 2, TOKENS, 2 * HEAD_SIZE))
     cut = (BLOCKS * kernel_blocks, 2, TOKENS // kernel_blocks, 2 * HEAD_SIZE)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the arguments of the router's command line.
+
+Each function takes the text of one argument.
+
+Raises:
+    argparse.ArgumentTypeError: it is wrong; says how.
+"""
+
+import argparse
+import ipaddress
+
+import msgspec
+
+from ecshare.router.addresses import Network
+from ecshare.router.config import MIB
+from ecshare.router.engine_urls import engine_url
+from ecshare.router.secret import Secret, read_secret
+from ecshare.store.config import StoreConfig, parse
+from ecshare.store.errors import ConfigError
+from ecshare.store.integrity import read_key, router_token
+
+
+def engine(text: str) -> str:
+    """Return the url of an engine, as `engine_url` does."""
+    try:
+        return engine_url(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def network(text: str) -> Network:
+    """Return a network of addresses."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a network like 10.0.0.0/8 or fd00::/8, or one address"
+        ) from exc
+
+
+def key(text: str) -> Secret:
+    """Return a key that is named as env:NAME or file:PATH."""
+    try:
+        return read_secret(text)
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def token(text: str) -> str:
+    """Return what engines recognise the router by that has the key that `text` names, or none."""
+    if text == "none":
+        return ""
+    if not text.startswith(("env:", "file:")):
+        # Command lines are visible to every user of this host, so the message does not repeat it.
+        raise argparse.ArgumentTypeError("name the key as env:NAME or file:/path")
+    try:
+        return router_token(read_key(text, "the key"))
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def store(text: str) -> StoreConfig:
+    """Return where a store is, from its url or the JSON of its options."""
+    try:
+        options = msgspec.json.decode(text) if text.startswith("{") else {"url": text}
+        return parse(StoreConfig, options, "the store")
+    except msgspec.DecodeError as exc:
+        raise argparse.ArgumentTypeError(f"the store's options are no JSON: {exc}") from exc
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0 and below 1e9")
+    return number
+
+
+def mebibytes(text: str) -> int:
+    """Return a number of bytes, from that of MiB."""
+    return int(positive(text) * MIB)
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
+    return number
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if (number := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+def natural(text: str) -> int:
+    """Return a whole number of at least 0."""
+    if (number := _whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
+    return number
+
+
+def port(text: str) -> int:
+    """Return the number of a port."""
+    if not 1 <= (number := _whole(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 65535")
+    return number
+
+
+def _whole(text: str) -> int:
+    """Return the number, or -1 if the text is not a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        return -1
