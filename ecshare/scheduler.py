@@ -40,6 +40,7 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.model_facts import Namespace, has_tower_adapters
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.hostcache.cache import Entry
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.recent import Recent
 from ecshare.transfer.staging import dtype_name
@@ -309,6 +310,11 @@ class EncoderScheduler:
         return lost
 
     # --- the rest ---
+
+    @property
+    def engine(self) -> TransferEngine:
+        """What moves the objects, which this half owns."""
+        return self._engine
 
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""

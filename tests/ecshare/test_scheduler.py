@@ -568,7 +568,7 @@ def test_requests_beyond_what_may_be_open_wait_for_their_turn_and_lose_no_time(
     for _ in range(3):
         assert not scheduler.ready(late, 0)
         scheduler.orders({})
-        scheduler._engine.drain(10)
+        scheduler.engine.drain(10)
     assert counted(scheduler) == {}
     assert scheduler.ready(requests[0], 0), "who has asked is not put off"
     scheduler.finished(requests[0])
@@ -864,7 +864,7 @@ def test_nobody_waits_any_more_so_the_fetch_ends(start: Start) -> None:
     scheduler.orders({})
     scheduler.finished(asked)
     scheduler.orders({})
-    (done,) = scheduler._engine.drain(10)  # nobody is told how it ended
+    (done,) = scheduler.engine.drain(10)  # nobody is told how it ended
     assert done.outcome is Outcome.CANCELLED
 
 

@@ -93,7 +93,7 @@ def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last
     shutil.rmtree(tmp_path / "host")
     engine.scheduler.reset_prefix_cache()
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
-    spin(engine, lambda: is_at_rest(engine))
+    spin(engine, lambda: is_at_rest(engine), "it has not come to rest")
     tell(engine)
     serve(engine, PROMPT, max_tokens=1, name="long again")
     tell(engine)

@@ -309,7 +309,7 @@ def test_who_waited_for_the_store_while_the_engine_slept_is_computed(gated: Star
     engine = gated()
     GatedFileSystem.close_gate("get")
     engine.add(make_request("r", LONG, 3))
-    spin(engine, lambda: engine.counts.get("tokens/hit", 0) > 0)
+    spin(engine, lambda: engine.counts.get("tokens/hit", 0) > 0, "nothing is found")
     sleep_and_wake(engine)
     GatedFileSystem.open_gates()
     engine.run_out()

@@ -288,7 +288,7 @@ class ToyEngine(EngineLoop):
         assert isinstance(worker, KVShareConnector)
         self.connector = connector
         self.worker = worker.worker
-        self.transfer = self.worker._engine
+        self.transfer = self.worker.engine
         self._worker_connector = worker
         self._load = worker.start_load_kv
         worker.start_load_kv = self._start_load  # type: ignore[method-assign]
