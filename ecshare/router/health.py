@@ -137,6 +137,12 @@ class HealthMonitor:
         self._every_s = min(_ASK_EVERY_S, shortest_limit_s)
         self._watched_engines: dict[Engine, _Watched] = {}
 
+    @property
+    def watched(self) -> set[Engine]:
+        """The engines that are being watched: requests wait for them, or they may hang."""
+        engines = self._watched_engines.items()
+        return {engine for engine, each in engines if each.watching is not None}
+
     @asynccontextmanager
     async def waiting(
         self,

@@ -119,7 +119,7 @@ class Relay:
         token = config.router_token
         self._own_headers = {TOKEN_HEADER: token} if token else {}
         self._engines = engines
-        self._watch = HealthMonitor(
+        self.monitor = HealthMonitor(
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
         )
         self._session = self._make_session(
@@ -157,7 +157,7 @@ class Relay:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._watch.close()
+        await self.monitor.close()
         await self._session.close()
         await self._media_session.close()
 
@@ -243,7 +243,7 @@ class Relay:
 
             limit_s = limits.first_byte_s
             try:
-                async with self._watch.waiting(engine, engines, limit_s, is_last_resort) as wait:
+                async with self.monitor.waiting(engine, engines, limit_s, is_last_resort) as wait:
                     yield wait
             except SilentError as exc:
                 raise EngineError(stage, f"{engine.url} {exc}", reached=True) from exc

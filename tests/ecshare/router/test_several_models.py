@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ecshare.router import models
+from ecshare.router.engines import Stage
 from tests.ecshare.router.fake_engine import (
     PNG,
     FakeEngine,
@@ -20,6 +21,7 @@ from tests.ecshare.router.fake_engine import (
     fleet,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 GOOD = {"Authorization": "Bearer right"}
@@ -212,8 +214,8 @@ async def test_an_adapter_that_is_loaded_is_found_and_one_that_is_unloaded_moves
         f.decoders[1].adapters, f.d.adapters = {"a-2": "a"}, {}
         f.clock.now_s += 5
         await f.post(ask("a"))
-        while (await f.health())[1]["stages"]["decode"][1]["models"] != ["a", "a-2"]:
-            pass
+        _, second = f.router.pools[Stage.DECODE]
+        await until(lambda: sorted(second.models or ()) == ["a", "a-2"])
         assert (await f.post(ask("a-2")))[0].status == 200
         assert "a-2" in models_of(f.decoders)[1]
 
