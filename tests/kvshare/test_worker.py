@@ -108,6 +108,7 @@ def host(
     yield start
     GatedFileSystem.open_gates()
     for one in started:
+        one.worker.unregister()  # or it would wait for what never comes
         one.worker.close()
     GatedFileSystem.reset()
 
