@@ -68,7 +68,7 @@ MAX_IDENTIFIER_CHARS = 4096
 # The field of a request's `ec_transfer_params`; see `wish`.
 _WISH = "ecshare_save"
 # An object's header has little room; a long video's times would fill it.
-_MAX_NOTED_CHARS = 2048
+MAX_NOTED_CHARS = 2048
 
 
 class EncoderScheduler:
@@ -494,7 +494,7 @@ def _refusal(vllm_config: "VllmConfig") -> str | None:
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what is noted in the object of an item's metadata: for people, and in little room."""
-    return metadata if len(json.dumps(metadata, default=str)) <= _MAX_NOTED_CHARS else {}
+    return metadata if len(json.dumps(metadata, default=str)) <= MAX_NOTED_CHARS else {}
 
 
 def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:

@@ -11,7 +11,7 @@ from ecshare.transfer.recent import Recent
 # store may have lost it. Writes are create-only, so this costs little if it has not.
 _TRUST_S = 600.0
 # About 20 MB.
-_MAX_CHUNKS = 100_000
+MAX_CHUNKS = 100_000
 
 K = TypeVar("K", bound=Hashable)
 
@@ -25,7 +25,7 @@ class RecentKeys(Generic[K]):
     def __init__(self, clock_s: Callable[[], float]) -> None:
         """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
-        self._seen_s: Recent[K, float] = Recent(_MAX_CHUNKS)
+        self._seen_s: Recent[K, float] = Recent(MAX_CHUNKS)
         self.on_lost: Callable[[Collection[K]], None] = lambda _: None
         """Called with what the store was found not to have."""
 

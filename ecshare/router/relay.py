@@ -27,7 +27,7 @@ from ecshare.router.observer import Observer
 from ecshare.router.trace import Call
 from ecshare.store.integrity import TOKEN_HEADER
 
-_CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
 _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -291,7 +291,7 @@ class Relay:
 
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
-        return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
+        return aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_TIMEOUT_S)
 
 
 def lacks_model(reply: Reply, body: bytes) -> bool:

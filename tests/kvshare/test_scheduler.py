@@ -934,7 +934,7 @@ def test_trust_in_the_store_ends(bench: StartBench) -> None:
 def test_memory_of_what_is_stored_is_bounded(
     bench: StartBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_CHUNKS", 2)
+    monkeypatch.setattr(module, "MAX_CHUNKS", 2)
     here = bench()
     chunks = chunks_of(PROMPT)
     here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])

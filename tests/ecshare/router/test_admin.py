@@ -45,7 +45,7 @@ SOON_S = 10.0
 @pytest.fixture(autouse=True)
 def _lists_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is."""
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
 
 
 class Operator:
@@ -219,7 +219,7 @@ async def test_a_drained_engine_does_not_make_the_router_ready() -> None:
 async def test_what_is_changed_stays_when_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.02)
     path = tmp_path / "engines.json"
 
     def write(*decoders: str) -> None:

@@ -41,7 +41,7 @@ SOON_S = 10.0
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.02)
     caplog.set_level(logging.INFO, "ecshare.router")
 
 
@@ -333,7 +333,7 @@ async def test_a_name_without_addresses_at_start_is_not_ready(
 async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.router.health._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ecshare.router.health.ASK_EVERY_S", 0.02)
     path = tmp_path / "engines.json"
     async with (
         FakeEngine(Hanging(), healthy=False).serving() as hung,

@@ -31,7 +31,7 @@ BAD = {"Authorization": "Bearer wrong"}
 @pytest.fixture(autouse=True)
 def _lists_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is."""
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
 
 
 def ask(model: str | None, *parts: object, **fields: Any) -> dict[str, Any]:
@@ -280,7 +280,7 @@ async def test_the_list_outlives_an_engine_that_does_not_answer(
 ) -> None:
     async with two_models() as f:
         assert len(await listed(f)) == 2
-        monkeypatch.setattr(models, "_MAX_WAIT_S", 0.1)
+        monkeypatch.setattr(models, "MAX_WAIT_S", 0.1)
         f.d.lists = asyncio.Event()
         f.clock.now_s += 10
         assert len(await asyncio.wait_for(listed(f), SOON_S)) == 2
