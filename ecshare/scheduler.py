@@ -62,7 +62,7 @@ MAX_IDENTIFIER_CHARS = 4096
 # The field of a request's `ec_transfer_params`; see `requested_save`.
 _SAVE_FIELD = "ecshare_save"
 # An object's header has little room; a long video's times would fill it.
-_MAX_NOTED_CHARS = 2048
+MAX_NOTED_CHARS = 2048
 
 
 class EncoderScheduler:
@@ -310,6 +310,11 @@ class EncoderScheduler:
 
     # --- the rest ---
 
+    @property
+    def engine(self) -> TransferEngine:
+        """What moves the objects, which this half owns."""
+        return self._engine
+
     def close(self) -> None:
         """Unpin everything and stop the I/O thread."""
         for request_id in list(self._wanted):
@@ -499,7 +504,7 @@ def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts)
 
 def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return what is noted in the object of an item's metadata: for people, and in little room."""
-    return metadata if len(json.dumps(metadata, default=str)) <= _MAX_NOTED_CHARS else {}
+    return metadata if len(json.dumps(metadata, default=str)) <= MAX_NOTED_CHARS else {}
 
 
 def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 OWNERSHIP = "kvshare"
 # A save that a worker never reports is forgotten after so many others; memory of workers bounds
 # those on their way to far fewer.
-_MAX_ORDERED = 4096
+MAX_ORDERED = 4096
 # About 1.3 KB each. What is forgotten stays announced: to believe it costs a reader a miss.
-_MAX_ANNOUNCED = 16_384
+MAX_ANNOUNCED = 16_384
 
 
 def publishes_events(vllm_config: "VllmConfig") -> bool:
@@ -63,7 +63,7 @@ class BlockEvents:
             "locality": "REMOTE" if is_remote else None,
             "ownership": OWNERSHIP,
         }
-        self._ordered: Recent[ChunkKey, _Ordered] = Recent(_MAX_ORDERED)
+        self._ordered: Recent[ChunkKey, _Ordered] = Recent(MAX_ORDERED)
         self._announced: dict[ChunkKey, tuple[bytes, ...]] = {}  # the oldest first
         self._num_holders: Counter[bytes] = Counter()
         self._events: list[KVCacheEvent] = []
@@ -116,7 +116,7 @@ class BlockEvents:
         new = [at for at, each in enumerate(chunk.hashes) if not self._num_holders[each]]
         self._announced[key] = chunk.hashes
         self._num_holders.update(chunk.hashes)
-        if len(self._announced) > _MAX_ANNOUNCED:
+        if len(self._announced) > MAX_ANNOUNCED:
             self._forget(next(iter(self._announced)))
         if new:
             self._events.append(self._event(chunk, new[0]))

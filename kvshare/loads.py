@@ -244,6 +244,11 @@ class Loads:
                 self._engine.cancel(wanted.handle)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether all loads have ended, and all that was fetched for them."""
+        return not self._loads and not self._wanted
+
+    @property
     def are_under_way(self) -> bool:
         """Whether a load has not ended."""
         return bool(self._loads)

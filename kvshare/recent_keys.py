@@ -11,7 +11,7 @@ from ecshare.transfer.recent import Recent
 # store may have lost it. Writes are create-only, so this costs little if it has not.
 _TRUST_S = 600.0
 # About 20 MB.
-_MAX_CHUNKS = 100_000
+MAX_CHUNKS = 100_000
 
 K = TypeVar("K", bound=Hashable)
 
@@ -29,7 +29,7 @@ class RecentKeys(Generic[K]):
     ) -> None:
         """`clock_s`: monotonic seconds. `on_lost`: told what the store was found not to have."""
         self._clock_s = clock_s
-        self._seen_s: Recent[K, float] = Recent(_MAX_CHUNKS)
+        self._seen_s: Recent[K, float] = Recent(MAX_CHUNKS)
         self._on_lost = on_lost
 
     def __contains__(self, key: K) -> bool:

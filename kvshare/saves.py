@@ -161,6 +161,11 @@ class SavePlan:
         self._budget.withdraw(lost)
         return tuple(piece for piece in leaving if piece.key not in lost)
 
+    @property
+    def has_leaving(self) -> bool:
+        """Whether `left` has ordered any since `take_leaving`."""
+        return bool(self._leaving)
+
     def forget_leaving(self) -> None:
         """Cancel these orders: the blocks have other content now."""
         keys = {piece.key for piece in self._leaving}

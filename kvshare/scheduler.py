@@ -362,6 +362,12 @@ class KVScheduler:
         return any(search is not None and not search.is_over for search in searches)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing of any request is left here, nor an order for the next step."""
+        here = (self._tracked, self._loading, self._loads, self._abandoned)
+        return not any(here) and not self._saves.has_leaving
+
+    @property
     def is_crowded(self) -> bool:
         """Whether the engine should step on until its workers have stored some of what it ordered.
 

@@ -301,6 +301,16 @@ class KVWorker:
         self._stats.add("gave_up/worker")
         self._tells_idle = True
 
+    @property
+    def engine(self) -> TransferEngine:
+        """What moves the objects, which this half owns."""
+        return self._engine
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no load and no save goes on."""
+        return not self._saving and (self._loads is None or self._loads.is_empty)
+
     def has_stopped_loads(self) -> bool:
         """Begin to write to no block any more; return whether none is being written to."""
         return self._loads is None or self._loads.has_stopped()

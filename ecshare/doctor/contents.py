@@ -33,10 +33,10 @@ from ecshare.store.manifest import (
 )
 from ecshare.store.objects import ObjectStore, read
 
-_MAX_COUNTED = 100_000
-_MAX_COUNT_S = 20.0
-_MAX_SHOWN = 20
-_MAX_CHECKED = 1000  # manifests; a hostile writer can create any number of namespaces
+MAX_COUNTED = 100_000
+MAX_COUNT_S = 20.0
+MAX_SHOWN = 20
+MAX_CHECKED = 1000  # manifests; a hostile writer can create any number of namespaces
 _MAX_SAMPLED_BYTES = 256 * MIB
 _KINDS = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 
@@ -98,10 +98,10 @@ async def count_objects(
     """
     counts: dict[str, NamespaceCount] = defaultdict(NamespaceCount)
     num_listed = 0
-    ends_s = now_s() + _MAX_COUNT_S
+    ends_s = now_s() + MAX_COUNT_S
     async with aclosing(store.list(prefix)) as found:  # type: ignore[type-var]
         async for info in found:
-            if num_listed == _MAX_COUNTED or now_s() > ends_s:
+            if num_listed == MAX_COUNTED or now_s() > ends_s:
                 return counts, max(1, num_listed)
             num_listed += 1
             levels = info.key.split("/")
@@ -122,7 +122,7 @@ async def _orphans(
     store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], manifests: list[Manifest]
 ) -> dict[str, NamespaceCount]:
     """Return the namespaces that have objects but no manifest, not even a damaged one."""
-    doubtful = _largest(counts, but=_names(manifests))[:_MAX_CHECKED]
+    doubtful = _largest(counts, but=_names(manifests))[:MAX_CHECKED]
     there = await store.exists([manifest_key(kind, name) for name in doubtful])
     return {name: counts[name] for name, has in zip(doubtful, there, strict=True) if not has}
 
@@ -149,7 +149,7 @@ def _largest(counts: Mapping[str, NamespaceCount], *, but: set[str]) -> list[str
 async def _damaged_manifests(
     store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], known: set[str]
 ) -> AsyncIterator[Finding]:
-    for name in _largest(counts, but=known)[:_MAX_SHOWN]:
+    for name in _largest(counts, but=known)[:MAX_SHOWN]:
         try:
             await read_manifest(store, kind, name)  # intact, but beyond the number that is read
         except ObjectCorrupt:
@@ -161,15 +161,15 @@ def _without_manifest(
     kind: Kind, orphans: Mapping[str, NamespaceCount], num_counted: int
 ) -> Iterator[Finding]:
     what, more = _KINDS[kind], " or more" if num_counted else ""
-    for name, count in list(orphans.items())[:_MAX_SHOWN]:
+    for name, count in list(orphans.items())[:MAX_SHOWN]:
         text = (
             f"namespace {name}: {count.num_objects:,}{more} objects without a manifest: it expired "
             "or was removed; engines that run now write it again within hours (look-up buffers "
             "have none)"
         )
         yield Finding(what, Level.NOTE, text)
-    if len(orphans) > _MAX_SHOWN:
-        text = f"{len(orphans) - _MAX_SHOWN:,} more namespaces have objects without a manifest"
+    if len(orphans) > MAX_SHOWN:
+        text = f"{len(orphans) - MAX_SHOWN:,} more namespaces have objects without a manifest"
         yield Finding(what, Level.NOTE, text)
     if num_counted:
         text = f"only the first {num_counted:,} keys were searched for objects without a manifest"
@@ -234,12 +234,12 @@ def _compare(kind: Kind, manifests: list[Manifest]) -> Iterator[Finding]:
 
     facts = {manifest.namespace: manifest.facts for manifest in manifests}
     pairs = [pair for pair, _ in groupby(sorted(map(pair_of, manifests))) if pair]
-    for one, two in pairs[:_MAX_SHOWN]:
+    for one, two in pairs[:MAX_SHOWN]:
         text = f"engines of {one} and of {two} share nothing, because of:"
         lines = differences(facts[one], facts[two])
-        more = len(lines) - _MAX_SHOWN
-        shown = [*lines[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        more = len(lines) - MAX_SHOWN
+        shown = [*lines[:MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         yield Finding(_KINDS[kind], Level.NOTE, text, tuple(shown))
-    if len(pairs) > _MAX_SHOWN:
-        text = f"{len(pairs) - _MAX_SHOWN:,} more pairs of namespaces share nothing"
+    if len(pairs) > MAX_SHOWN:
+        text = f"{len(pairs) - MAX_SHOWN:,} more pairs of namespaces share nothing"
         yield Finding(_KINDS[kind], Level.NOTE, text)

@@ -30,7 +30,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # vLLM itself has no limit. This one is for clients that have not shown the key.
-_MAX_BODY_BYTES = 256 << 20
+MAX_BODY_BYTES = 256 << 20
 # A body without any of these contains nothing to refuse, whatever its encoding: names in JSON may
 # be escaped, and UTF-16 has a zero byte in every bracket.
 _MARKERS = (b"uuid", b"mm_hashes", b"transfer_params", b"\\u", b"\0")
@@ -121,7 +121,7 @@ async def _read(receive: Receive) -> bytes | None:
     while goes_on:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > _MAX_BODY_BYTES:
+        if len(body) > MAX_BODY_BYTES:
             return None
         goes_on = message["type"] == "http.request" and message.get("more_body", False)
     return bytes(body)

@@ -53,18 +53,18 @@ class Router:
         }
         # Media of one request are best encoded at once, by all.
         bounds = {Stage.ENCODE: 1.0}
-        self._pools = {
+        self.pools = {
             stage: EnginePool(
                 fixed(group), config.cool_down_s, clock_s, bounds.get(stage, USUAL_BOUND)
             )
             for stage, group in urls.items()
         }
-        self._fleet = FleetWatch(self._pools, urls, config.engines_file)
-        self.admin = Admin(self._pools, self._fleet)
+        self._fleet = FleetWatch(self.pools, urls, config.engines_file)
+        self.admin = Admin(self.pools, self._fleet)
         self._memory = MemoryBudget(config.max_in_flight_bytes)
         self.in_flight = RequestsInFlight()
         shows_urls = config.status_key is not None
-        self._sources = Sources(self._pools, self._memory, self.counts, shows_urls)
+        self._sources = Sources(self.pools, self._memory, self.counts, shows_urls)
         self._metrics = RouterMetrics(self._sources)
         self._observer = Observer(self._metrics)
         self._health_check: asyncio.Task[list[tuple[Stage, Engine, bool]]] | None = None
@@ -77,7 +77,7 @@ class Router:
             app.router.add_post(path, partial(self._serve, path), expect_handler=_send_continue)
         app.router.add_get(MODELS, self._models, expect_handler=_send_continue)
         app.router.add_get("/health", self.health, expect_handler=_send_continue)
-        decoders = self._pools[Stage.DECODE]
+        decoders = self.pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
         key = self._config.status_key
         probes = Probes(readiness, key, self.status)
@@ -101,9 +101,9 @@ class Router:
             response.headers["Connection"] = "close"  # aiohttp has set its headers before this
 
     async def _with_relay(self, app: web.Application) -> AsyncIterator[None]:
-        self.relay = Relay(self._config, self._pools, self._observer)
-        self._flow = Flow(self._config, self._pools, self.relay, self._metrics, self._clock_s)
-        self._lists = ModelLists(self._pools, self.relay, self._clock_s)
+        self.relay = Relay(self._config, self.pools, self._observer)
+        self._flow = Flow(self._config, self.pools, self.relay, self._metrics, self._clock_s)
+        self._lists = ModelLists(self.pools, self.relay, self._clock_s)
         await self._fleet.start()
         shared = None
         if self._config.store is not None:
@@ -143,7 +143,7 @@ class Router:
         checked = await self.check_all()
         stages = self._shown(checked, is_full=is_full)
         healthy = {engine for _, engine, is_healthy in checked if is_healthy}
-        groups = [group for pool in self._pools.values() if (group := pool.serving())]
+        groups = [group for pool in self.pools.values() if (group := pool.serving())]
         complete = all(healthy.intersection(group) for group in groups)
         report: dict[str, Any] = {"status": "ok" if complete else "incomplete", "stages": stages}
         if is_full:
@@ -155,7 +155,7 @@ class Router:
         return {
             "draining": self.in_flight.is_draining,
             "in_flight": len(self.in_flight),
-            "stages": engine_states(self._pools, self._flow.limits.used),
+            "stages": engine_states(self.pools, self._flow.limits.used),
             "memory": self._memory.used_bytes,
             **self.counts(),
         }
@@ -171,7 +171,7 @@ class Router:
         for stage, engine, healthy in checked:
             told: dict[str, Any] = {"name": name_of(stage, engine), "healthy": healthy}
             if is_full:
-                told |= engine_state(stage, self._pools[stage], engine)
+                told |= engine_state(stage, self.pools[stage], engine)
             stages.setdefault(stage, []).append(told)
         return stages
 
@@ -189,7 +189,7 @@ class Router:
         return await asyncio.shield(self._health_check)
 
     async def _check_all(self) -> list[tuple[Stage, Engine, bool]]:
-        engines = [(stage, each) for stage, group in self._pools.items() for each in group]
+        engines = [(stage, each) for stage, group in self.pools.items() for each in group]
         try:
             answers = await gather_all([self._is_healthy(each) for _, each in engines])
         finally:

@@ -11,9 +11,9 @@ from ecshare.router.errors import EngineError, RefusalError
 
 Headers = Mapping[str, str]
 
-_FRESH_S = 10.0
-_KEPT_S = 300.0
-_MAX_KNOWN = 4096
+FRESH_S = 10.0
+KEPT_S = 300.0
+MAX_KNOWN = 4096
 
 
 class KnownClients:
@@ -44,9 +44,9 @@ class KnownClients:
         """
         key = _hashed(headers)
         age_s = self._clock_s() - self._accepted_s.get(key, float("-inf"))
-        if age_s >= _KEPT_S:
+        if age_s >= KEPT_S:
             await self._update(key, headers)
-        elif age_s >= _FRESH_S and key not in self._asking:
+        elif age_s >= FRESH_S and key not in self._asking:
             self._asking[key] = asyncio.create_task(self._refresh(key, headers))
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ class KnownClients:
             raise
         self._accepted_s[key] = self._clock_s()
         self._accepted_s.move_to_end(key)
-        if len(self._accepted_s) > _MAX_KNOWN:
+        if len(self._accepted_s) > MAX_KNOWN:
             self._accepted_s.popitem(last=False)
 
 

@@ -24,7 +24,7 @@ from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 2.0
+LOOK_EVERY_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _MAX_FILE_BYTES = 1024 * 1024
 _MAX_ADDRESSES = 256
@@ -155,7 +155,7 @@ class FleetWatch:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def _read(self, path: Path) -> None:

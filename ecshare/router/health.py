@@ -18,7 +18,7 @@ from ecshare.router.engines import Engine, EnginePool
 
 logger = logging.getLogger(__name__)
 
-_ASK_EVERY_S = 2.0
+ASK_EVERY_S = 2.0
 
 
 class SilentError(Exception):
@@ -134,8 +134,14 @@ class HealthMonitor:
     ) -> None:
         """`is_healthy` asks an engine's /health and takes a few seconds at most."""
         self._is_healthy = is_healthy
-        self._every_s = min(_ASK_EVERY_S, shortest_limit_s)
+        self._every_s = min(ASK_EVERY_S, shortest_limit_s)
         self._watched_engines: dict[Engine, _Watched] = {}
+
+    @property
+    def watched(self) -> set[Engine]:
+        """The engines that are being watched: requests wait for them, or they may hang."""
+        engines = self._watched_engines.items()
+        return {engine for engine, each in engines if each.watching is not None}
 
     @asynccontextmanager
     async def waiting(

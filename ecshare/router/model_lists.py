@@ -19,8 +19,8 @@ from ecshare.router.models import Cards, Headers, ServedModels
 from ecshare.router.relay import Relay, Reply
 
 MODELS = "/v1/models"
-_TIMEOUT_S = 5.0
-_HEDGE_S = 0.2  # then another engine is asked as well
+TIMEOUT_S = 5.0
+HEDGE_S = 0.2  # then another engine is asked as well
 _MAX_ASKED = 3
 """How many engines may be asked about one client."""
 _MAX_MODELS = 10_000
@@ -70,7 +70,7 @@ class ModelLists:
         return _cards(body) if reply.status == 200 else None
 
     async def _ask(self, stage: Stage, engine: Engine, headers: Headers) -> tuple[Reply, bytes]:
-        limits = TimeLimits(_TIMEOUT_S)
+        limits = TimeLimits(TIMEOUT_S)
         async with self._relay.call(engine, MODELS, None, headers, limits) as reply:
             body = await reply.read()
         if reply.failed:
@@ -82,7 +82,7 @@ class ModelLists:
         if not engines:
             raise EngineError(Stage.DECODE, "there is no engine", reached=False)
         asks = [partial(self._ask, Stage.DECODE, engine, headers) for engine in engines]
-        reply, body = await hedged(asks, _HEDGE_S)
+        reply, body = await hedged(asks, HEDGE_S)
         _check_accepted(reply, body)
         if reply.status != 200:
             reason = f"{MODELS} is HTTP {reply.status}, which says nothing of the client"

@@ -20,7 +20,7 @@ Cards = Mapping[str, Mapping[str, Any]]
 
 _FRESH_S = 5.0
 _FRESH_FOR_REFUSAL_S = 1.0  # so that an adapter loaded just now is found
-_MAX_WAIT_S = 1.0
+MAX_WAIT_S = 1.0
 _MAX_SHOWN = 20
 
 
@@ -178,7 +178,7 @@ class ServedModels:
         awaited = [each for each in self._listings.values() if each.is_reading]
         tasks = [each.reading for each in awaited if each.reading and not each.is_silent]
         if tasks:
-            await asyncio.wait(tasks, timeout=_MAX_WAIT_S)
+            await asyncio.wait(tasks, timeout=MAX_WAIT_S)
         for listing in awaited:
             listing.is_silent = listing.is_silent or listing.is_reading
 

@@ -27,7 +27,7 @@ from ecshare.router.observer import Observer
 from ecshare.router.trace import Call
 from ecshare.store.integrity import TOKEN_HEADER
 
-_CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
 _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -119,7 +119,7 @@ class Relay:
         token = config.router_token
         self._own_headers = {TOKEN_HEADER: token} if token else {}
         self._engines = engines
-        self._watch = HealthMonitor(
+        self.monitor = HealthMonitor(
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
         )
         self._session = self._make_session(
@@ -157,7 +157,7 @@ class Relay:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._watch.close()
+        await self.monitor.close()
         await self._session.close()
         await self._media_session.close()
 
@@ -243,7 +243,7 @@ class Relay:
 
             limit_s = limits.first_byte_s
             try:
-                async with self._watch.waiting(engine, engines, limit_s, is_last_resort) as wait:
+                async with self.monitor.waiting(engine, engines, limit_s, is_last_resort) as wait:
                     yield wait
             except SilentError as exc:
                 raise EngineError(stage, f"{engine.url} {exc}", reached=True) from exc
@@ -291,7 +291,7 @@ class Relay:
 
     @staticmethod
     def _timeout(total_s: float | None) -> aiohttp.ClientTimeout:
-        return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_TIMEOUT_S)
+        return aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_TIMEOUT_S)
 
 
 def lacks_model(reply: Reply, body: bytes) -> bool:

@@ -54,27 +54,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A body comes over one connection, which is best where connections are fast. Some stores cap each
-# at 80 MB/s or so: where one turns out slow after _TRIAL_BYTES, and what is left would take longer
-# than _SLOW_S, several fetch the rest in pieces.
+# at 80 MB/s or so: where one turns out slow after TRIAL_BYTES, and what is left would take longer
+# than SLOW_S, several fetch the rest in pieces.
 _CHUNK_BYTES = 1 << 20  # handed over at once; the next one comes in meanwhile
-_TRIAL_BYTES = 4 << 20
-_SLOW_S = 0.25
+TRIAL_BYTES = 4 << 20
+SLOW_S = 0.25
 PIECE_BYTES = 8 << 20
 # At once: 32 loads, which is what small objects need at 20 ms of round trip, and as many polls;
 # saves have threads of their own, so that those that hang leave all others to the loads.
 _REQUESTS = 64
 _SAVES = 64  # the most that `Admission` admits
-_PIECES = 8  # of one object at once
+PIECES = 8  # of one object at once
 _RETRIES = 2
 _BACKOFF: "BackoffConfig" = {
     "init_backoff": timedelta(milliseconds=50),
     "max_backoff": timedelta(seconds=1),
     "base": 2,
 }
-_LISTED = 1000  # a page of S3
+LISTED = 1000  # a page of S3
 # A server may send pages for ever, or ever more keys that obstore refuses.
-_MOST_PAGES = 10_000
-_MOST_INVALID_KEYS = 64
+MOST_PAGES = 10_000
+MOST_INVALID_KEYS = 64
 _NOT_SATISFIABLE = 416
 _TOO_SHORT = "but object was only"
 
@@ -185,7 +185,7 @@ class CloudStore:
     async def _pieces(
         self, key: Key, pieces: Sequence[ByteRange], first: "_Answer", sink: Sink
     ) -> None:
-        limit = asyncio.Semaphore(_PIECES)
+        limit = asyncio.Semaphore(PIECES)
 
         async def fetch(piece: ByteRange) -> None:
             async with limit:
@@ -214,9 +214,9 @@ class CloudStore:
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore. Ends where `close` is called meanwhile."""
         below = Key(prefix.removesuffix("/")) if prefix else None
-        pages = obstore.list(self._plain, below, chunk_size=_LISTED)
+        pages = obstore.list(self._plain, below, chunk_size=LISTED)
         invalid: list[str] = []
-        for _ in range(_MOST_PAGES):
+        for _ in range(MOST_PAGES):
             try:
                 page = await self._next_page(pages)
             except InvalidKey as exc:
@@ -224,20 +224,20 @@ class CloudStore:
                 # Azure knows no offset: it comes to the same key again.
                 if (
                     exc.key in invalid
-                    or len(invalid) == _MOST_INVALID_KEYS
+                    or len(invalid) == MOST_INVALID_KEYS
                     or not offset.startswith(prefix)
                 ):
                     return
                 invalid.append(exc.key)
                 self._warn_of_key(prefix, exc.key)
-                pages = obstore.list(self._plain, below, chunk_size=_LISTED, offset=offset)
+                pages = obstore.list(self._plain, below, chunk_size=LISTED, offset=offset)
                 continue
             if not page or self._is_closed:
                 return
             for meta in page:
                 if is_safe_key(meta["path"]):
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-        raise StoreUnavailable(f"a listing has more than {_MOST_PAGES:,} pages, or does not end")
+        raise StoreUnavailable(f"a listing has more than {MOST_PAGES:,} pages, or does not end")
 
     async def _next_page(self, pages: Any) -> Sequence[Any]:
         """Not in a thread: one could not be stopped, and a server may send empty pages for ever."""
@@ -385,9 +385,9 @@ class _Answer:
             if begin < self.at + len(chunk):
                 sink.write(max(self.at, begin), chunk[max(0, begin - self.at) :])
             self.at += len(chunk)
-            if may_stop and self.at >= _TRIAL_BYTES:
+            if may_stop and self.at >= TRIAL_BYTES:
                 left_s = (self.stop - self.at) / self.at * (time.monotonic() - started_s)
-                if left_s > _SLOW_S:
+                if left_s > SLOW_S:
                     return
                 may_stop = False
         if self.at != self.stop:

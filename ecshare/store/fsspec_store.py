@@ -60,7 +60,7 @@ _CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enou
 _LONGEST_WORDS = 300
 _Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
 # A server may send pages for ever, or a filesystem folders in folders.
-_MOST_PAGES = 10_000
+MOST_PAGES = 10_000
 _MOST_LEVELS = 8  # see keys.py
 
 
@@ -290,7 +290,7 @@ class FsspecStore:
         """Yield page after page: s3fs itself would bring them all, which takes minutes."""
         bucket, prefix, _ = self._fs.split_path(below)
         more: dict[str, str] = {}
-        for _ in range(_MOST_PAGES):
+        for _ in range(MOST_PAGES):
             with mapped_errors("a listing"):
                 async with bounded(self._io_timeout_s):
                     answer = await self._fs._call_s3(
@@ -304,7 +304,7 @@ class FsspecStore:
             if not token or self._is_closed:
                 return
             more = {"ContinuationToken": token}
-        raise StoreUnavailable(f"a listing has more than {_MOST_PAGES:,} pages, or does not end")
+        raise StoreUnavailable(f"a listing has more than {MOST_PAGES:,} pages, or does not end")
 
     async def _folders(self, below: str) -> AsyncGenerator[_Page, None]:
         """Yield the files of each folder, level by level."""

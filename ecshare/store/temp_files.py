@@ -22,7 +22,7 @@ _MIN_AGE_S = 86_400.0
 _REST = 9
 # A store of hundreds of millions of objects is not read to its end each time; folders come in any
 # order, so that every one has its turn.
-_LONGEST_S = 1800.0
+LONGEST_S = 1800.0
 MARK = ".swept"
 """A file whose age is the time since the last sweep."""
 
@@ -85,7 +85,7 @@ def _is_due(root: str, now_s: float) -> bool:
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the hidden files below `root` until the time is over. Follows no links."""
     folders = [root]
-    end_s = time.monotonic() + _LONGEST_S
+    end_s = time.monotonic() + LONGEST_S
     while folders and time.monotonic() < end_s:
         folder = folders.pop(random.randrange(len(folders)))
         started_s = time.monotonic()

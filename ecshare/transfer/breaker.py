@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 # So many failures in a row open the breaker; a healthy store has none.
 _FAILURES_TO_OPEN = 4
-_FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 # A store that fails now and then is no news every second.
 _WARN_EVERY_S = 60.0
 _MAX_WORDS = 300
 # A damaged object that was not removed is not downloaded for every request that asks for it.
 # The pause doubles: what damages all objects, and not this one, may be over soon.
-_FIRST_BAD_S = 1.0
+FIRST_BAD_S = 1.0
 _LONGEST_BAD_S = 60.0
 _MAX_BAD = 10_000
 
@@ -56,7 +56,7 @@ class CircuitBreaker:
         self.what = what
         self._clock_s = clock_s
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._next_probe_s = 0.0
         # Operations are numbered as they begin.
         self._last_begun = 0
@@ -117,7 +117,7 @@ class CircuitBreaker:
             level = logging.INFO if self._is_logged else logging.DEBUG
             logger.log(level, "store: %s work again", self.what)
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._last_before_success = self._last_begun
 
     def _failed(self, operation: int, why: str) -> None:
@@ -167,7 +167,7 @@ class DamagedKeys:
     def leave_alone(self, key: Key) -> None:
         """Ask for `key` no more for a while."""
         _, last_s = self._pauses.get(key, (0.0, 0.0))
-        pause_s = min(2 * last_s, _LONGEST_BAD_S) or _FIRST_BAD_S
+        pause_s = min(2 * last_s, _LONGEST_BAD_S) or FIRST_BAD_S
         self._pauses[key] = (monotonic() + pause_s, pause_s)
 
     def removed(self, key: Key) -> None:

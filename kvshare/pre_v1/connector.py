@@ -169,10 +169,10 @@ class KVShareLegacyConnector(KVConnectorBase):
             self.counters["prompts/missing"] += 1
             return 0, None
         count = min(len(found_roi), prompt.num_tokens)
-        states = _unpacked_states(packed, count, batch.tokens.device)
+        states = unpacked_states(packed, count, batch.tokens.device)
         slots = batch.slots[prompt.start : prompt.start + count]
         fits = states is not None and bool(found_roi.bool().all())
-        if not fits or not _write_slots(kv_caches, slots, keys, values):
+        if not fits or not write_slots(kv_caches, slots, keys, values):
             self.counters["prompts/unfit"] += 1
             return 0, None
         self.counters["prompts/received"] += 1
@@ -187,8 +187,8 @@ def _read_slots(kv_caches: list[Tensor], slots: Tensor) -> tuple[Tensor, Tensor]
     return pages[:, 0], pages[:, 1]
 
 
-def _write_slots(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Write keys and values, as `_read_slots` returns them, to `slots`. False: no fit."""
+def write_slots(kv_caches: list[Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Write keys and values, [layer, token, head, content], to `slots`. False: no fit."""
     like, count = kv_caches[0], len(slots)
     form = (len(kv_caches), like.shape[3], like.shape[4])
     for tensor in (keys, values):
@@ -211,7 +211,7 @@ def _packed_states(states: States, prompt: Prompt) -> Tensor:
     return torch.frombuffer(bytearray(as_file(named)), dtype=torch.uint8)
 
 
-def _unpacked_states(packed: Tensor, count: int, device: torch.device) -> States | None:
+def unpacked_states(packed: Tensor, count: int, device: torch.device) -> States | None:
     """Return the states of the first `count` tokens from `_packed_states`. None: too few."""
     if packed.dtype != torch.uint8:
         return packed[:count].to(device) if packed.ndim and len(packed) >= count else None

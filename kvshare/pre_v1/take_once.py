@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MARKER_BYTES = 4096
 # Longer than a live process needs from its marker to its last step, and than a put can be delayed.
 _SWEEP_AGE_S = 3600.0
-_SWEEP_S = 1800.0
+SWEEP_S = 1800.0
 _SWEPT_AT_ONCE = 256  # the store limits the time of one call
 
 
@@ -97,7 +97,7 @@ class TakeOnce:
                 await self.sweep()
             except Exception as exc:  # noqa: BLE001 — the task would end silently
                 logger.warning("KV buffer: old markers cannot be removed: %s", exc)
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
 
     async def sweep(self) -> None:
         """Remove old markers, each after what remains of its object."""

@@ -25,6 +25,7 @@ from ecshare.plugin.logs import log_as_vllm
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Key
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Lookup, Outcome, Put, Run, StoredObject
 from ecshare.transfer.staging import Slab, Staging, as_tensor
 from kvshare.config import parse_tier
@@ -210,6 +211,11 @@ class KVShareTier(SecondaryTierManager):
         while self._loading or self._copying:
             some: Handle[Any] = next(iter((*self._loading, *self._copying)))
             self._engine.drain(_POLL_S, until=some)
+
+    @property
+    def engine(self) -> TransferEngine:
+        """What moves the objects, which this tier owns."""
+        return self._engine
 
     def shutdown(self) -> None:
         """Let go of the CPU tier; let saves end, briefly, and stop the I/O thread."""

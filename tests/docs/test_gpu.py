@@ -51,8 +51,8 @@ def test_sums_of_memory_add_up() -> None:
 
 
 def test_the_host_caches_part_of_its_disk_is_as_told() -> None:
-    assert folder._SHARE == 0.5
-    assert folder._FLOOR_BYTES == folder._ENOUGH_BYTES == GIB
+    assert folder.SHARE == 0.5
+    assert folder.FLOOR_BYTES == folder.ENOUGH_BYTES == GIB
 
 
 def test_it_is_short() -> None:

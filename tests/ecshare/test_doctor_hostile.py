@@ -50,7 +50,7 @@ def test_many_large_manifests_cost_little(
     assert status == 0
     # A few of each fact; pair by pair it would be millions.
     assert num_texts < 10 * manifest.MOST_READ * 500
-    assert said.count("share nothing, because of:") == contents._MAX_SHOWN
+    assert said.count("share nothing, because of:") == contents.MAX_SHOWN
     assert "more pairs of namespaces share nothing" in said
 
 
@@ -59,7 +59,7 @@ def test_differences_are_shown_up_to_a_limit(doctor: Doctor, tmp_path: Path) -> 
         start(tmp_path, facts)
     lines = doctor("--read-only")[1].splitlines()
     shown = [line for line in lines if "(none)" in line]
-    assert len(shown) == contents._MAX_SHOWN
+    assert len(shown) == contents.MAX_SHOWN
     assert any(line.strip() == "and 580 more" for line in lines)
 
 
@@ -92,7 +92,7 @@ def test_a_manifest_of_no_known_time_is_shown(modified_s: float | None) -> None:
 async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow road lists a million objects in many minutes."""
     key = object_key(Kind.EC, NAMESPACE, "x")
-    seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents._MAX_COUNT_S + 1])
+    seconds: Iterator[float] = iter([0.0, 1.0, 2.0, contents.MAX_COUNT_S + 1])
     closed = False
 
     class Slow(DirectoryStore):

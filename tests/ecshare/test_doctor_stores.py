@@ -470,7 +470,7 @@ def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
 def test_invented_namespaces_do_not_hold_the_doctor_up(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_MAX_CHECKED", 2)
+    monkeypatch.setattr(contents, "MAX_CHECKED", 2)
     asked: list[str] = []
     exists = DirectoryStore.exists
 
@@ -495,7 +495,7 @@ def test_the_search_for_them_is_bounded(
         tmp_path, FACTS, "", *(object_key(Kind.EC, NAMESPACE, f"{n}") for n in range(num_objects))
     )
     shutil.rmtree(tmp_path / "store" / manifests_prefix(Kind.EC))
-    monkeypatch.setattr(contents, "_MAX_COUNTED", 2)
+    monkeypatch.setattr(contents, "MAX_COUNTED", 2)
     status, text = doctor()
     assert status == 0
     assert line(NAMESPACE, 2, " or more") in text
@@ -508,7 +508,7 @@ def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
     many = [FACTS | {"epoch": f"{n}"} for n in range(3)]
     for facts in many:
         start(tmp_path, facts, "", object_key(Kind.EC, namespace_digest(facts), "picture"))
-    monkeypatch.setattr(contents, "_MAX_COUNTED", 2)
+    monkeypatch.setattr(contents, "MAX_COUNTED", 2)
     text = doctor()[1]
     for facts in many:
         assert f"{namespace_digest(facts)}: 1 objects, 0.0 MB; its manifest is of 20" in text
@@ -517,7 +517,7 @@ def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
 def test_many_of_them_are_not_all_named(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_MAX_SHOWN", 1)
+    monkeypatch.setattr(contents, "MAX_SHOWN", 1)
     for n, num_objects in enumerate((1, 2)):
         facts = FACTS | {"epoch": f"{n}"}
         names = [f"{n}" for n in range(num_objects)]

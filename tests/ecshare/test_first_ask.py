@@ -184,7 +184,7 @@ def test_what_the_store_has_lost_is_stored_again_by_who_announces_it(
     scheduler = start("ec_both")
     assert scheduler.ready(request(feature()), 0)
     scheduler.orders({})
-    scheduler._engine.drain(10)
+    scheduler.engine.drain(10)
     assert (place / "store" / key_of(vllm_config)).exists()
     assert counted(scheduler)["items/saved"] == 1
 
@@ -194,7 +194,7 @@ def test_a_host_cache_on_a_disk_is_left_to_the_io_thread(
 ) -> None:
     put_here(vllm_config, place, "picture")
     scheduler = start("ec_consumer")
-    scheduler._engine.host.is_in_memory = False  # as on a disk, which tests may not have
+    scheduler.engine.host.is_in_memory = False  # as on a disk, which tests may not have
     assert not scheduler.ready(request(feature()), 0)
     assert until_ready(scheduler, request(feature()))
     assert scheduler.has("picture")

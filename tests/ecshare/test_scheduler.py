@@ -568,7 +568,7 @@ def test_requests_beyond_what_may_be_open_wait_for_their_turn_and_lose_no_time(
     for _ in range(3):
         assert not scheduler.ready(late, 0)
         scheduler.orders({})
-        scheduler._engine.drain(10)
+        scheduler.engine.drain(10)
     assert counted(scheduler) == {}
     assert scheduler.ready(requests[0], 0), "who has asked is not put off"
     scheduler.finished(requests[0])
@@ -614,7 +614,7 @@ def test_metadata_without_an_end_is_not_noted_with_the_object(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long video's times; the header of an object has little room."""
-    monkeypatch.setattr("ecshare.scheduler._MAX_NOTED_CHARS", 20)
+    monkeypatch.setattr("ecshare.scheduler.MAX_NOTED_CHARS", 20)
     scheduler = start("ec_producer")
     asked = request(feature())
     assert until_ready(scheduler, asked)
@@ -864,7 +864,7 @@ def test_nobody_waits_any_more_so_the_fetch_ends(start: Start) -> None:
     scheduler.orders({})
     scheduler.finished(asked)
     scheduler.orders({})
-    (done,) = scheduler._engine.drain(10)  # nobody is told how it ended
+    (done,) = scheduler.engine.drain(10)  # nobody is told how it ended
     assert done.outcome is Outcome.CANCELLED
 
 

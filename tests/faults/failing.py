@@ -4,7 +4,6 @@
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from lab.faults.http_proxy import FaultProxy, Method
 from lab.faults.kinds import Fault
 from lab.servers.s3 import BUCKET, SeaweedFS
 from tests.faults.disks import SmallDisk
+from tests.waiting import wait_until
 
 Failing = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -102,11 +102,9 @@ class Bucket:
         """A killed one was seen to hang in its next start; it is killed once more then."""
         for _ in range(_TRIES):
             self.server.start()
-            deadline_s = time.monotonic() + _STARTS_WITHIN_S
-            while time.monotonic() < deadline_s:
-                if self.server.is_ready():
-                    return
-                time.sleep(0.1)
+            with contextlib.suppress(AssertionError):
+                wait_until(self.server.is_ready, _STARTS_WITHIN_S, pause_s=0.1)
+                return
             self.server.kill()
         raise self.server.failure("does not start again")
 

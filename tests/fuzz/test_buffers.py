@@ -85,13 +85,13 @@ def test_odd_entries_are_refused_or_understood(raw: bytes) -> None:
         caches = [torch.zeros(2, 4, BLOCK, HEADS, HEAD_SIZE) for _ in range(LAYERS)]
         if input_tokens.ndim:
             slots = torch.arange(min(len(input_tokens), NUM_TOKENS))
-            connector._write_slots(caches, slots, keys, values)
-        connector._unpacked_states(hidden, BLOCK, torch.device("cpu"))
+            connector.write_slots(caches, slots, keys, values)
+        connector.unpacked_states(hidden, BLOCK, torch.device("cpu"))
 
 
 @fuzzed(100)
 @given(st.binary(min_size=1, max_size=100) | entries())
 def test_odd_states_are_refused_or_understood(raw: bytes) -> None:
-    connector._unpacked_states(
+    connector.unpacked_states(
         torch.frombuffer(bytearray(raw), dtype=torch.uint8), 4, torch.device("cpu")
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines over one store, and how they are watched."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import ToyEngine, ToyModel, options, vllm_config, write_model
 
 StartEngine = Callable[..., ToyEngine]
+
+SPIN_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -76,26 +79,21 @@ def gated(start: StartEngine, tmp_path: Path) -> Iterator[StartEngine]:
     GatedFileSystem.reset()
 
 
-def spin(engine: ToyEngine, until: Callable[[], bool]) -> None:
-    for _ in range(1_000_000):
-        if until():
-            return
+def spin(engine: ToyEngine, is_so: Callable[[], bool], otherwise: str) -> None:
+    """Step until it is so. A step may wait for a transfer: wait for what does not pass by itself.
+
+    Raises:
+        AssertionError: it is not within `SPIN_S`; says `otherwise`.
+    """
+    deadline_s = time.monotonic() + SPIN_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"{otherwise}, in {SPIN_S} s"
         engine.step()
-    raise AssertionError("it never came to that")
 
 
 def is_at_rest(engine: ToyEngine) -> bool:
     """Whether nothing of a request is left, in vLLM or in either half."""
-    scheduler, worker = engine.connector.scheduler, engine.worker
-    leftovers = (
-        engine.scheduler.requests,
-        scheduler._tracked,
-        scheduler._loading,
-        scheduler._loads,
-        scheduler._saves._leaving,
-        scheduler._abandoned,
-        worker._loads and (worker._loads._wanted or worker._loads._loads),
-        worker._saving,
-    )
+    halves = (engine.connector.scheduler, engine.worker)
     pool = engine.scheduler.kv_cache_manager.block_pool
-    return not any(leftovers) and pool.get_usage() == 0.0
+    is_empty = not engine.scheduler.requests and all(half.is_empty for half in halves)
+    return is_empty and pool.get_usage() == 0.0

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshare.pre_v1.connector import KVShareLegacyConnector
+from kvshare.pre_v1.connector import KVConnectorBase, KVShareLegacyConnector
 from tests.kvshare.toy import vllm_config
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK, NUM_BLOCKS, VOCAB = 2, 2, 8, 4, 64, 97
@@ -150,15 +150,20 @@ def decode(
     return [s[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
 
 
+def prefill(connector: KVConnectorBase, batches: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Compute these batches of prompts and send them."""
+    model, caches = Decoder(), fresh_caches()
+    for prompts in batches:
+        given = batch(*prompts)
+        hidden = model(given, caches)
+        connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
+
+
 def main(job: Path) -> None:
     said = json.loads(job.read_text())
     config = vllm_config(Path(said["model"]), said["options"], "kv_producer")
     connector = KVShareLegacyConnector(0, 0, config)
-    model, caches = Decoder(), fresh_caches()
-    for prompts in said["batches"]:
-        given = batch(*prompts)
-        hidden = model(given, caches)
-        connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
+    prefill(connector, said["batches"])
     print(json.dumps(connector.counters))
     connector.close()
 

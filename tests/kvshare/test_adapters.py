@@ -9,7 +9,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 import kvshare.adapters as module
-from tests.kvshare.conftest import StartEngine
+from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.toy import (
     BLOCK,
     WEIGHTS,
@@ -133,8 +133,7 @@ def test_a_change_ends_the_saves_of_running_requests(start: StartEngine, tmp_pat
     lora = adapter(folder, OLD)
     request = make_request("running", PROMPT, 40, lora_request=lora)
     engine.add(request)
-    while not engine.answers["running"].tokens:
-        engine.step()
+    spin(engine, lambda: bool(engine.answers["running"].tokens), "no tokens")
     new = make_request("new", [7], 1, lora_request=adapter(folder, NEW))
     # It waits for the new files to be read; the other one runs on only then.
     wait_until(lambda: engine.connector.scheduler.num_loadable_tokens(new, 0) is not None)

@@ -125,13 +125,13 @@ def test_nobody_computes_in_blocks_that_are_being_written_to(
     monkeypatch.setattr(BlockCaches, "write", slow)
     engine = start()
     engine.add(make_request("r", PROMPTS[0], NUM_TOKENS))
-    spin(engine, begun.is_set)
+    spin(engine, begun.is_set, "no load begins")
     monkeypatch.setattr(KVWorker, "settle", fails_from(KVWorker.settle, 1))
     for _ in range(20):
         engine.step()
     assert engine.answers["r"].computed_prompt_tokens == 0
     may_end.set()
-    spin(engine, lambda: not engine.has_work)
+    spin(engine, lambda: not engine.has_work, "it has not come to rest")
     assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
     assert engine.answers["r"].computed_prompt_tokens == len(PROMPTS[0])
 
@@ -144,15 +144,15 @@ def test_what_arrives_after_its_worker_has_given_up_is_not_written(
     GatedFileSystem.close_gate("get")
     engine.add(make_request("r", PROMPTS[0], NUM_TOKENS))
     pool = engine.scheduler.kv_cache_manager.block_pool
-    spin(engine, lambda: pool.get_usage() > 0)
+    spin(engine, lambda: pool.get_usage() > 0, "no load is ordered")
     monkeypatch.setattr(KVWorker, "settle", fails_from(KVWorker.settle, 1))
-    spin(engine, lambda: not engine.has_work)
+    spin(engine, lambda: not engine.has_work, "it has not come to rest")
     assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
     others = PROMPTS[0][::-1]
     engine.add(make_request("in the same blocks", others, NUM_TOKENS))
-    spin(engine, lambda: bool(engine.answers["in the same blocks"].tokens))
+    spin(engine, lambda: bool(engine.answers["in the same blocks"].tokens), "no answer")
     GatedFileSystem.open_gates()
     engine.transfer.drain(GIVE_UP_S)
-    spin(engine, lambda: not engine.has_work)
+    spin(engine, lambda: not engine.has_work, "it has not come to rest")
     tokens = engine.answers["in the same blocks"].tokens
     assert tokens == expected_answer(others, NUM_TOKENS)

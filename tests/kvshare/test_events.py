@@ -93,7 +93,7 @@ def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last
     shutil.rmtree(tmp_path / "host")
     engine.scheduler.reset_prefix_cache()
     serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
-    spin(engine, lambda: is_at_rest(engine))
+    spin(engine, lambda: is_at_rest(engine), "it has not come to rest")
     tell(engine)
     serve(engine, PROMPT, max_tokens=1, name="long again")
     tell(engine)
@@ -174,8 +174,8 @@ def test_what_is_saved_again_before_its_loss_is_told_is_announced_again() -> Non
 
 
 def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_ORDERED", 3)
-    monkeypatch.setattr(module, "_MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(module, "MAX_ORDERED", 3)
+    monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
     events = BlockEvents(Grid(BLOCK, 1), 1, group=0, is_remote=True)
     request = make_request("long", list(range(20 * BLOCK)))
     chunks = [Prefix.of(request, Grid(BLOCK, 1)).whole(number) for number in range(20)]

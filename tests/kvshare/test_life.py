@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM does to requests while they run: no store may hold what was never true."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
-    GIVE_UP_S,
     Answer,
     ToyEngine,
     ToyModel,
@@ -131,9 +130,8 @@ def test_a_reset_while_requests_run(
     for request in requests:
         engine.add(request)
     for num_tokens in (3, 8, 14, 21):
-        while len(engine.answers["r4"].tokens) < num_tokens:
-            engine.step()
-        step_until(engine, lambda: not is_loading(requests))
+        spin(engine, partial(has_said, engine, "r4", num_tokens), "no tokens")
+        spin(engine, lambda: not is_loading(requests), "a load never ends")
         engine.update_all()  # vLLM refuses while a step in flight may write to freed blocks
         assert engine.scheduler.reset_prefix_cache(True, resets_connector)
     engine.run_out()
@@ -143,11 +141,8 @@ def test_a_reset_while_requests_run(
         assert serve(reader, prompt, name=f"warm{number}").computed_prompt_tokens == 1
 
 
-def step_until(engine: ToyEngine, is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + GIVE_UP_S
-    while not is_so():
-        engine.step()
-        assert time.monotonic() < deadline_s, "the engine hangs"
+def has_said(engine: ToyEngine, name: str, num_tokens: int) -> bool:
+    return len(engine.answers[name].tokens) >= num_tokens
 
 
 def is_loading(requests: list[Request]) -> bool:
@@ -168,13 +163,13 @@ def test_who_is_aborted_after_a_reset_leaves_nothing_of_others(
     engine = start(is_async=is_async, store=chunked(8), num_blocks=10, max_num_seqs=1)
     victim = make_request("victim", LONG[:7], 20)
     engine.add(victim)
-    step_until(engine, lambda: len(engine.answers["victim"].tokens) > 5)
+    spin(engine, partial(has_said, engine, "victim", 6), "no tokens")
     engine.update_all()
     assert engine.scheduler.reset_prefix_cache(True, True)
     other = [7, *LONG[:22]]
     engine.scheduler.waiting.remove_request(victim)
     engine.add(make_request("r0", other, 9))
-    step_until(engine, lambda: len(engine.answers["r0"].tokens) > 4)
+    spin(engine, partial(has_said, engine, "r0", 5), "no tokens")
     engine.scheduler.waiting.add_request(victim)
     engine.abort("victim")
     engine.run_out()
@@ -193,8 +188,7 @@ def test_an_object_holds_what_its_blocks_held_when_it_was_saved(
         GatedFileSystem.close_gate("put")
         for number, prompt in enumerate(prompts):
             engine.add(make_request(f"r{number}", prompt, 9))
-        while engine.scheduler.has_requests():
-            engine.step()
+        spin(engine, lambda: not engine.scheduler.has_requests(), "no answer")
         assert engine.transfer.in_flight > 8
         GatedFileSystem.open_gates()
         engine.run_out()
@@ -251,7 +245,7 @@ def test_requests_that_share_blocks_come_and_go_as_they_like(start: StartEngine)
     prompts = [[*LONG[: 8 * BLOCK + number], number] for number in range(6)]
     for number, prompt in enumerate(prompts):
         engine.add(make_request(f"r{number}", prompt, 12))
-    step_until(engine, lambda: bool(engine.answers["r5"].tokens))
+    spin(engine, partial(has_said, engine, "r5", 1), "no tokens")
     engine.abort("r0")
     engine.step()
     assert engine.scheduler.reset_prefix_cache(True, False)
@@ -309,7 +303,7 @@ def test_who_waited_for_the_store_while_the_engine_slept_is_computed(gated: Star
     engine = gated()
     GatedFileSystem.close_gate("get")
     engine.add(make_request("r", LONG, 3))
-    spin(engine, lambda: engine.counts.get("tokens/hit", 0) > 0)
+    spin(engine, lambda: engine.counts.get("tokens/hit", 0) > 0, "nothing is found")
     sleep_and_wake(engine)
     GatedFileSystem.open_gates()
     engine.run_out()

@@ -11,7 +11,14 @@ from kvshare.prefix import ChunkKey
 from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
 from tests.kvshare.conftest import StartEngine, spin
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, expected_answer, make_request
+from tests.kvshare.toy import (
+    BLOCK,
+    GIVE_UP_S,
+    ToyEngine,
+    chunks_for,
+    expected_answer,
+    make_request,
+)
 
 SLAB = slab_sizes([1])(0, 1)
 PROMPT = list(range(1, 10 * BLOCK + 2))
@@ -37,6 +44,20 @@ def is_served(engine: ToyEngine) -> bool:
     return not engine.scheduler.requests and not engine.scheduler.finished_req_ids
 
 
+def is_begun(engine: ToyEngine, name: str) -> bool:
+    """Whether some of the prompt of this request is computed."""
+    return engine.answers[name].computed_prompt_tokens > 0
+
+
+def step_until_stored(engine: ToyEngine, prompt: list[int]) -> None:
+    def is_stored() -> bool:
+        # Uploads keep up with steps, or the answer would end before the last one is ordered.
+        engine.transfer.drain(GIVE_UP_S)
+        return all(stored(engine, prompt))
+
+    spin(engine, is_stored, "it is not saved")
+
+
 def announced(params: dict[str, Any] | None) -> int:
     """How many tokens the answer promises to the next engine."""
     return params["kvshare"]["num_tokens"] if params else 0
@@ -46,7 +67,7 @@ def test_only_what_is_saved_is_announced(gated: StartEngine) -> None:
     writer = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     writer.add(make_request("a", PROMPT))
-    spin(writer, lambda: is_served(writer))
+    spin(writer, lambda: is_served(writer), "no answer")
     GatedFileSystem.open_gates()
     writer.run_out()
     assert stored(writer, PROMPT) == [True] * 2 + [False] * 8
@@ -66,7 +87,7 @@ def test_where_there_is_no_memory_at_all_nothing_is_announced(gated: StartEngine
     GatedFileSystem.close_gate("put")
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         writer.add(make_request(name, prompt))
-        spin(writer, lambda: is_served(writer))
+        spin(writer, lambda: is_served(writer), "no answer")
     GatedFileSystem.open_gates()
     writer.run_out()
     assert announced(writer.answers["a"].kv_transfer_params) == BLOCK
@@ -78,9 +99,9 @@ def test_what_finds_no_memory_is_saved_by_a_later_step(gated: StartEngine) -> No
     engine = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, max_tokens=200))
-    spin(engine, lambda: len(engine.answers["a"].tokens) > 3)
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3, "no tokens")
     GatedFileSystem.open_gates()
-    spin(engine, lambda: all(stored(engine, PROMPT)))
+    step_until_stored(engine, PROMPT)
     assert not engine.counts.get("blocks/dropped")
 
 
@@ -91,14 +112,14 @@ def test_nothing_behind_a_gap_is_stored(gated: StartEngine) -> None:
     )
     GatedFileSystem.broken.add(f"move {chunk_names(prompt)[2]}")
     engine.add(make_request("a", prompt))
-    spin(engine, lambda: "a" in engine.connector.scheduler._tracked)
+    spin(engine, lambda: "a" in engine.connector.scheduler._tracked, "it is not seen")
     progress = engine.connector.scheduler._tracked["a"].progress
 
     def is_noticed() -> bool:
         engine.transfer.drain(20.0)  # an upload takes less than a step
         return progress.has_gap
 
-    spin(engine, is_noticed)
+    spin(engine, is_noticed, "nobody notices the gap")
     ordered = progress.num_saved_blocks
     assert ordered < 100, "it came too late to show anything"
     engine.run_out()
@@ -113,7 +134,7 @@ def test_older_prompts_are_stored_first_and_as_a_whole(gated: StartEngine) -> No
     GatedFileSystem.close_gate("put")
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         engine.add(make_request(name, prompt))
-    spin(engine, lambda: is_served(engine))
+    spin(engine, lambda: is_served(engine), "no answer")
     GatedFileSystem.open_gates()
     engine.run_out()
     assert stored(engine, PROMPT) == [True] * NUM_CHUNKS
@@ -127,10 +148,9 @@ def test_a_prompt_that_is_computed_in_pieces_keeps_its_room(gated: StartEngine) 
     engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT))
-    for _ in range(2):
-        engine.step()
+    spin(engine, lambda: is_begun(engine, "a"), "it does not begin")
     engine.add(make_request("b", OTHER[: 4 * BLOCK + 1]))  # as much as is left now, and no more
-    spin(engine, lambda: is_served(engine))
+    spin(engine, lambda: is_served(engine), "no answer")
     GatedFileSystem.open_gates()
     engine.run_out()
     assert all(stored(engine, PROMPT))
@@ -142,7 +162,7 @@ def test_a_prompt_that_is_aborted_keeps_no_room(gated: StartEngine) -> None:
     few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
     engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
     engine.add(make_request("a", PROMPT))
-    engine.step()
+    spin(engine, lambda: is_begun(engine, "a"), "it does not begin")
     engine.abort("a")
     engine.run_out()
     engine.run(make_request("b", OTHER))
@@ -153,15 +173,15 @@ def test_a_new_prompt_takes_no_room_from_one_that_waits_for_it(gated: StartEngin
     engine = gated(buffer_bytes=2 * SLAB)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, max_tokens=200))
-    spin(engine, lambda: len(engine.answers["a"].tokens) > 3)
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3, "no tokens")
     GatedFileSystem.open_gates()
     engine.transfer.drain(20.0)
     engine.step()  # the worker reports what was stored
     GatedFileSystem.close_gate("put")
     engine.add(make_request("b", OTHER[: 2 * BLOCK + 1]))
-    spin(engine, lambda: bool(engine.answers["b"].finish_reason))
+    spin(engine, lambda: bool(engine.answers["b"].finish_reason), "no answer")
     GatedFileSystem.open_gates()
-    spin(engine, lambda: all(stored(engine, PROMPT)))
+    step_until_stored(engine, PROMPT)
     assert engine.answers["b"].kv_transfer_params is None
 
 
@@ -180,7 +200,7 @@ def test_while_the_store_refuses_saves_nothing_is_announced(gated: StartEngine) 
         engine.run(make_request(name, [int(name), *OTHER]))
         return announced(engine.answers[name].kv_transfer_params) == len(OTHER)
 
-    spin(engine, is_announced_again)
+    spin(engine, is_announced_again, "the store is back, and nothing is announced")
 
 
 def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
@@ -197,7 +217,7 @@ def test_what_a_reset_takes_away_gives_its_room_back(gated: StartEngine) -> None
     engine = gated(buffer_bytes=2 * SLAB, chunk_tokens=2 * BLOCK)
     engine.add(make_request("a", PROMPT[: 2 * BLOCK + 1], max_tokens=BLOCK + 1))
     # The answer ends in half a chunk, which the next step would save.
-    spin(engine, lambda: not engine.scheduler.requests)
+    spin(engine, lambda: not engine.scheduler.requests, "no answer")
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.run_out()
     prompt = OTHER[: 4 * BLOCK + 1]

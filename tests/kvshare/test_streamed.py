@@ -62,7 +62,7 @@ def add_streamed(
 def load(d: ToyEngine, num_tokens: int) -> None:
     """Step until all whole chunks of these tokens are loaded."""
     due = num_tokens // CHUNK * (CHUNK // BLOCK)
-    spin(d, lambda: d.counts.get("blocks/loaded", 0) >= due)
+    spin(d, lambda: d.counts.get("blocks/loaded", 0) >= due, "D does not load them")
 
 
 def check(d: ToyEngine, computed: int, name: str = "d", prompt: list[int] = PROMPT) -> None:
@@ -102,7 +102,7 @@ def test_what_p_leaves_when_it_dies_is_kept(gated: StartEngine, steps: int) -> N
         p.step()
     p.transfer.drain(GIVE_UP_S)
     add_streamed(d)
-    spin(d, lambda: not d.scheduler.has_unfinished_requests())
+    spin(d, lambda: not d.scheduler.has_unfinished_requests(), "D does not answer")
     computed = steps * STEP // CHUNK * CHUNK
     check(d, len(PROMPT) - computed)
     assert d.counts["misses/late"] > 0
@@ -126,7 +126,7 @@ def test_what_never_comes_keeps_nobody_from_loading(gated: StartEngine) -> None:
         add_streamed(d, f"false {number}", [number, *PROMPT[: 3 * CHUNK]])
         d.step()
     d.add(make_request("true", PROMPT, 3))
-    spin(d, lambda: bool(d.answers["true"].finish_reason))
+    spin(d, lambda: bool(d.answers["true"].finish_reason), "D does not answer")
     assert d.answers["true"].computed_prompt_tokens == 1
     assert len(d.scheduler.requests) == 3
     for number in range(3):
@@ -153,7 +153,7 @@ def test_d_loads_from_a_store_that_was_gone_for_a_while(gated: StartEngine) -> N
     d = start_d(gated)
     GatedFileSystem.broken |= {"exists", "get"}
     add_streamed(d)
-    spin(d, lambda: GatedFileSystem.failed > 0)
+    spin(d, lambda: GatedFileSystem.failed > 0, "D asks for nothing")
     GatedFileSystem.broken.clear()
     serve(start_p(gated), PROMPT, max_tokens=1)
     check(d, computed=1)
@@ -163,7 +163,7 @@ def test_a_p_that_dropped_saves_says_what_it_has_stored(gated: StartEngine) -> N
     p = start_p(gated, buffer_bytes=1)
     GatedFileSystem.close_gate("put")
     p.add(make_request("p", PROMPT, 1))
-    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    spin(p, lambda: not p.scheduler.has_unfinished_requests(), "P does not answer")
     assert p.answers["p"].kv_transfer_params == {"kvshare": {"num_tokens": CHUNK, "size": 1}}
     GatedFileSystem.open_gates()
     p.run_out()
@@ -176,7 +176,7 @@ def test_d_waits_for_what_p_has_computed_and_not_stored_yet(
     p, d = start_p(gated), start_d(gated)
     GatedFileSystem.close_gate("put")
     p.add(make_request("p", PROMPT, 1))
-    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    spin(p, lambda: not p.scheduler.has_unfinished_requests(), "P does not answer")
     asked.clear()
     d.add(make_request("d", PROMPT, 3, kv_transfer_params={"kvshare": said}))
     for _ in range(50):
@@ -212,7 +212,7 @@ def test_d_does_not_wait_for_what_p_has_no_memory_for(gated: StartEngine) -> Non
     add_streamed(d)
     GatedFileSystem.close_gate(f"move {chunk_name(0)}")
     p.add(make_request("p", PROMPT, 1))
-    spin(p, lambda: not p.scheduler.has_unfinished_requests())
+    spin(p, lambda: not p.scheduler.has_unfinished_requests(), "P does not answer")
     GatedFileSystem.open_gates()
     check_given_up(d, num_loaded=CHUNK)
     p.run_out()
@@ -255,7 +255,7 @@ def test_a_prompt_that_is_for_nobody_else_leaves_no_note(gated: StartEngine) -> 
     engine = gated(buffer_bytes=1, chunk_tokens=CHUNK)
     GatedFileSystem.close_gate("put")
     engine.add(make_request("a", PROMPT, 2))
-    spin(engine, lambda: not engine.scheduler.has_unfinished_requests())
+    spin(engine, lambda: not engine.scheduler.has_unfinished_requests(), "no answer")
     GatedFileSystem.open_gates()
     engine.run_out()
     assert engine.counts["blocks/dropped"] > 0

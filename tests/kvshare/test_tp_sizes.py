@@ -85,6 +85,7 @@ class Fleet:
         deadline_s = time.monotonic() + GIVE_UP_S
         for worker, engine, total in zip(self.workers, self.engines, totals, strict=True):
             while engine.in_flight:
+                engine.wait_idle()
                 finished = worker.settle()
                 assert not finished.requests & total.requests, "reported twice"
                 total.requests.update(finished.requests)

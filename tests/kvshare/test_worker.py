@@ -35,6 +35,7 @@ NAMESPACE = "0" * 32
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 8, 2, 4, 6, 3
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 GIVE_UP_S = 20.0
+_PAUSE_S = 0.001  # who polls without one keeps Python's lock from the I/O threads
 LAYER_SET = LayerSet(
     0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), AttentionWindow(), HEADS, HEADS
 )
@@ -77,6 +78,7 @@ class Host:
         total = Finished()
         deadline_s = time.monotonic() + GIVE_UP_S
         while self.engine.in_flight and not until(total):
+            self.engine.drain(_PAUSE_S)
             finished = self.worker.settle()
             assert each()
             assert not finished.requests & total.requests, "reported twice"
@@ -108,6 +110,7 @@ def host(
     yield start
     GatedFileSystem.open_gates()
     for one in started:
+        one.worker.unregister()  # or it would wait for what never comes
         one.worker.close()
     GatedFileSystem.reset()
 
@@ -528,7 +531,6 @@ def test_what_was_announced_may_come_while_others_of_it_do(
     counts: Counter[str] = Counter()
 
     def is_loaded(number: int) -> bool:
-        time.sleep(0.001)  # or the I/O thread never has Python's lock for as long as it takes
         counts.update(target.counts())
         return counts["blocks/loaded"] > number
 

@@ -288,7 +288,7 @@ class ToyEngine(EngineLoop):
         assert isinstance(worker, KVShareConnector)
         self.connector = connector
         self.worker = worker.worker
-        self.transfer = self.worker._engine
+        self.transfer = self.worker.engine
         self._worker_connector = worker
         self._load = worker.start_load_kv
         worker.start_load_kv = self._start_load  # type: ignore[method-assign]
@@ -311,6 +311,7 @@ class ToyEngine(EngineLoop):
             self.step()
             assert time.monotonic() < deadline_s, "the engine hangs"
         while self.transfer.in_flight:
+            self.transfer.wait_idle()  # to poll would keep Python's lock from the I/O threads
             finished = self.worker.settle()
             assert not finished.requests, "reported after the engine came to rest"
             assert time.monotonic() < deadline_s, "a save hangs"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault proxy in front of real servers: what the client, and the server, get to see."""
 
+import contextlib
 import http.client
 import http.server
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lab.faults.http_proxy import FaultProxy, Method
 from lab.faults.kinds import Fault
 from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, SeaweedFS
+from tests.waiting import wait_until
 
 BODY = bytes(range(256)) * 1024
 FAR = 3600.0
@@ -359,12 +360,15 @@ def test_an_s3_client_sees_each_fault_for_what_it_is(seaweed: SeaweedFS) -> None
 
 def read_once_it_can(store: S3Store) -> bytes:
     """The object, as soon as the parts of a server that was just started know of each other."""
-    for _ in range(200):
-        try:
-            return bytes(store.get("one").bytes())
-        except BaseError:
-            time.sleep(0.1)
-    raise TimeoutError("the server does not find its object again")
+    found = []
+
+    def is_found() -> bool:
+        with contextlib.suppress(BaseError):
+            found.append(bytes(store.get("one").bytes()))
+        return bool(found)
+
+    wait_until(is_found, otherwise="the server does not find its object again", pause_s=0.1)
+    return found[0]
 
 
 @pytest.mark.s3

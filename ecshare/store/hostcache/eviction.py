@@ -32,11 +32,11 @@ THREAD_NAME = "ecshare-evict"
 
 _TURN_NAME = ".evicting"
 # Whoever makes room touches its file all the time: without that for so long, it was stopped.
-_TURN_WAIT_S = 2.0
-_ROOM_WAIT_S = 0.25  # then others help themselves
+TURN_WAIT_S = 2.0
+ROOM_WAIT_S = 0.25  # then others help themselves
 _ROOM_PAUSE_S = 0.005
-_STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
-_RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
+STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
+RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
 # Of any version of the keys: nobody else would ever remove what an older release left. Some kept
 # parts of an object, under names below the object's.
@@ -56,7 +56,7 @@ class Evictor:
         """
         self.usage = usage
         root = usage.root
-        self._turn = HostLock(f"{root}/{_TURN_NAME}", _TURN_WAIT_S)
+        self._turn = HostLock(f"{root}/{_TURN_NAME}", TURN_WAIT_S)
         try:
             turn = self._turn.attempt()
             if turn is not None:  # else whoever has it counts
@@ -76,7 +76,7 @@ class Evictor:
             OSError: the folder cannot be used.
         """
         patience = self._turn.watch()
-        waits_until_s = time.monotonic() + _ROOM_WAIT_S
+        waits_until_s = time.monotonic() + ROOM_WAIT_S
         while True:
             made = None if free_bytes else self.usage.create(num_bytes)
             if made is not None:
@@ -91,7 +91,7 @@ class Evictor:
                 is_room = True  # soon: somebody is making it, or counts
                 time.sleep(_ROOM_PAUSE_S)
             else:
-                is_room = self._help_oneself(num_bytes, list(islice(self.files(), _RUN_ENTRIES)))
+                is_room = self._help_oneself(num_bytes, list(islice(self.files(), RUN_ENTRIES)))
             if not is_room:
                 return None
 
@@ -144,7 +144,7 @@ class Evictor:
             OSError: the counter cannot be used.
         """
         entries = iter(oldest_first)
-        while used > goal and (step := list(islice(entries, _STEP_ENTRIES))):
+        while used > goal and (step := list(islice(entries, STEP_ENTRIES))):
             used = self._evict(step, goal)
         return used
 
@@ -216,7 +216,7 @@ class _Scan:
             with room.usage.counter() as counter:
                 self._count_before = counter.read()
             self._files = room.files()
-            self.first = list(islice(self._files, _RUN_ENTRIES))
+            self.first = list(islice(self._files, RUN_ENTRIES))
         except OSError:
             unlock_and_close(turn)
             raise
@@ -228,7 +228,7 @@ class _Scan:
         bytes in use is not known.
         """
         is_known = self._count_before.used is not None
-        if len(self.first) == _RUN_ENTRIES and is_known and not is_urgent:
+        if len(self.first) == RUN_ENTRIES and is_known and not is_urgent:
             threading.Thread(
                 target=self._run_in_background, args=(work,), name=THREAD_NAME, daemon=True
             ).start()
@@ -238,7 +238,7 @@ class _Scan:
     def living(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
         """Yield `entries`, and show those who wait for the turn that this process is running."""
         for n, each in enumerate(entries):
-            if n % _STEP_ENTRIES == 0:
+            if n % STEP_ENTRIES == 0:
                 os.utime(self._turn)
             yield each
 
@@ -256,7 +256,7 @@ class _Scan:
             temporary += [each for each in run if each.is_temporary]
             keep(sorted(each for each in run if not each.is_temporary))
             os.utime(self._turn)
-            run = list(islice(self._files, _RUN_ENTRIES))
+            run = list(islice(self._files, RUN_ENTRIES))
         with self._room.usage.counter() as counter:
             used = counter.correct(total, self._count_before.turnover)
         return self._room.evict_in_steps(temporary, used, 0)

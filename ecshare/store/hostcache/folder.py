@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")  # noqa: S108
 # A container's own is 64 MB: one large picture and a few small ones. Below this, disk is better.
-_ENOUGH_BYTES = 1 << 30
+ENOUGH_BYTES = 1 << 30
 # Of a file system that a cache may take. Others live there, too: vLLM's queues and NCCL's buffers
 # in /dev/shm are made without reserving their memory, and whoever writes to it when there is none
 # left dies of SIGBUS.
-_SHARE = 0.5
+SHARE = 0.5
 # What stays free for them, whatever they take already; of a small file system a part.
-_FLOOR_BYTES = 1 << 30
+FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 0.25
 _OTHER_NAMES = 8
 _IN_MEMORY = {"tmpfs", "ramfs"}
@@ -75,7 +75,7 @@ def temporary_root(place: Path) -> Path:
 def _best_place(wanted_bytes: int, user_cache: Path) -> Path:
     places = [SHM, Path(tempfile.gettempdir()), user_cache]
     sizes = {place: _size(place) for place in places}
-    enough = min(wanted_bytes, _ENOUGH_BYTES)
+    enough = min(wanted_bytes, ENOUGH_BYTES)
     chosen = next((place for place in places if sizes[place] >= enough), None)
     if chosen is None:
         chosen = max(places, key=lambda place: sizes[place])
@@ -117,7 +117,7 @@ def fitting(root: Path, limit_bytes: int) -> int:
 
 def floor_bytes(root: Path) -> int:
     """Return how much of the file system of `root` a cache leaves free. 0: it is unknown."""
-    return int(min(_FLOOR_BYTES, _FLOOR_SHARE * _disk_bytes(root)))
+    return int(min(FLOOR_BYTES, _FLOOR_SHARE * _disk_bytes(root)))
 
 
 def is_in_memory(root: Path) -> bool:
@@ -137,7 +137,7 @@ def _size(folder: Path) -> int:
     """Return how many bytes a cache may use of the disk of `folder`; 0 if none, or unknown."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return 0
-    return int(_disk_bytes(folder) * _SHARE)
+    return int(_disk_bytes(folder) * SHARE)
 
 
 def _disk_bytes(folder: Path) -> int:

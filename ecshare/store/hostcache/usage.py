@@ -25,7 +25,7 @@ from typing import NamedTuple
 _COUNTER = struct.Struct("<qq")
 _COUNTER_NAME = ".used"
 # A process that holds the counter for so long was stopped: it is held for a few milliseconds.
-_COUNTER_WAIT_S = 1.0
+COUNTER_WAIT_S = 1.0
 _MAX_TURNOVER = 1 << 62
 _LOCK_PAUSE_S = 0.0005
 _MOST_BYTES = 64
@@ -41,7 +41,7 @@ class Usage:
         """Make nothing yet. `limit_bytes`: how many the folder may hold."""
         self.root = root
         self.limit_bytes = limit_bytes
-        self._lock = HostLock(f"{root}/{_COUNTER_NAME}", _COUNTER_WAIT_S)
+        self._lock = HostLock(f"{root}/{_COUNTER_NAME}", COUNTER_WAIT_S)
 
     @contextlib.contextmanager
     def counter(self) -> "Iterator[UsageCounter]":

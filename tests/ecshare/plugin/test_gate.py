@@ -168,7 +168,7 @@ def test_a_key_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_body_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "_MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(gate, "MAX_BODY_BYTES", 10)
     assert (await ask(b"12345", b"67890")).status == 200
     answered = await ask(b"12345", b"67890", b"1", b"never taken")
     assert (answered.status, answered.reached) == (413, None)

@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 
+from tests.waiting import until
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _START_S = 60.0
-_SOON_S = 30.0
 _OPTIONS = (
     "--headless=new",
     "--no-sandbox",  # tests run as root in containers
@@ -54,9 +55,7 @@ class Tab:
 
     async def until(self, condition: str) -> None:
         """Wait until a JavaScript expression is true."""
-        async with asyncio.timeout(_SOON_S):
-            while not await self.run(f"Boolean({condition})"):
-                await asyncio.sleep(0.02)
+        await until(lambda: self.run(f"Boolean({condition})"))
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)

@@ -249,23 +249,27 @@ class Fleet:
 
     def is_left_out(self, engine: FakeEngine) -> bool:
         """Tell whether the router has found that this engine hangs."""
-        workers = (each for group in self.router._pools.values() for each in group)
+        workers = (each for group in self.router.pools.values() for each in group)
         return any(worker.is_hung for worker in workers if worker.url == engine.url)
 
     def is_watched(self, engine: FakeEngine) -> bool:
         """Tell whether the router looks whether this engine hangs."""
-        watched = self.router.relay._watch._watched_engines.items()
-        return any(ward.watching for worker, ward in watched if worker.url == engine.url)
+        return engine.url in {each.url for each in self.router.relay.monitor.watched}
+
+    def in_flight(self, stage: str) -> int:
+        """Return how many requests the engines of a stage have, as the router counts them."""
+        engines = self.router.status()["stages"][stage]["engines"]
+        return sum(each["in_flight"] for each in engines)
 
     def is_next(self, engine: FakeEngine) -> bool:
         """Tell whether this decoder is the one that the next request is sent to."""
-        worker = self.router._pools[Stage.DECODE].choose()
+        worker = self.router.pools[Stage.DECODE].choose()
         return worker is not None and worker.url == engine.url
 
     @contextmanager
     def busy(self, engine: FakeEngine) -> Iterator[None]:
         """Have the router believe that a decoder has more to do than others."""
-        decoders = self.router._pools[Stage.DECODE]
+        decoders = self.router.pools[Stage.DECODE]
         (worker,) = (each for each in decoders if each.url == engine.url)
         with decoders.lease(worker, tokens=10**9):
             yield

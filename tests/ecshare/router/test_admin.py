@@ -35,6 +35,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import until
 
 KEY = "the operators' own key"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -44,7 +45,7 @@ SOON_S = 10.0
 @pytest.fixture(autouse=True)
 def _lists_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is."""
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
 
 
 class Operator:
@@ -160,9 +161,8 @@ async def test_a_drained_engine_finishes_what_it_has_and_gets_no_more() -> None:
         assert (await operator.states("decode"))[f.d.url] == "draining"
         held.let_go.set()
         assert (await asked)[1] == b"".join(EVENTS)
-        async with asyncio.timeout(SOON_S):
-            while (await operator.states("decode"))[f.d.url] != "drained":
-                pass
+        await until(lambda: not f.in_flight("decode"))
+        assert (await operator.states("decode"))[f.d.url] == "drained"
         await operator.change("add", stage="decode", url=f.d.url)
         f.d.answer = decoded
         for _ in range(2):
@@ -219,7 +219,7 @@ async def test_a_drained_engine_does_not_make_the_router_ready() -> None:
 async def test_what_is_changed_stays_when_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.02)
     path = tmp_path / "engines.json"
 
     def write(*decoders: str) -> None:
@@ -234,9 +234,8 @@ async def test_what_is_changed_stays_when_the_file_changes(
         await operator.change("drain", url="http://a")
         await operator.change("remove", url="http://b")
         write("http://a", "http://b", "http://new")
-        async with asyncio.timeout(SOON_S):
-            while "http://new" not in await operator.states("decode"):
-                await asyncio.sleep(0.01)
+        pool = operator.f.router.pools[Stage.DECODE]
+        await until(lambda: "http://new" in {engine.url for engine in pool})
         assert await operator.states("decode") == {
             "http://a": "drained",
             "http://new": "up",

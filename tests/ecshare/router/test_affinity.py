@@ -22,6 +22,7 @@ from tests.ecshare.router.fake_engine import (
     fleet,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 
@@ -190,9 +191,7 @@ async def test_pictures_of_one_request_are_encoded_by_all_at_once() -> None:
             engine.answer = held = Held(engine.answer)
             helds.append(held)
         asked = asyncio.create_task(f.post(chat(*pictures)))
-        async with asyncio.timeout(SOON_S):
-            while sum(len(engine.bodies) for engine in f.encoders) < 8:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(len(engine.bodies) for engine in f.encoders) == 8)
         assert [len(engine.bodies) for engine in f.encoders] == [2, 2, 2, 2]
         for held in helds:
             held.let_go.set()
@@ -206,9 +205,7 @@ async def test_a_busy_home_leaves_its_work_to_another() -> None:
         home.answer = held = Held(home.answer)
         same = [chat(picture(PNG), {"type": "text", "text": str(at)}) for at in range(6)]
         asked = [asyncio.create_task(f.post(body)) for body in same]
-        async with asyncio.timeout(SOON_S):
-            while sum(len(engine.bodies) for engine in f.prefillers) < 7:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(len(engine.bodies) for engine in f.prefillers) == 7)
         assert 2 <= len(home.bodies) < 7
         held.let_go.set()
         assert [(await each)[0].status for each in asked] == [200] * 6

@@ -125,7 +125,7 @@ async def test_a_key_that_is_withdrawn_is_good_for_no_more_than_one_request() ->
     known = KnownClients(decode, clock)
     await known.check(GOOD)
     decode.answer = refusal = RefusalError(401, b"", "")
-    clock.now_s += clients._FRESH_S
+    clock.now_s += clients.FRESH_S
     await known.check(GOOD)
     await background()
     assert len(decode.asked) == 2
@@ -142,7 +142,7 @@ async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> 
     known = KnownClients(decode, clock)
     await known.check(GOOD)
     decode.answer = EngineError(Stage.DECODE, "gone", reached=False)
-    clock.now_s += clients._KEPT_S - 1
+    clock.now_s += clients.KEPT_S - 1
     await known.check(GOOD)
     clock.now_s += 1
     with pytest.raises(EngineError):
@@ -151,7 +151,7 @@ async def test_a_known_key_outlives_a_decode_that_is_away_but_not_for_ever() -> 
 
 
 async def test_what_is_remembered_is_bounded_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(clients, "MAX_KNOWN", 3)
     decode = Decode()
     known = KnownClients(decode, Clock())
     names = [f"Bearer {number}" for number in range(4)]
@@ -175,7 +175,7 @@ async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
     clock = Clock()
     known = KnownClients(ask, clock)
     await known.check(GOOD)
-    clock.now_s += clients._FRESH_S
+    clock.now_s += clients.FRESH_S
     for _ in range(3):
         await known.check(GOOD)
         await asked_again.wait()

@@ -28,6 +28,7 @@ from tests.ecshare.router.fake_engine import (
     hang_up,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 5.0
 
@@ -118,8 +119,7 @@ async def test_a_report_that_comes_while_another_request_looks_is_used() -> None
         return await media.reports({"one": b"1", "two": b"2"}, {"one": ask, "two": ask})
 
     first = asyncio.create_task(reports())
-    while num_asked < 2:
-        await asyncio.sleep(0)
+    await until(lambda: num_asked == 2)
     second = asyncio.create_task(reports())  # it looks at the index before E's answer is there
     answers.set()
     assert (await second).metadata == (await first).metadata
@@ -179,9 +179,7 @@ async def at_the_same_moment(f: Fleet, held: Held, number: int) -> AsyncIterator
         asyncio.create_task(f.post(chat({"type": "text", "text": str(n)}, picture(PNG))))
         for n in range(1, number)
     ]
-    async with asyncio.timeout(SOON_S):
-        while (await encodes(f))["waiting"] < number - 1:
-            pass
+    await until(lambda: f.router.counts()["encodes"]["waiting"] == number - 1)
     yield asked
 
 
@@ -213,9 +211,7 @@ async def test_one_who_waits_may_leave() -> None:
     async with fleet() as f, at_the_same_moment(f, held := Held(encoded), 3) as asked:
         asked[1].cancel()
         await asyncio.wait([asked[1]])
-        async with asyncio.timeout(SOON_S):
-            while (await encodes(f))["waiting"] > 1:
-                pass
+        await until(lambda: f.router.counts()["encodes"]["waiting"] == 1)
         held.let_go.set()
         for each in (asked[0], asked[2]):
             assert (await each)[0].status == 200

@@ -5,7 +5,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ecshare.router.app import Router, make_runner
 from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import EnginePool, Stage, Work
-from ecshare.router.fleet import read_engines
+from ecshare.router.fleet import FleetWatch, read_engines
 from ecshare.store.errors import ConfigError
 from tests.ecshare.router.fake_engine import (
     EVENTS,
@@ -34,13 +34,14 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.02)
     caplog.set_level(logging.INFO, "ecshare.router")
 
 
@@ -64,11 +65,6 @@ class Running:
 
     def engines(self, stage: Stage) -> list[str]:
         return [each["url"] for each in self.router.status()["stages"][stage]["engines"]]
-
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SOON_S):
-            while not is_so():
-                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -116,14 +112,14 @@ async def test_engines_come_and_go_and_streams_run_on(tmp_path: Path) -> None:
             async with f.client.post(f.url + CHAT, json=chat(stream=True)) as response:
                 assert await response.content.readany() == EVENTS[0]
                 write(path, decoders=[new.url])
-                await f.until(lambda: f.engines(Stage.DECODE) == [new.url])
+                await until(lambda: f.engines(Stage.DECODE) == [new.url])
                 for _ in range(3):
                     assert (await f.post(chat()))[0] == 200
                 assert (len(old.bodies), len(new.bodies)) == (1, 3)
                 let_go.set()
                 assert await response.read() == EVENTS[-1]
             write(path, decoders=[new.url, old.url + "/v1/"])
-            await f.until(lambda: f.engines(Stage.DECODE) == [new.url, old.url])
+            await until(lambda: f.engines(Stage.DECODE) == [new.url, old.url])
             await f.post(chat())
             await f.post(chat())
             assert len(old.bodies) == 2
@@ -140,35 +136,55 @@ async def test_whole_stages_come_and_go(tmp_path: Path) -> None:
         async with from_file(path) as f:
             assert (await f.post(chat(picture(PNG))))[0] == 200
             write(path, encoders=[e.url], prefillers=[p.url], decoders=[d.url])
-            await f.until(lambda: f.engines(Stage.PREFILL) == [p.url])
+            await until(lambda: f.engines(Stage.PREFILL) == [p.url])
             assert (await f.post(chat(picture(PNG))))[0] == 200
             assert (len(e.bodies), len(p.bodies)) == (1, 1)
             write(path, decoders=[d.url])
-            await f.until(lambda: f.engines(Stage.PREFILL) == f.engines(Stage.ENCODE) == [])
+            await until(lambda: f.engines(Stage.PREFILL) == f.engines(Stage.ENCODE) == [])
             assert (await f.post(chat(picture(PNG))))[0] == 200
             assert (len(e.bodies), len(p.bodies), len(d.bodies)) == (1, 1, 3)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"decoders": ["http://', b'{"decoders": []}', None])
-async def test_a_wrong_file_changes_nothing_and_is_told_once(
+WRONG = [b"", b'{"decoders": ["http://', b'{"decoders": []}', None]
+
+
+def spoil(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", WRONG)
+async def test_a_wrong_file_changes_nothing(
     content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "engines.json"
     async with FakeEngine(decoded).serving() as old, FakeEngine(decoded).serving() as new:
         write(path, decoders=[old.url])
         async with from_file(path) as f:
-            if content is None:
-                path.unlink()
-            else:
-                path.write_bytes(content)
-            await f.until(lambda: "the engines stay as they are: " + str(path) in caplog.text)
-            for _ in range(3):
-                await f.router._fleet.look()
-            assert caplog.text.count("stay as they are") == 1
+            spoil(path, content)
+            await until(lambda: "the engines stay as they are: " + str(path) in caplog.text)
             assert f.engines(Stage.DECODE) == [old.url]
             assert (await f.post(chat()))[0] == 200
             write(path, decoders=[new.url])
-            await f.until(lambda: f.engines(Stage.DECODE) == [new.url])
+            await until(lambda: f.engines(Stage.DECODE) == [new.url])
+
+
+@pytest.mark.parametrize("content", WRONG)
+async def test_a_wrong_file_is_told_once(
+    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "engines.json"
+    write(path, decoders=["http://d"])
+    urls = read_engines(path).urls
+    pools = {stage: EnginePool(group, 5.0, Clock()) for stage, group in urls.items()}
+    watch = FleetWatch(pools, urls, path)
+    spoil(path, content)
+    for _ in range(3):
+        await watch.look()
+    assert caplog.text.count("stay as they are") == 1
+    assert [engine.url for engine in pools[Stage.DECODE]] == ["http://d"]
 
 
 @pytest.mark.parametrize(
@@ -260,12 +276,12 @@ async def test_each_address_of_a_name_is_an_engine(
         async with running(decoders=(name,)) as f:
             assert f.engines(Stage.DECODE) == at("127.0.0.2", "127.0.0.3"), "before it listens"
             answer = ["127.0.0.3", "127.0.0.4"]
-            await f.until(lambda: f.engines(Stage.DECODE) == at("127.0.0.3", "127.0.0.4"))
+            await until(lambda: f.engines(Stage.DECODE) == at("127.0.0.3", "127.0.0.4"))
             answer = socket.gaierror("no such name")
-            await f.until(lambda: "stay as they are: no such name" in caplog.text)
+            await until(lambda: "stay as they are: no such name" in caplog.text)
             assert f.engines(Stage.DECODE) == at("127.0.0.3", "127.0.0.4")
             answer = [f"127.0.1.{number}" for number in range(300)]
-            await f.until(lambda: len(f.engines(Stage.DECODE)) == 256)
+            await until(lambda: len(f.engines(Stage.DECODE)) == 256)
         async with running(decoders=(name.removesuffix("/base"),)) as f:
             for _ in range(3):
                 assert (await f.post(chat()))[0] == 200
@@ -297,7 +313,7 @@ async def test_the_file_says_what_engines_are_used_for(
         named = {"http://127.0.0.2:9": ["c"], "http://127.0.0.3:9": ["c"]}
         assert told() == {"http://127.0.0.1:9": ["a", "b"], **named}
         say()
-        await f.until(lambda: told() == {"http://127.0.0.1:9": None, **named})
+        await until(lambda: told() == {"http://127.0.0.1:9": None, **named})
 
 
 async def test_a_name_without_addresses_at_start_is_not_ready(
@@ -317,7 +333,7 @@ async def test_a_name_without_addresses_at_start_is_not_ready(
 async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.router.health._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ecshare.router.health.ASK_EVERY_S", 0.02)
     path = tmp_path / "engines.json"
     async with (
         FakeEngine(Hanging(), healthy=False).serving() as hung,
@@ -328,9 +344,8 @@ async def test_an_engine_that_hangs_and_goes_is_not_asked_for_its_health(
             for _ in range(2):
                 assert (await asyncio.wait_for(f.post(chat()), SOON_S))[0] == 200
             write(path, decoders=[well.url])
-            await f.until(lambda: f.engines(Stage.DECODE) == [well.url])
-            watched = f.router.relay._watch._watched_engines
-            await f.until(lambda: not any(each.watching for each in watched.values()))
+            await until(lambda: f.engines(Stage.DECODE) == [well.url])
+            await until(lambda: not f.router.relay.monitor.watched)
 
 
 async def test_a_prefill_that_is_removed_while_it_works_hands_over(tmp_path: Path) -> None:
@@ -342,7 +357,7 @@ async def test_a_prefill_that_is_removed_while_it_works_hands_over(tmp_path: Pat
             asked = asyncio.create_task(f.post(chat()))
             await asyncio.wait_for(held.asked.wait(), SOON_S)
             write(path, decoders=[d.url])
-            await f.until(lambda: not f.engines(Stage.PREFILL))
+            await until(lambda: not f.engines(Stage.PREFILL))
             held.let_go.set()
             assert (await asked)[0] == 200
             assert d.bodies[0]["kv_transfer_params"] == {"kvshare": {"num_tokens": 7}}

@@ -32,6 +32,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import until
 
 STREAMED = {"kvshare": {"streamed": True}}
 AFTER = {"kvshare": {"num_tokens": 7}}
@@ -106,8 +107,7 @@ async def test_times_tell_of_p_where_it_was_done() -> None:
     async with known() as f:
         asked, p, d = await both_asked(f, prefilled, decoded)
         p.let_go.set()
-        while (await f.health())[1]["stages"]["prefill"][0]["in_flight"]:
-            pass
+        await until(lambda: not f.in_flight("prefill"))
         d.let_go.set()
         response, _ = await asked
         assert re.fullmatch(
@@ -185,8 +185,7 @@ async def test_an_answer_that_has_begun_goes_on_without_p() -> None:
         async with f.client.post(f.url + CHAT, data=body) as response:
             assert await response.content.readany() == EVENTS[0]
             held.let_go.set()
-            while (await f.health())[1]["stages"]["prefill"][0]["in_flight"]:
-                pass
+            await until(lambda: not f.in_flight("prefill"))
             second.set()
             assert await response.content.read() == EVENTS[-1]
         assert len(f.d.bodies) == 1
@@ -232,11 +231,13 @@ async def test_p_is_free_for_one_of_those_that_come_at_the_same_moment() -> None
         f.clock.now_s += 60
         f.p.models = f.d.models = ("m", "new")
         f.d.lists = asyncio.Event()
+        f.p.answer, f.d.answer = p, d = Held(prefilled), Held(decoded)
         asked = [asyncio.create_task(f.post(chat() | {"model": "new"})) for _ in range(3)]
-        while not f.d.num_model_lists > 1:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await until(lambda: len(f.router.in_flight) == 3 and f.d.num_model_lists > 1)
         f.d.lists.set()
+        await until(lambda: len(f.p.bodies) == 3)
+        for held in (p, d):
+            held.let_go.set()
         for each in asked:
             assert (await each)[0].status == 200
         assert sorted(handed_over(f), key=str) == [AFTER, AFTER, STREAMED]

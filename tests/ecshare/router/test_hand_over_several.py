@@ -30,7 +30,7 @@ SOON_S = 10.0
 @pytest.fixture(autouse=True)
 def _lists_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is."""
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
 
 
 @asynccontextmanager

@@ -40,7 +40,7 @@ Asked = asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]
 @pytest.fixture(autouse=True)
 def _every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent engines are asked for their health without much waiting."""
-    monkeypatch.setattr(health, "_ASK_EVERY_S", TICK_S)
+    monkeypatch.setattr(health, "ASK_EVERY_S", TICK_S)
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ async def test_impatient_clients_do_not_hide_a_dead_engine() -> None:
 
 async def test_one_impatient_client_is_evidence_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the engine has answered somebody else a moment before."""
-    monkeypatch.setattr(health, "_ASK_EVERY_S", 0.2)
+    monkeypatch.setattr(health, "ASK_EVERY_S", 0.2)
     async with one_hangs(healthy=False) as (f, bad):
         with f.busy(f.decoders[1]):
             bad.answer = decoded
@@ -317,7 +317,7 @@ async def test_an_engine_that_a_proxy_says_is_gone_rests_as_ever() -> None:
 async def test_one_that_breaks_off_rests_and_does_not_hang(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_ASK_EVERY_S", 1.0)  # not while it has the request
+    monkeypatch.setattr(health, "ASK_EVERY_S", 1.0)  # not while it has the request
     async with one_hangs(healthy=False) as (f, gone):
         gone.answer = hang_up
         for _ in range(3):
@@ -341,13 +341,13 @@ async def test_that_a_proxy_answers_for_it_is_no_sign_of_life() -> None:
 async def test_a_hung_engine_holds_up_neither_lists_nor_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_lists, "_HEDGE_S", TICK_S)
-    monkeypatch.setattr(model_lists, "_TIMEOUT_S", LONG_S)  # would be seen
+    monkeypatch.setattr(model_lists, "HEDGE_S", TICK_S)
+    monkeypatch.setattr(model_lists, "TIMEOUT_S", LONG_S)  # would be seen
     async with fleet(0, 0, num_d=2) as f:
         hung = f.decoders[0]
         hung.answer, hung.healthy, hung.lists = Hanging(), False, asyncio.Event()
         for patience_s in (TICK_S, LONG_S):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr("ecshare.router.models._MAX_WAIT_S", patience_s)
+            monkeypatch.setattr("ecshare.router.models.MAX_WAIT_S", patience_s)
             response, _ = await asyncio.wait_for(f.post(chat() | {"model": "other"}), SOON_S)
             assert response.status == 404, "the other one has said so"
         assert hung.num_model_lists <= 2, "for its models, and for the client"

@@ -27,6 +27,7 @@ from tests.ecshare.router.fake_engine import (
     hang_up,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 
@@ -105,10 +106,7 @@ async def test_who_waits_for_anothers_encode_needs_no_place() -> None:
         usual = f.e.answer
         f.e.answer = held = Held(usual)
         asked = [asyncio.create_task(f.post(chat(picture(PNG)))) for _ in range(3)]
-        async with asyncio.timeout(SOON_S):
-            await held.asked.wait()
-            while (await f.health())[1]["encodes"]["waiting"] < 2:
-                pass
+        await until(lambda: f.router.counts()["encodes"]["waiting"] == 2)
         held.let_go.set()
         assert [(await each)[0].status for each in asked] == [200] * 3
         assert len(f.e.bodies) == 1
@@ -133,9 +131,7 @@ async def test_a_client_that_leaves_leaves_its_place() -> None:
         await asyncio.wait_for(held.asked.wait(), SOON_S)
         request.cancel()
         await asyncio.wait_for(held.left.wait(), SOON_S)
-        async with asyncio.timeout(SOON_S):
-            while (await f.health())[1]["stages"]["prefill"][0]["in_flight"]:
-                pass
+        await until(lambda: not f.in_flight("prefill"))
         f.p.answer = decoded
         assert (await f.post(another()))[0].status == 200
 

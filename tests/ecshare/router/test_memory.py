@@ -40,6 +40,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import until
 
 PICTURE = random.Random(1).randbytes(3 * MIB)
 """4 MiB of base64."""
@@ -207,9 +208,7 @@ class Process:
         async with self.client.get(self.url + "/v1/models") as response:
             assert response.status == 200
         # A connection that was cut short lets go of what it was sending a moment later.
-        async with asyncio.timeout(10):
-            while self.resident_bytes() - before >= 4 * MIB:
-                await asyncio.sleep(0.05)
+        await until(lambda: self.resident_bytes() - before < 4 * MIB)
 
 
 @asynccontextmanager

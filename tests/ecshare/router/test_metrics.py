@@ -31,6 +31,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 PREFIX = "ecshare_router_"
@@ -65,9 +66,11 @@ def labels(values: dict[str, str]) -> str:
 
 async def until_no_request_is_left(f: Fleet) -> None:
     """The router learns a moment later that a client has gone."""
-    async with asyncio.timeout(SOON_S):
-        while (await samples(f))["requests_in_progress{}"] > 1:
-            await asyncio.sleep(0.01)
+
+    async def is_alone() -> bool:
+        return (await samples(f))["requests_in_progress{}"] == 1
+
+    await until(is_alone)
 
 
 async def test_each_request_and_each_call_is_counted_and_timed() -> None:

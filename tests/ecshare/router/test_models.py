@@ -27,7 +27,7 @@ async def slow_list() -> AsyncIterator[Fleet]:
 
 
 async def test_a_slow_list_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)  # would be seen
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)  # would be seen
     async with slow_list() as f:
         for _ in range(3):
             assert (await f.post(chat()))[0].status == 200
@@ -50,14 +50,14 @@ async def test_a_slow_list_holds_nobody_up_who_asks_for_another_model(
     """The stages are left to refuse it."""
     async with slow_list() as f:
         for patience_s in (0.05, 60.0):  # nobody waits for one that was waited for in vain
-            monkeypatch.setattr(models, "_MAX_WAIT_S", patience_s)
+            monkeypatch.setattr(models, "MAX_WAIT_S", patience_s)
             assert (await f.post(chat() | {"model": "other"}))[0].status == 200
         assert f.d.num_lists_awaited == 1
         assert f.d.num_model_lists == 2
 
 
 async def test_an_engine_with_a_slow_list_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_lists, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(model_lists, "TIMEOUT_S", 0.1)
     async with fleet(0, 0, num_d=2) as f:
         for engine in f.decoders:
             engine.lists = asyncio.Event()

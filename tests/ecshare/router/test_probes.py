@@ -22,6 +22,7 @@ from tests.ecshare.router.fake_engine import (
     hang_up,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 LONG_S = 600.0
@@ -56,9 +57,7 @@ async def test_a_decode_that_hangs_is_neither_asked_nor_ready() -> None:
     async with fleet(0, 0, 1, first_byte_timeout_s=0.1) as f:
         f.d.answer = Hanging()
         asked = asyncio.create_task(f.post(chat(stream=True)))
-        async with asyncio.timeout(SOON_S):
-            while not f.is_left_out(f.d):
-                await asyncio.sleep(0.01)
+        await until(lambda: f.is_left_out(f.d))
         assert (await ask(f, "/ready"))[0] == 503
         asked.cancel()
 
@@ -75,9 +74,7 @@ async def test_asking_often_asks_the_engines_no_more_often() -> None:
         f.d.on_health = lambda: probes.append(1)
         f.d.health_answers = asyncio.Event()
         asked = [asyncio.create_task(ask(f, "/ready")) for _ in range(20)]
-        async with asyncio.timeout(SOON_S):
-            while not probes:
-                await asyncio.sleep(0.01)
+        await until(lambda: probes)
         f.d.health_answers.set()
         assert [(await each)[0] for each in asked] == [200] * 20
         for _ in range(20):
@@ -136,9 +133,7 @@ async def test_status_counts_the_requests_in_each_stage() -> None:
 async def draining(f: Fleet, drain_s: float, hurry: asyncio.Event) -> asyncio.Task[None]:
     """Have the router stop; returns when it has begun to."""
     task = asyncio.create_task(f.router.in_flight.drain(drain_s, hurry))
-    async with asyncio.timeout(SOON_S):
-        while (await ask(f, "/ready"))[0] != 503:
-            pass
+    await until(lambda: f.router.in_flight.is_draining)
     return task
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ecshare.router import models
+from ecshare.router.engines import Stage
 from tests.ecshare.router.fake_engine import (
     PNG,
     FakeEngine,
@@ -20,6 +21,7 @@ from tests.ecshare.router.fake_engine import (
     fleet,
     picture,
 )
+from tests.waiting import until
 
 SOON_S = 10.0
 GOOD = {"Authorization": "Bearer right"}
@@ -29,7 +31,7 @@ BAD = {"Authorization": "Bearer wrong"}
 @pytest.fixture(autouse=True)
 def _lists_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy this machine is."""
-    monkeypatch.setattr(models, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(models, "MAX_WAIT_S", 60.0)
 
 
 def ask(model: str | None, *parts: object, **fields: Any) -> dict[str, Any]:
@@ -212,8 +214,8 @@ async def test_an_adapter_that_is_loaded_is_found_and_one_that_is_unloaded_moves
         f.decoders[1].adapters, f.d.adapters = {"a-2": "a"}, {}
         f.clock.now_s += 5
         await f.post(ask("a"))
-        while (await f.health())[1]["stages"]["decode"][1]["models"] != ["a", "a-2"]:
-            pass
+        _, second = f.router.pools[Stage.DECODE]
+        await until(lambda: sorted(second.models or ()) == ["a", "a-2"])
         assert (await f.post(ask("a-2")))[0].status == 200
         assert "a-2" in models_of(f.decoders)[1]
 
@@ -278,7 +280,7 @@ async def test_the_list_outlives_an_engine_that_does_not_answer(
 ) -> None:
     async with two_models() as f:
         assert len(await listed(f)) == 2
-        monkeypatch.setattr(models, "_MAX_WAIT_S", 0.1)
+        monkeypatch.setattr(models, "MAX_WAIT_S", 0.1)
         f.d.lists = asyncio.Event()
         f.clock.now_s += 10
         assert len(await asyncio.wait_for(listed(f), SOON_S)) == 2

@@ -132,7 +132,7 @@ async def test_a_listing_goes_on_behind_a_page_with_an_odd_key(
     end: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """obstore refuses the page as a whole."""
-    monkeypatch.setattr(cloud, "_LISTED", 1)
+    monkeypatch.setattr(cloud, "LISTED", 1)
     before, behind = f"ec/2/manifests/{'0' * 32}", f"ec/2/manifests/{SPACE}"
     last = object_key(Kind.EC, SPACE, "x")
     with (
@@ -167,7 +167,7 @@ async def test_a_server_that_cannot_begin_behind_a_key_is_asked_twice() -> None:
 
 
 async def test_ever_more_odd_keys_end_a_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud, "_MOST_INVALID_KEYS", 3)
+    monkeypatch.setattr(cloud, "MOST_INVALID_KEYS", 3)
     odd = [f"ec/2/{n}\t" for n in range(9)]
     with bucket(Bucket(*odd, page=1)) as (server, store):
         assert await names(store, "ec/2/") == []
@@ -251,7 +251,7 @@ async def drained(listing: AsyncIterator[ObjectInfo]) -> None:
 async def test_a_listing_that_does_not_end_is_given_up(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_PAGES", 5)
+    monkeypatch.setattr(module, "MOST_PAGES", 5)
     general: dict[str, Any] = {"s3_additional_kwargs": {}} if module is fsspec_store else {}
     foreign = [f"cache/Other-{n}" for n in range(1000)]
     with bucket(lambda asked: asked.say(200, page(foreign, "same")), **general) as (server, store):

@@ -115,7 +115,7 @@ def test_very_many_folders_are_all_looked_at_with_rests_between_them(
 def test_it_does_not_go_on_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(30):
         old(many_folders(folder, n))
-    monkeypatch.setattr(temp_files, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(temp_files, "LONGEST_S", 0.0)
     assert sweep(str(folder)) == 0
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from ecshare.transfer.jobs import (
     StoredObject,
 )
 from ecshare.transfer.staging import Slab, Staging, as_tensor
+from tests.waiting import wait_until
 
 NAMESPACE = "0" * 32
 FACTS = TensorSpec("F32", (4, 8), {"num_embeds": 4})
@@ -197,9 +197,7 @@ def test_a_put_says_so_while_it_is_stored(
     engine = TransferEngine(config(tmp_path, io_timeout_s=1.0), "options", store=failing)
     failing.stalls = True
     engine.submit(Put(key("a"), filled(staging)))
-    deadline_s = time.monotonic() + 10
-    while not failing.calls:
-        assert time.monotonic() < deadline_s
+    wait_until(lambda: failing.calls, otherwise="the store is not asked")
     assert engine.host.claim(Key(f"{key('a')}.storing")) is None
     assert [done.outcome for done in engine.drain(10)] == [Outcome.UNAVAILABLE]
     engine.close()

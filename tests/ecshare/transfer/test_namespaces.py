@@ -3,7 +3,6 @@
 
 import hashlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Job, Lookup, StoredObject
 from ecshare.transfer.namespaces import NamespaceWatch
 from ecshare.transfer.store_client import StoreClient
+from tests.waiting import wait_until
 
 FACTS = {"model": "qwen", "weights": "aa", "epoch": "", "dtype": "bfloat16"}
 OLDER = FACTS | {"epoch": "1", "dtype": "float16"}
@@ -132,9 +132,12 @@ def test_a_reader_that_started_first_hears_of_the_writer_when_it_finds_nothing(
     assert said() == []
     run(reader, job)
     lines: list[tuple[int, str]] = []
-    deadline_s = time.monotonic() + 10
-    while not lines and time.monotonic() < deadline_s:
-        lines = said()
+
+    def is_told() -> bool:
+        lines.extend(said())
+        return bool(lines)
+
+    wait_until(is_told, otherwise="nothing is said")
     ((level, text),) = lines
     assert level == logging.WARNING
     assert text.endswith(DIFFERENCE)

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ecshare.transfer import renewal
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from tests.ecshare.store.scripted import DATED, Asked, serving
+from tests.waiting import wait_until
 
 FACTS = {"model": "m"}
 DIGEST = namespace_digest(FACTS)
@@ -105,12 +105,13 @@ def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
         assert "This engine starts without it" in said[0]
         answers[0] = well
         assert written.wait(20), "the manifest follows"
-        outcome, deadline_s = Outcome.UNAVAILABLE, time.monotonic() + 20
-        while outcome is not Outcome.OK and time.monotonic() < deadline_s:
+
+        def is_answered() -> bool:
             engine.submit(Lookup((Key("a" * 32),), 5))
             (done,) = engine.drain(10)
-            outcome = done.outcome
-        assert outcome is Outcome.OK
+            return done.outcome is Outcome.OK
+
+        wait_until(is_answered, otherwise="it asks the store no more")
         engine.close()
 
 

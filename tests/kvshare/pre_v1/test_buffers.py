@@ -825,7 +825,7 @@ def test_a_sweep_that_fails_is_only_logged(
     async def fail(_: object) -> None:
         raise reason("for a moment")
 
-    monkeypatch.setattr("kvshare.pre_v1.take_once._SWEEP_S", 0.01)
+    monkeypatch.setattr("kvshare.pre_v1.take_once.SWEEP_S", 0.01)
     monkeypatch.setattr("kvshare.pre_v1.take_once.TakeOnce.sweep", fail)
     buffer = opened(KVLookupBuffer, folder)
     wait_until(lambda: caplog.text.count("for a moment") > 1, "it was not logged")

@@ -24,6 +24,7 @@ from tests.kvshare.decoder import (
     decode,
     fresh_caches,
     last_hidden,
+    prefill,
 )
 from tests.kvshare.toy import options, vllm_config
 
@@ -114,10 +115,10 @@ def test_a_bypassed_step_gives_the_same_states_and_tokens(
     ],
 )
 def test_of_partial_hits_the_rest_is_computed(
-    connect: Connect, text_model: Path, tmp_path: Path, sent: Prompts, num_left: int
+    connect: Connect, sent: Prompts, num_left: int
 ) -> None:
     prompts = [ONE, TWO, THREE]
-    prefill_elsewhere(text_model, tmp_path, sent)
+    prefill(connect("kv_producer"), [sent])
     caches = fresh_caches()
     received = receive(connect("kv_consumer"), prompts, caches)
     _, is_bypassed, adjusted = received

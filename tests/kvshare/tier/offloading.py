@@ -169,7 +169,7 @@ class OffloadingHost:
         """Step until no transfer is open and everything is stored or given up."""
         self.step_until(lambda: not self.manager.has_pending_work())
         # It counts jobs as they end, and not those that go on.
-        self.step_until(lambda: not self.tier._engine.in_flight)
+        self.step_until(lambda: not self.tier.engine.in_flight)
 
     def ask(self, numbers: Iterable[int], request: str = "loading") -> list[LookupResult]:
         """Look chunks up once, in one step."""

@@ -298,7 +298,7 @@ def test_a_folder_that_was_cleaned_away_is_made_again(cache: HostCache) -> None:
 def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, "_COUNTER_WAIT_S", 0.01)
+    monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.01)
     cache = HostCache(cache.root, 100 * KIB)
     put(cache, 0)
     with (cache.root / ".used").open("rb") as held_by_another:
@@ -315,8 +315,8 @@ def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Three times as much as there is room for goes through the cache beside the stopped one."""
-    monkeypatch.setattr(usage, "_COUNTER_WAIT_S", 0.05)
-    monkeypatch.setattr(eviction, "_TURN_WAIT_S", 0.05)
+    monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.05)
+    monkeypatch.setattr(eviction, "TURN_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
     held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
     stopped = subprocess.Popen([sys.executable, "-c", held_up, str(cache.root / name)])
@@ -374,8 +374,8 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_entries_leave_a_few_at_a_time(
     root: Path, monkeypatch: pytest.MonkeyPatch, holds: list[int]
 ) -> None:
-    monkeypatch.setattr(eviction, "_STEP_ENTRIES", 3)
-    monkeypatch.setattr(eviction, "_RUN_ENTRIES", 30)
+    monkeypatch.setattr(eviction, "STEP_ENTRIES", 3)
+    monkeypatch.setattr(eviction, "RUN_ENTRIES", 30)
     cache = HostCache(root, 100 * KIB)
     for n in random.Random(0).sample(range(20), 20):
         put(cache, n, 5 * KIB)
@@ -389,7 +389,7 @@ def test_entries_leave_a_few_at_a_time(
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Four entries are many: what comes behind is seen once this is set."""
-    monkeypatch.setattr(eviction, "_RUN_ENTRIES", 4)
+    monkeypatch.setattr(eviction, "RUN_ENTRIES", 4)
     files, goes_on = eviction.Evictor.files, threading.Event()
 
     def patched(room: eviction.Evictor) -> Iterator[Any]:
@@ -439,7 +439,7 @@ def test_a_start_among_very_many_entries_does_not_wait_for_the_count(
 def test_whoever_waits_too_long_for_another_helps_himself(
     cache: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "_ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(eviction, "ROOM_WAIT_S", 0.0)
     for n in range(10):
         put(cache, n)
     turn = HostLock(f"{cache.root}/.evicting", 60.0).take()

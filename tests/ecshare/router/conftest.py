@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for all tests of the router."""
+
+import pytest
+
+from ecshare.router import relay
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a crowded machine the test's own process may stand still for longer than a router waits
+    for a connection; the engine would count as down."""
+    monkeypatch.setattr(relay, "CONNECT_TIMEOUT_S", 60.0)
