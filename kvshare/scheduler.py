@@ -325,6 +325,7 @@ class KVScheduler:
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
         self._engine.poll()
+        self._engine.begin_step()
         if self._choice is not None:
             drafts = output.scheduled_spec_decode_tokens.values()
             num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))
