@@ -10,9 +10,9 @@ that of an 8B-class model. Time is simulated, so the figures do not depend on th
 import asyncio
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
@@ -32,6 +32,7 @@ STEP_TOKENS = 8192
 STEP_S = 0.005
 TIMEOUT_S = 10.0
 BUSY = 0.5
+LARGE, SMALL, SMALL_PART = (1000, 8000), (100, 500), 0.9
 ALWAYS, NEVER, IF_FASTER = "always", "never", "if_faster"
 POLICIES = (ALWAYS, NEVER, IF_FASTER)
 LINKS = {
@@ -45,6 +46,11 @@ _NOTE = (
     f"random, so that computing them all would take {BUSY:.0%} of the engine's time. Each "
     "connection to the store has at most 80 MB/s, and answers after 30 ms. `loaded %`: of the "
     "stored tokens."
+)
+_MIXED_NOTE = (
+    f"As above, but of {SMALL_PART:.0%} of the prompts 100 to 500 tokens are stored. `large`: the "
+    "others, of which 1,000 to 8,000 are. Small loads take the time of a round trip, which says "
+    "little of what large ones take."
 )
 _CHANGE_NOTE = (
     "The store's bandwidth changes after half of the prompts; {} tokens per second. Seconds until "
@@ -89,11 +95,12 @@ class Served:
 class Run:
     """An engine, a store and a policy."""
 
-    def __init__(self, link: Link, speed: int, policy: str) -> None:
+    def __init__(self, link: Link, speed: int, policy: str, small_part: float = 0.0) -> None:
         self._clock_s = asyncio.get_running_loop().time
         self.store = ThrottledStore(link)
         self._limits = Admission(TIMEOUT_S, grows=True)
         self._policy = policy
+        self._small_part = small_part
         self._choice = LoadOrCompute(self._clock_s)
         self._engine = Engine(speed, self._choice)
         self._chance = random.Random(0)
@@ -102,11 +109,14 @@ class Run:
 
     async def serve(self, num_prompts: int) -> None:
         """Serve so many prompts more, and return when all are ready."""
-        mean_s = (4500 + NEW_TOKENS) / self._engine.speed / BUSY
+        sizes = ((self._small_part, SMALL), (1 - self._small_part, LARGE))
+        mean_tokens = sum(part * sum(size) / 2 for part, size in sizes)
+        mean_s = (mean_tokens + NEW_TOKENS) / self._engine.speed / BUSY
         prompts = []
         for _ in range(num_prompts):
             await asyncio.sleep(self._chance.expovariate(1 / mean_s))
-            num_tokens = self._chance.randrange(1000, 8000) // CHUNK_TOKENS * CHUNK_TOKENS
+            is_small = self._small_part and self._chance.random() < self._small_part
+            num_tokens = self._chance.randrange(*(SMALL if is_small else LARGE))
             prompts.append(asyncio.create_task(self._serve(_chunks(num_tokens))))
         await asyncio.gather(*prompts)
 
@@ -128,8 +138,8 @@ class Run:
     def _num_to_load(self, chunks: Sequence[Chunk], tiers: dict[ChunkKey, Tier]) -> int:
         if self._policy == IF_FASTER:
             now_s, ahead = self._clock_s(), self._engine.waiting_tokens
-            under_way_s = max(((now_s - then_s) / n for then_s, n in self._going), default=0.0)
-            return self._choice.num_worth_loading(chunks, tiers, 0, under_way_s, lambda: ahead)
+            under_way = [(num_tokens, now_s - then_s) for then_s, num_tokens in self._going]
+            return self._choice.num_worth_loading(chunks, tiers, 0, under_way, lambda: ahead)
         return len(chunks) if self._policy == ALWAYS else 0
 
     async def _load(self, chunk: Chunk) -> None:
@@ -144,6 +154,7 @@ def main(words: Sequence[str]) -> None:
     num_prompts = 40 if options.quick else 400
     report = Report("load_or_compute", command_line(MODULE, options), {"prompts": num_prompts})
     report.add(_steady(num_prompts))
+    report.add(_mixed(10 * num_prompts))
     report.add(_changing(num_prompts))
     print(f"\nwritten: {report.write(options.results).name}")
 
@@ -151,21 +162,37 @@ def main(words: Sequence[str]) -> None:
 def _steady(num_prompts: int) -> Table:
     columns = ["store", "tokens/s", "load", "mean s", "p50 s", "p95 s", "max s", "loaded %"]
     table = Table("A store that stays as it is", columns, _NOTE)
+    for (link, speed, policy), served in _each(num_prompts, 0.0):
+        waits = [each.ready_s for each in served]
+        figures = [_mean(served), *(percentile(waits, of) for of in (50, 95, 100))]
+        table.add(link, speed, policy, *figures, _loaded_percent(served))
+    return table
+
+
+def _mixed(num_prompts: int) -> Table:
+    columns = ["store", "tokens/s", "load", "mean s", "large mean s", "max s", "large loaded %"]
+    table = Table("Many small hits", columns, _MIXED_NOTE)
+    for (link, speed, policy), served in _each(num_prompts, SMALL_PART):
+        large = [each for each in served if each.num_stored >= LARGE[0]]
+        longest = max(each.ready_s for each in served)
+        figures = _mean(served), _mean(large), longest
+        table.add(link, speed, policy, *figures, _loaded_percent(large))
+    return table
+
+
+def _each(
+    num_prompts: int, small_part: float
+) -> Iterator[tuple[tuple[str, int, str], list[Served]]]:
+    """Yield what each policy does with each store and engine."""
 
     async def run(link: Link, speed: int, policy: str) -> list[Served]:
-        here = Run(link, speed, policy)
+        here = Run(link, speed, policy, small_part)
         await here.serve(num_prompts)
         return here.served
 
-    for name, link in LINKS.items():
-        for speed in SPEEDS:
-            for policy in POLICIES:
-                with asyncio.Runner(loop_factory=CountedTime) as runner:
-                    served = runner.run(run(link, speed, policy))
-                waits = [each.ready_s for each in served]
-                figures = [_mean(served), *(percentile(waits, of) for of in (50, 95, 100))]
-                table.add(name, speed, policy, *figures, _loaded_percent(served))
-    return table
+    for name, speed, policy in product(LINKS, SPEEDS, POLICIES):
+        with asyncio.Runner(loop_factory=CountedTime) as runner:
+            yield (name, speed, policy), runner.run(run(LINKS[name], speed, policy))
 
 
 def _changing(num_prompts: int) -> Table:
@@ -195,7 +222,7 @@ def _changing(num_prompts: int) -> Table:
 
 def _chunks(num_tokens: int) -> list[Chunk]:
     return [
-        Chunk(ChunkKey(start.to_bytes(8)), start, 1, start, CHUNK_TOKENS)
+        Chunk(ChunkKey(start.to_bytes(8)), start, 1, start, min(CHUNK_TOKENS, num_tokens - start))
         for start in range(0, num_tokens, CHUNK_TOKENS)
     ]
 

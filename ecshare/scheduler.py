@@ -109,9 +109,10 @@ class EncoderScheduler:
         # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
         # them, only by allocating them anew.
         self._phantoms: Recent[str, None] = Recent(_MAX_PHANTOMS)
-        # What vLLM's encoder cache holds, as far as it tells: it does not say that it was reset.
-        # Kept by engines that store nothing; others ask what they are to store or to announce.
-        self._cached: Recent[str, None] = Recent(_MAX_CACHED)
+        # What vLLM's encoder cache holds, as far as it tells, and the number of embeddings: it does
+        # not say that it was reset. Kept by engines that store nothing; others ask what they are to
+        # store or to announce.
+        self._cached: Recent[str, int] = Recent(_MAX_CACHED)
         self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
         # Identifiers of items that were absent and that no request was reason enough to store.
         self._declined: Recent[str, None] = Recent(_MAX_PHANTOMS)
@@ -204,7 +205,8 @@ class EncoderScheduler:
         elif _is_encoded(request.mm_features[index]):
             self._stats.add("items/encoded")
         if not self._role.is_producer:
-            self._cached[identifier] = None
+            num_embeds = request.mm_features[index].mm_position.get_num_embeds()
+            self._cached[identifier] = num_embeds
 
     def orders(self, scheduled: dict[str, int], evicted: Sequence[str] = ()) -> Orders:
         """Return what the workers shall do in a step that runs the requests of `scheduled`.
@@ -345,14 +347,8 @@ class EncoderScheduler:
             return True
         if not self._is_shared(feature):
             return self._placeholders.can_encode(feature) or self._lose(request)
-        item = self._items.get(feature.identifier)
-        if item is None or request.request_id not in item.waiters:
-            item = self._join(request, feature, item)
-        elif item.phase is Phase.ASKED:
-            self._items.flush()  # nothing to do, unless the last step had no `orders`
-        if item.phase is Phase.ASKED:
-            self._items.check_time(item)
-        if item.phase is Phase.ASKED:
+        item = self._sought(request, feature)
+        if item is None or item.phase is Phase.ASKED:
             return self._is_cached(feature)
         is_lost = item.phase is Phase.ABSENT and not self._placeholders.can_encode(feature)
         if is_lost and self._items.retry_for(item, request.request_id):
@@ -366,9 +362,24 @@ class EncoderScheduler:
             self._promises[item.identifier] = LoadOrder(item.identifier, item.object_key)
         return True
 
+    def _sought(self, request: "Request", feature: "MultiModalFeatureSpec") -> Item | None:
+        """Return the item, which `request` waits for; None if there is no need to."""
+        item = self._items.get(feature.identifier)
+        if item is None or request.request_id not in item.waiters:
+            if self._is_cached(feature):
+                return None
+            item = self._join(request, feature, item)
+        elif item.phase is Phase.ASKED:
+            self._items.flush()  # nothing to do, unless the last step had no `orders`
+        if item.phase is Phase.ASKED:
+            self._items.check_time(item)
+        return item
+
     def _is_cached(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether vLLM's own encoder cache has it; if it has just dropped it, it can be encoded."""
-        return feature.identifier in self._cached and self._placeholders.can_encode(feature)
+        num_embeds = feature.mm_position.get_num_embeds()
+        is_cached = self._cached.get(feature.identifier) == num_embeds
+        return is_cached and self._placeholders.can_encode(feature)
 
     def _is_shared(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item may be in the store, by its name."""

@@ -2,7 +2,7 @@
 """Decides how much of a hit to load: no more than is here sooner than it would be computed."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import exp, inf
 from typing import NamedTuple
@@ -11,13 +11,21 @@ from ecshare.transfer.jobs import Tier
 from kvshare.prefix import Chunk, ChunkKey
 
 Tiers = Mapping[ChunkKey, Tier]
+UnderWay = tuple[int, float]
+"""Of a load that goes on: its tokens, and the seconds that it has taken until now."""
 
 # What was measured so long ago counts 1/e of what is measured now.
 _MEMORY_S = 10.0
 # Steps with fewer tokens of prompts show what a step costs, and not what a token does.
 _FEWEST_TOKENS = 64
-# Where loads take longer, an engine that has loaded all prompts so far computes one.
+# An engine that has loaded all prompts so far loads of each what should be here in so long, and
+# computes the rest.
 _SLOW_S = 1.0
+# Of a store that was never measured so much of one hit is loaded, or one chunk.
+_FIRST_TOKENS = 1024
+# Loads of one size do not tell latency from the time per token: all then counts as time per token.
+# So much weighted variance of sizes says as much as what counts then.
+_FEW_TOKENS = 256
 # A tier from which nothing was loaded for so long is tried again, with so much of a hit as should
 # be here in the second time, or with one chunk.
 _PROBE_EVERY_S = 30.0
@@ -28,27 +36,93 @@ _ROUNDS_S = 0.005
 _MOST_STEPS = 8
 
 
+class _Sums:
+    """Sums of measurements, which fade with time. Ownership: one thread."""
+
+    def __init__(self, clock_s: Callable[[], float], number: int) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self._then_s = -inf
+        self.values = (0.0,) * number
+
+    def add(self, *terms: float) -> None:
+        """Add one to each."""
+        now_s = self._clock_s()
+        left = exp((self._then_s - now_s) / _MEMORY_S)
+        self._then_s = now_s
+        self.values = tuple(
+            value * left + term for value, term in zip(self.values, terms, strict=True)
+        )
+
+
 class Pace:
     """Seconds per token of late; None until something was measured. Ownership: one thread."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         """`clock_s`: monotonic seconds."""
-        self._clock_s = clock_s
-        self._tokens = self._seconds = 0.0
-        self._then_s = -inf
+        self._sums = _Sums(clock_s, 2)
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Take a measurement. Its weight is its number of tokens, and fades with time."""
-        now_s = self._clock_s()
-        left = exp((self._then_s - now_s) / _MEMORY_S)
-        self._then_s = now_s
-        self._tokens = self._tokens * left + num_tokens
-        self._seconds = self._seconds * left + seconds
+        self._sums.add(num_tokens, seconds)
 
     @property
     def s_per_token(self) -> float | None:
         """Seconds per token."""
-        return self._seconds / self._tokens if self._tokens else None
+        tokens, seconds = self._sums.values
+        return seconds / tokens if tokens else None
+
+
+class Line(NamedTuple):
+    """How long a load should take."""
+
+    latency_s: float
+    s_per_token: float
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds for so many tokens."""
+        return self.latency_s + num_tokens * self.s_per_token
+
+    def num_tokens(self, seconds: float) -> float:
+        """Return how many tokens should be here by then."""
+        left_s = seconds - self.latency_s
+        if left_s <= 0:
+            return 0.0
+        return left_s / self.s_per_token if self.s_per_token else inf
+
+
+_AT_ONCE = Line(0.0, 0.0)
+
+
+class LoadTimes:
+    """How long loads from one tier took of late, as a straight line. Ownership: one thread.
+
+    The line is fitted by weighted least squares: its slope is the weighted covariance of tokens and
+    seconds over the weighted variance of tokens, and it goes through both means (NIST/SEMATECH
+    e-Handbook of Statistical Methods, 4.1.4.3). The weight of a load is one over its tokens,
+    because the variance of its time grows with them, and fades with time.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._sums = _Sums(clock_s, 5)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Take a measurement."""
+        self._sums.add(1 / num_tokens, 1.0, seconds / num_tokens, num_tokens, seconds)
+
+    @property
+    def line(self) -> Line | None:
+        """Neither latency nor time per token is negative; None until something was measured."""
+        weights, counts, paces, tokens, seconds = self._sums.values
+        if not weights:
+            return None
+        mean_tokens, mean_s, pace = counts / weights, paces / weights, seconds / tokens
+        variance = max(0.0, tokens - counts * mean_tokens)
+        covariance = seconds - counts * mean_s
+        slope = max(0.0, (covariance + _FEW_TOKENS * pace) / (variance + _FEW_TOKENS))
+        latency_s = mean_s - slope * mean_tokens
+        return Line(latency_s, slope) if latency_s >= 0 else Line(0.0, pace)
 
 
 class Steps:
@@ -101,9 +175,9 @@ class _Run(NamedTuple):
 class LoadOrCompute:
     """Compares what a load takes with what it saves, by measurements of this engine.
 
-    What is not known counts as faster than computing: the first load from each tier is made. The
-    time of a load contains all that a request waits for: latency, other loads, and the copy to its
-    blocks.
+    What is not known counts as faster than computing: the first load from each tier is made, but
+    not of much, nor beside another one, if it is the store. The time of a load contains all that a
+    request waits for: latency, other loads, and the copy to its blocks.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -112,10 +186,8 @@ class LoadOrCompute:
         """`clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self.steps = Steps(clock_s)
-        self._loads = {tier: Pace(clock_s) for tier in Tier}
+        self._loads = {tier: LoadTimes(clock_s) for tier in Tier}
         self._tried_s = dict.fromkeys(Tier, -inf)
-        self._computed_s = -inf
-        self._under_way_s = 0.0
 
     @property
     def fewest_tokens(self) -> int:
@@ -144,72 +216,125 @@ class LoadOrCompute:
         chunks: Sequence[Chunk],
         tiers: Tiers,
         start_tokens: int,
-        under_way_s: float,
+        under_way: Sequence[UnderWay],
         num_ahead: Callable[[], int],
     ) -> int:
         """Return how many of `chunks`, the first ones, to load after `start_tokens`. O(chunks).
 
-        `under_way_s`: seconds per token that some load from the store has taken until now, which
-        goes on: it will not take less. `num_ahead`: returns how many tokens the engine computes
-        before it comes to this request: a load goes on meanwhile. Called only if a load seems to be
-        slower than computing.
+        `under_way`: the loads from the store that go on. `num_ahead`: returns how many tokens the
+        engine computes before it comes to this request: a load goes on meanwhile. Called only if a
+        load seems to be slower than computing.
         """
         if not chunks:
             return 0
-        self._under_way_s = under_way_s
+        most = self._most(chunks, tiers, start_tokens, is_alone=not under_way)
+        late_s = self._late_s(under_way)
+        lines = self._lines(late_s)
         compute_s = self.steps.pace.s_per_token
         runs = _runs(chunks, tiers, start_tokens)
         if compute_s is None:
-            return 0 if self._is_to_compute(runs) else len(chunks)
-        best = self._best(runs, compute_s, 0.0)
+            return min(most, _num_fast(chunks, runs, lines, start_tokens))
+        best = _best(runs, lines, compute_s, 0.0)
         if best < len(chunks):
-            best = self._best(runs, compute_s, num_ahead() * compute_s)
+            best = _best(runs, lines, compute_s, num_ahead() * compute_s)
         if best < len(chunks):
-            best = max(best, self._probe(chunks, tiers, start_tokens, best))
-        return best
+            best = max(best, self._probe(chunks, tiers, start_tokens, best, is_late=late_s > 0))
+        return min(best, most)
 
-    def _best(self, runs: Sequence[_Run], compute_s: float, ahead_s: float) -> int:
-        """Return the number of chunks with which the hit is ready first; of equal ones the largest.
+    def _late_s(self, under_way: Sequence[UnderWay]) -> float:
+        """Return how much longer than it should some load from the store takes: whatever is loaded
+        now may wait for the same thing."""
+        line = self._loads[Tier.STORE].line or _AT_ONCE
+        late = (seconds - line.seconds(num_tokens) for num_tokens, seconds in under_way)
+        return max(0.0, max(late, default=0.0))
 
-        Times are proportional to tokens, so nothing but the end of a run can be best.
-        """
-        left = sum(run.num_tokens for run in runs)
-        load_s, best = 0.0, (ahead_s + left * compute_s, 0)
-        for run in runs:
-            load_s += self._load_s(run.tier, run.num_tokens)
-            left -= run.num_tokens
-            ready_s = max(ahead_s, load_s) + left * compute_s
-            if ready_s <= best[0]:
-                best = ready_s, run.end
-        return best[1]
+    def _lines(self, late_s: float) -> dict[Tier, Line]:
+        """Return how long loads should take: no time from a tier that was never measured."""
+        lines = {tier: loads.line or _AT_ONCE for tier, loads in self._loads.items()}
+        store = lines[Tier.STORE]
+        lines[Tier.STORE] = store._replace(latency_s=store.latency_s + late_s)
+        return lines
 
-    def _is_to_compute(self, runs: Sequence[_Run]) -> bool:
-        """Whether to compute a hit only because it is not known how long that takes."""
-        now_s = self._clock_s()
-        load_s = sum(self._load_s(run.tier, run.num_tokens) for run in runs)
-        if load_s < _SLOW_S or now_s - self._computed_s < _PROBE_EVERY_S:
-            return False
-        self._computed_s = now_s
-        return True
+    def _most(
+        self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, *, is_alone: bool
+    ) -> int:
+        """Return how many chunks may be loaded, if the store may be slow for all that is known."""
+        where = _filled(chunks, tiers)
+        if self._loads[Tier.STORE].line is not None or Tier.STORE not in where:
+            return len(chunks)
+        first = where.index(Tier.STORE)
+        if not is_alone:
+            return first
+        return first + max(1, _num_within(_FIRST_TOKENS, chunks[first:], start_tokens))
 
-    def _load_s(self, tier: Tier, num_tokens: int) -> float:
-        """Return the seconds that a load should take; none from a tier that was never measured."""
-        s_per_token = self._loads[tier].s_per_token or 0.0
-        if tier is Tier.STORE:
-            s_per_token = max(s_per_token, self._under_way_s)
-        return num_tokens * s_per_token
-
-    def _probe(self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, first: int) -> int:
+    def _probe(
+        self,
+        chunks: Sequence[Chunk],
+        tiers: Tiers,
+        start_tokens: int,
+        first: int,
+        *,
+        is_late: bool,
+    ) -> int:
         """Return how many chunks to load only to measure the tier of chunk `first` anew."""
         now_s, tier = self._clock_s(), _filled(chunks, tiers)[first]
-        is_under_way = tier is Tier.STORE and self._under_way_s > 0
-        if is_under_way or now_s - self._tried_s[tier] < _PROBE_EVERY_S:
+        is_waiting = is_late and tier is Tier.STORE
+        if is_waiting or now_s - self._tried_s[tier] < _PROBE_EVERY_S:
             return 0
         self._tried_s[tier] = now_s  # not by its end: no other request is to try meanwhile
-        affordable = int(_PROBE_S / self._load_s(tier, 1))
-        first_token = max(start_tokens, chunks[first].start_tokens)
-        ends = [chunk.end_tokens - first_token for chunk in chunks[first:]]
-        return first + max(1, bisect_right(ends, affordable))
+        num_tokens = (self._loads[tier].line or _AT_ONCE).num_tokens(_PROBE_S)
+        return first + max(1, _num_within(num_tokens, chunks[first:], start_tokens))
+
+
+def _best(
+    runs: Sequence[_Run], lines: Mapping[Tier, Line], compute_s: float, ahead_s: float
+) -> int:
+    """Return the number of chunks with which the hit is ready first; of equal ones the largest.
+
+    Only ends of runs are tried: within one, times are proportional to tokens.
+    """
+    left = sum(run.num_tokens for run in runs)
+    best = ahead_s + left * compute_s, 0
+    for run, load_s in zip(runs, _load_times(runs, lines), strict=True):
+        left -= run.num_tokens
+        ready_s = max(ahead_s, load_s) + left * compute_s
+        if ready_s <= best[0]:
+            best = ready_s, run.end
+    return best[1]
+
+
+def _load_times(runs: Sequence[_Run], lines: Mapping[Tier, Line]) -> Iterator[float]:
+    """Yield the seconds that a load to the end of each run should take. It waits for its tiers
+    together, and moves one after the other."""
+    latency_s = moving_s = 0.0
+    for run in runs:
+        line = lines[run.tier]
+        latency_s = max(latency_s, line.latency_s)
+        moving_s += run.num_tokens * line.s_per_token
+        yield latency_s + moving_s
+
+
+def _num_fast(
+    chunks: Sequence[Chunk],
+    runs: Sequence[_Run],
+    lines: Mapping[Tier, Line],
+    start_tokens: int,
+) -> int:
+    """Return how many chunks to load if it is not known how long it takes to compute them: as many
+    as should be here soon. To compute the rest will tell."""
+    first, left_s = 0, _SLOW_S
+    for run in runs:
+        line = lines[run.tier]
+        if line.seconds(run.num_tokens) > left_s:
+            return first + _num_within(line.num_tokens(left_s), chunks[first:], start_tokens)
+        first, left_s = run.end, left_s - line.seconds(run.num_tokens)
+    return first
+
+
+def _num_within(num_tokens: float, chunks: Sequence[Chunk], start_tokens: int) -> int:
+    """Return how many of `chunks`, the first ones, have so many tokens after `start_tokens`."""
+    first_token = max(start_tokens, chunks[0].start_tokens)
+    return bisect_right([chunk.end_tokens - first_token for chunk in chunks], num_tokens)
 
 
 def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks up how much of a request is stored, while vLLM's scheduler goes on.
 
+A prompt that is whole in this host's memory is found at once. All others are asked for on the I/O
+thread, and vLLM asks again in a later step.
+
 Announced chunks are not looked up: they are named, and the load waits for them. But if engines of
 several tensor-parallel sizes store, the size of each chunk must be found. Then announced chunks are
 looked up until they are there.
@@ -20,15 +23,19 @@ from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
 from kvshare.messages import announced_tokens, announced_tp_size
-from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens
+from kvshare.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, last_chunk
 from kvshare.recent_keys import RecentKeys
-from kvshare.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored
+from kvshare.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored, spread
 from kvshare.tp_sizes import StoredTpSizes
 
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
 # The fewest chunks per round, however many sizes are asked for.
 _FEWEST_CHUNKS = 4
+# A hook asks for so many keys of a prompt that may be whole on this host. It would take too long to
+# name the chunks of a longer one there.
+_KEYS_AT_HAND = 16
+_MOST_CHUNKS_AT_HAND = 128
 
 Answers = LookupRounds[dict[ChunkKey, int]]
 """Yields keys, receives where each of them is, and returns the size of each stored chunk."""
@@ -166,6 +173,10 @@ class Lookups:
             self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
 
     def _ask(self, search: Search, timeout_s: float) -> None:
+        at_hand = self._at_hand(search)
+        if at_hand is not None:
+            self._learn(search, at_hand)
+            return
         search.is_asking = True
         query = _Query(self._facts, search.prefix, search.start_block, search.tp_sizes)
         waiting = self._asking.setdefault(query, [])
@@ -173,6 +184,29 @@ class Lookups:
         if len(waiting) == 1:
             job = MultiLookup(query, timeout_s)
             self._engine.submit(Handle(job, partial(self._answered, query)))
+
+    def _at_hand(self, search: Search) -> Found | None:
+        """Return all chunks of the search if this host has them in memory, as far as some of them
+        show; None if others must be asked. In less than a millisecond."""
+        prefix, start_block, tp_size = search.prefix, search.start_block, search.tp_sizes[0]
+        first, hash_function = start_block // prefix.grid.chunk_blocks, self._facts.hash_function
+        if prefix.num_whole - first > _MOST_CHUNKS_AT_HAND:
+            return None
+        # The end of most prompts is new, and then nothing else need be named.
+        if not self._are_at_hand([last_chunk(prefix, hash_function)], tp_size):
+            return None
+        chunks = tuple(prefix.chunks(start_block, hash_function))
+        most = max(1, _KEYS_AT_HAND // len(self._facts.shard_names[tp_size]))
+        asked = [chunks[number] for number in spread(0, len(chunks) - 1, most)]
+        if not self._are_at_hand(asked, tp_size):
+            return None
+        tiers = {chunk.key: Tier.HOST for chunk in (*asked, chunks[-1])}
+        return Found(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
+
+    def _are_at_hand(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
+        names = self._facts.shard_names[tp_size]
+        keys = (key for chunk in chunks for key in _keys(self._facts, chunk, names))
+        return self._engine.has_at_once(keys)
 
     def _answered(self, query: "_Query", done: Done[Found]) -> None:
         for search in self._asking.pop(query):
@@ -183,13 +217,16 @@ class Lookups:
         if done.value is None:
             self._end(search, done.outcome.value)
             return
-        for chunk in done.value.chunks:
+        self._learn(search, done.value)
+
+    def _learn(self, search: Search, found: Found) -> None:
+        for chunk in found.chunks:
             self._stored.add(chunk.key)
-        self._stored.lost(done.value.missing)
+        self._stored.lost(found.missing)
         if search.is_over:
             return
-        search.found, search.tiers = done.value.chunks, done.value.tiers
-        own, tp_sizes = self._facts.tp_size, done.value.tp_sizes
+        search.found, search.tiers = found.chunks, found.tiers
+        own, tp_sizes = self._facts.tp_size, found.tp_sizes
         search.other_tp_sizes = {key: size for key, size in tp_sizes.items() if size != own}
         found_tokens = search.found[-1].end_tokens if search.found else 0
         if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
@@ -279,7 +316,7 @@ class _Query:
         is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND
         keys = [
             [
-                self._keys(chunk, shards if is_little else (shards[number % len(shards)],))
+                _keys(self._facts, chunk, shards if is_little else (shards[number % len(shards)],))
                 for shards in names
             ]
             for number, chunk in enumerate(chunks)
@@ -294,6 +331,7 @@ class _Query:
                     tiers[chunk.key] = Tier.STORE if Tier.STORE in places else Tier.HOST
         return found
 
-    def _keys(self, chunk: Chunk, shard_names: Sequence[str]) -> list[Key]:
-        namespace, name = self._facts.namespace, bytes(chunk.key)
-        return [object_key(Kind.KV, namespace, name, shard) for shard in shard_names]
+
+def _keys(facts: KVFacts, chunk: Chunk, shard_names: Sequence[str]) -> list[Key]:
+    name = bytes(chunk.key)
+    return [object_key(Kind.KV, facts.namespace, name, shard) for shard in shard_names]

@@ -193,6 +193,13 @@ class Prefix:
             yield self.tail.chunk(self.grid, hash_function)
 
 
+def last_chunk(prefix: Prefix, hash_function: HashFunction) -> Chunk:
+    """Return the last chunk that an engine stores when it computes all of `prefix`."""
+    if prefix.tail is not None:
+        return prefix.tail.chunk(prefix.grid, hash_function)
+    return (prefix.partials(prefix.num_whole) or [prefix.whole(prefix.num_whole - 1)])[0]
+
+
 def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:
     """Return up to which token `request` is covered once `chunks`, its latest ones, are loaded.
 

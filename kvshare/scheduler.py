@@ -27,7 +27,7 @@ from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
 from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_facts, kv_namespace
 from kvshare.layers import is_shareable
-from kvshare.load_or_compute import LoadOrCompute
+from kvshare.load_or_compute import LoadOrCompute, UnderWay
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
@@ -198,18 +198,18 @@ class KVScheduler:
         start_tokens = self._tracked[request.request_id].start_tokens
         found, ahead = search.found, partial(self._num_ahead, request)
         num = self._choice.num_worth_loading(
-            found, search.tiers, start_tokens, self._under_way_s(), ahead
+            found, search.tiers, start_tokens, self._under_way(), ahead
         )
         search.found = found[:num]
         if num < len(found):
             num_kept = max(start_tokens, covered_tokens(request, search.found))
             self._stats.add("tokens/computed", covered_tokens(request, found) - num_kept)
 
-    def _under_way_s(self) -> float:
-        """Return the most seconds per token that a load has taken until now which goes on."""
+    def _under_way(self) -> list[UnderWay]:
+        """Return the loads from the store that go on."""
         now_s = self._clock_s()
         going = (each for each in self._loading.values() if Tier.STORE in each.tiers.values())
-        return max(((now_s - each.begun_s) / each.num_tokens for each in going), default=0.0)
+        return [(each.num_tokens, now_s - each.begun_s) for each in going]
 
     def _num_ahead(self, request: Request) -> int:
         """Return how many tokens of prompts that came before `request` are to be computed."""
@@ -273,6 +273,7 @@ class KVScheduler:
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
         self._engine.poll()
+        self._engine.begin_step()
         if self._choice is not None:
             drafts = output.scheduled_spec_decode_tokens.values()
             num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))

@@ -102,7 +102,7 @@ class _Search:
         if len(next_partials) <= self._most // 2 or self._low == self._high:
             wanted |= {chunk.key: chunk for chunk in next_partials}
         room = max(1, self._most - len(wanted))
-        for number in _spread(self._low, self._high, room):
+        for number in spread(self._low, self._high, room):
             chunk = self._prefix.whole(number)
             wanted[chunk.key] = chunk
         for number in (self._high, *range(self._low + 1, self._high)):
@@ -154,7 +154,7 @@ class _Search:
         return unknown
 
 
-def _spread(low: int, high: int, most: int) -> list[int]:
+def spread(low: int, high: int, most: int) -> list[int]:
     """Return at most `most` numbers from `low` to before `high`, evenly spread; both ends first."""
     count = min(most, high - low)
     if count <= 1:

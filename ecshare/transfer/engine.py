@@ -18,7 +18,7 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -68,6 +68,8 @@ _CLOSE_S = 4.0
 _closing = ClosingTime()
 # So many look-ups on the caller's thread are less than a millisecond, whatever they find.
 LOOKS_A_STEP = 16
+# So many questions for a name are half a millisecond.
+NAMES_A_STEP = 64
 # A new request may have to wait for so long behind an engine that has nothing to compute.
 _IDLE_WAIT_S = 0.003
 
@@ -109,7 +111,7 @@ class TransferEngine:
         self.host = open_host_cache(config)
         self.in_flight = 0
         self._is_closed = False
-        self._looks_left = LOOKS_A_STEP
+        self.begin_step()
         self.stats = Stats()
         self._integrity = open_integrity(config.integrity_key, path)
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -218,9 +220,25 @@ class TransferEngine:
         self._tell(handle, Done(job, Outcome.OK, seconds, stored, (moved,)))
         return True
 
+    def has_at_once(self, keys: Iterable[Key]) -> bool:
+        """Return whether this host has all these objects in memory; False if that is not known.
+
+        It takes some 5 us a key, up to the first that is missing, and neither waits nor wakes a
+        thread. There are NAMES_A_STEP such questions, until `begin_step`.
+        """
+        if not self.host.is_in_memory:
+            return False
+        for key in keys:
+            if not self._names_left:
+                return False
+            self._names_left -= 1
+            if not self.host.has(key):
+                return False
+        return True
+
     def begin_step(self) -> None:
-        """Allow LOOKS_A_STEP looks again."""
-        self._looks_left = LOOKS_A_STEP
+        """Allow as many looks and questions at once as a step may take."""
+        self._looks_left, self._names_left = LOOKS_A_STEP, NAMES_A_STEP
 
     def cancel(self, *handles: Handle[Any]) -> None:
         """Cancel jobs that were submitted. Never blocks, never raises.

@@ -261,3 +261,18 @@ def test_who_announces_waits_to_know_whether_it_is_stored(start: Start) -> None:
     scheduler = start("ec_both")
     after_encoding(scheduler, "one")
     assert not scheduler.ready(request(feature("one")), 0)
+
+
+def test_what_vllm_has_in_its_own_cache_costs_no_look(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    after_encoding(scheduler, "picture")
+    scheduler._engine.drain(10)
+    assert scheduler.ready(request(feature(), name="second"), 0)
+    scheduler.orders({"second": 20})
+    assert scheduler._engine.in_flight == 0
+
+
+def test_another_item_of_one_name_is_not_what_vllm_has(start: Start) -> None:
+    scheduler = start("ec_consumer")
+    after_encoding(scheduler, "picture")
+    assert not scheduler.ready(request(feature(num_embeds=NUM_EMBEDS + 1)), 0)

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from ecshare.store.keys import Kind, tp_size_key
 from ecshare.transfer.jobs import Tier
-from kvshare.load_or_compute import LoadOrCompute
+from kvshare.load_or_compute import LoadOrCompute, LoadTimes, UnderWay
 from kvshare.prefix import Chunk, ChunkKey
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.test_scheduler import (
@@ -50,10 +50,17 @@ class Choice:
         seconds = len(chunks) * CHUNK * s_per_token
         self.load_or_compute.loaded(chunks, tiers, 0, seconds)
 
-    def worth(self, where: str, ahead: int = 0, under_way_s: float = 0.0, start: int = 0) -> int:
+    def loaded(self, num_tokens: int, seconds: float) -> None:
+        """Something else was loaded from the store."""
+        chunk = Chunk(ChunkKey(b"other"), 0, 1, 0, num_tokens)
+        self.load_or_compute.loaded([chunk], {chunk.key: Tier.STORE}, 0, seconds)
+
+    def worth(
+        self, where: str, ahead: int = 0, under_way: Sequence[UnderWay] = (), start: int = 0
+    ) -> int:
         chunks, tiers = stored(where)
         return self.load_or_compute.num_worth_loading(
-            chunks, tiers, start, under_way_s, lambda: ahead
+            chunks, tiers, start, under_way, lambda: ahead
         )
 
 
@@ -105,20 +112,116 @@ def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice
     assert choice.worth("ssss", ahead=400) == 4
 
 
-def test_a_load_that_has_gone_on_for_long_counts_before_it_ends(choice: Choice) -> None:
-    assert choice.worth("ssss", under_way_s=SLOW) == 0
+def test_a_load_that_takes_longer_than_it_should_counts_before_it_ends(choice: Choice) -> None:
     choice.loads("ss", FAST)
-    assert choice.worth("ssss", under_way_s=SLOW) == 0
+    assert choice.worth("ssss", under_way=[(400, 0.3)]) == 4
+    assert choice.worth("ssss", under_way=[(400, 0.3), (400, 0.5)]) == 0
+    assert choice.worth("hhss", under_way=[(400, 0.5)]) == 2
     assert choice.worth("ssss") == 4
 
 
-def test_an_engine_that_has_loaded_all_so_far_computes_one_if_loads_are_slow() -> None:
+@pytest.mark.parametrize("under_way", [(32, 0.040), (200, 0.080)])
+def test_a_small_load_under_way_says_little_of_large_ones(under_way: UnderWay) -> None:
+    """It takes the time of a round trip, which is little for them."""
     choice = Choice()
-    choice.loads("ss", SLOW)
+    choice.computes(3000, 1.0)
+    choice.loaded(7936, 0.5)
+    assert choice.worth(79 * "s", under_way=[under_way]) == 79
+
+
+@pytest.mark.parametrize("num_prompts", [1, 99])
+def test_what_many_small_loads_take_says_little_of_large_ones(num_prompts: int) -> None:
+    choice = Choice()
+    choice.computes(8000, 0.8)
+    for _ in range(num_prompts):
+        choice.loaded(300, 0.060)
+    choice.loaded(7900, 0.6)
+    assert choice.worth(79 * "s") == 79
+    assert choice.worth("sss") == 0, "small ones are computed sooner"
+
+
+def test_latency_counts_once_however_many_tiers_a_hit_is_in(choice: Choice) -> None:
+    for num_tokens in (100, 10_000):
+        choice.loaded(num_tokens, 0.2 + FAST * num_tokens)
+    choice.loads("hh", FAST)
+    assert choice.worth("s") == 0
+    assert choice.worth("sss") == 3
+    assert choice.worth("shs") == 3
+    assert choice.worth("hhhhs") == 4
+
+
+def test_of_a_store_that_was_never_measured_one_hit_is_loaded_and_little_of_it(
+    choice: Choice,
+) -> None:
+    for unknown in (choice, Choice()):
+        assert unknown.worth(20 * "s") == 10
+        assert unknown.worth(20 * "s", start=150) == 11
+        assert unknown.worth("hh" + 20 * "s") == 12
+        assert unknown.worth(20 * "h") == 20
+        assert unknown.worth("hh" + 20 * "s", under_way=[(1000, 0.0)]) == 2
+        unknown.loads("ss", FAST)
+        assert unknown.worth(20 * "s") == 20
+
+
+def test_at_least_a_chunk_of_a_new_store_is_loaded(choice: Choice) -> None:
+    chunk = Chunk(ChunkKey(b"large"), 0, 1, 0, 4096)
+    args = [chunk], {chunk.key: Tier.STORE}, 0, (), lambda: 0
+    assert choice.load_or_compute.num_worth_loading(*args) == 1
+
+
+def test_an_engine_that_has_loaded_all_so_far_computes_what_takes_long_to_load() -> None:
+    choice = Choice()
+    choice.loads("ss", 0.004)
+    assert choice.worth("ssss") == 2  # they should be here within a second
+    assert choice.worth("hhsss") == 4
+    assert choice.worth("ssss", under_way=[(100, 2.0)]) == 0
+    choice.computes(200, 0.2)
     assert choice.worth("ssss") == 0
-    assert choice.worth("ssss") == 4  # one at a time
-    choice.computes(400, 0.4)
-    assert choice.worth("ssss") == 0
+    other = Choice()
+    for num_tokens in (100, 8000):
+        other.loaded(num_tokens, 2.0)
+    assert other.worth("ssss") == 0
+
+
+# --- the line through the times of loads ---
+
+
+def line_of(*loads: tuple[int, float], clock: Clock | None = None) -> tuple[float, float]:
+    times = LoadTimes(clock or Clock())
+    for load in loads:
+        times.add(*load)
+    assert times.line is not None
+    return times.line.latency_s, times.line.s_per_token
+
+
+def test_latency_and_the_time_per_token_are_told_apart() -> None:
+    loads = [(n, 0.05 + n * FAST) for n in (200, 300, 4000, 8000, 8000)]
+    latency_s, s_per_token = line_of(*loads)
+    assert latency_s == pytest.approx(0.05, rel=0.05)
+    assert s_per_token == pytest.approx(FAST, rel=0.05)
+
+
+def test_loads_of_one_size_do_not_tell_them_apart() -> None:
+    assert line_of((300, 0.06), (300, 0.06)) == pytest.approx((0.0, 0.0002))
+
+
+def test_neither_is_negative() -> None:
+    latency_s, s_per_token = line_of((100, 1.0), (8000, 0.1), (8000, 0.1))
+    assert s_per_token == 0.0
+    assert latency_s > 0.1
+    assert line_of((100, 0.001), (8000, 2.0)) == pytest.approx((0.0, 2.001 / 8100))
+
+
+def test_a_large_load_of_long_ago_no_longer_says_what_small_ones_do_not() -> None:
+    """The store may have become slow since."""
+    clock = Clock()
+    times = LoadTimes(clock)
+    times.add(8000, 0.5)
+    clock.now_s += 60.0
+    for _ in range(5):
+        times.add(300, 2.0)
+    assert times.line is not None
+    assert times.line.seconds(8000) > 40.0
 
 
 def test_a_slow_tier_is_tried_again_now_and_then_and_heals(choice: Choice) -> None:
@@ -212,6 +315,16 @@ def slow_store(bench: StartBench, **options: Any) -> Bench:
     return here
 
 
+def fast_store(bench: StartBench) -> Bench:
+    """A half whose engine computes a token in 1 ms, and whose store takes an eighth of that."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    compute(here, "new", 0.080)
+    assert load(here, "measured", 0.050) == 400
+    return here
+
+
 def test_a_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
     here = slow_store(bench)
     assert load(here, "second", 100.0) == 0
@@ -239,17 +352,36 @@ def test_what_was_announced_is_loaded_however_slow_the_store_is(bench: StartBenc
     assert here.ask(announcing(PROMPT, 400, name="d")) == 400
 
 
-def test_a_load_under_way_makes_others_compute(bench: StartBench) -> None:
-    here = bench()
-    here.put(chunks_of(PROMPT))
-    here.forget_host_cache()
-    compute(here, "new", 0.080)
-    asked = make_request("first", PROMPT)
+def begin(here: Bench, name: str, prompt: list[int]) -> None:
+    """Begin to load `prompt`, as far as it may be."""
+    asked = make_request(name, prompt)
     here.half.allocated(asked, [list(range(101))], here.ask(asked))
+
+
+def test_a_load_that_takes_long_makes_others_compute(bench: StartBench) -> None:
+    here = fast_store(bench)
+    begin(here, "first", PROMPT)
     assert here.ask(make_request("second", PROMPT)) == 400
     here.clock.now_s += 100.0
     for name in ("third", "fourth"):
         assert here.ask(make_request(name, PROMPT)) == 0
+
+
+def test_a_small_load_under_way_makes_nobody_compute(bench: StartBench) -> None:
+    here = fast_store(bench)
+    begin(here, "small", PROMPT[: BLOCK + 1])
+    here.clock.now_s += 0.040
+    assert here.ask(make_request("large", PROMPT)) == 400
+
+
+def test_the_first_load_makes_others_compute(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    begin(here, "first", PROMPT)
+    assert here.ask(make_request("second", PROMPT)) == 0
+    here.half.reported(KVConnectorOutput(finished_recving={"first"}))
+    assert here.ask(make_request("third", PROMPT)) == 400
 
 
 def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench) -> None:

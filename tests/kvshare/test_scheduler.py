@@ -577,7 +577,9 @@ def test_keys_are_not_made_on_the_scheduler_thread(
         return object_key(*args)
 
     monkeypatch.setattr(lookups, "object_key", noted)
-    assert bench().ask(make_request("r", PROMPT)) == 0
+    here = bench()
+    here.engine.host.is_in_memory = False  # or the last chunk is looked for at once
+    assert here.ask(make_request("r", PROMPT)) == 0
     assert makers == {"ecshare-io"}
 
 
