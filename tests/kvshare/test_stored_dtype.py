@@ -129,7 +129,7 @@ def test_engines_of_other_layouts_and_sizes_read_each_other(
         assert blocks.can_use(spec, piece)
         assert blocks.is_sound(payload)
         streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
-        with streams.after(streams.mark()) as stream:
+        with streams.after(streams.record()) as stream:
             blocks.write(piece, payload, spec.attributes["order"], stream)
         for layer in range(layouts.LAYERS):
             for before, after in ((0, 2), (1, 3)):
