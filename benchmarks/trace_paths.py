@@ -168,7 +168,7 @@ def kv_load(folder: Path) -> Trace:
     piece = Piece(key, 2, 2 * TOKENS, ((0, 1),))
     for host in ("kv-writer", "kv-reader"):
         engine = _engine(folder, host)
-        worker = KVWorker(_kv_config(folder, host), shape, Rank(0, 1, 0, 1), engine)
+        worker = KVWorker(_kv_config(folder, host), shape, Rank(0, 1), engine)
         worker.register({"l.0": torch.rand(BLOCKS, HEADS, TOKENS, CONTENT)})
         if host == "kv-writer":
             worker.save(Orders(NAMESPACE, saves=(piece,)))

@@ -10,7 +10,6 @@ became of an item is known to `ecshare.items`; here is who waits for it, and wha
 told.
 """
 
-import heapq
 import json
 import logging
 import time
@@ -22,6 +21,7 @@ from ecshare.config import OPTIONS_PATH, EncoderConfig
 from ecshare.facts import EncoderFacts, encoder_facts, encoder_namespace, refusal, role_of
 from ecshare.items import Item, Items, Phase
 from ecshare.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.pins import LatePins
 from ecshare.placeholders import Placeholders
 from ecshare.plugin.compat import (
     has_input_cache,
@@ -29,16 +29,14 @@ from ecshare.plugin.compat import (
     option,
 )
 from ecshare.plugin.idle import IdleSteps
-from ecshare.plugin.ledger import Ledger, Totals, grown, open_ledger
+from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.start import start_with_namespace
-from ecshare.store.hostcache.cache import Entry
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Done, Handle, Run
 from ecshare.transfer.recent import Recent
-from ecshare.transfer.stats import is_gauge
+from ecshare.worker_totals import WorkerTotals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,15 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A request may end while a step that loads its item is still on its way to a worker, so a pin
-# outlives the request by far more than any step lasts. Once a worker has reported the load, only
-# the other ranks may still be at it, in the same step.
-_UNPIN_UNREPORTED_S = 60.0
-_UNPIN_LOADED_S = 5.0
 _MAX_UNREPORTED_LOADS = 10_000
 # vLLM's encoder cache has room for no more items than this, by far.
 _MAX_PHANTOMS = _MAX_CACHED = 10_000
-_LEDGER_READ_EVERY_S = 1.0
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
@@ -86,7 +78,7 @@ class EncoderScheduler:
         self._placeholders = placeholders
         self._engine = engine
         self._stats = engine.stats
-        self._ledger = ledger
+        self._totals = WorkerTotals(engine, ledger)
         self._save_after = config.save_after if facts.role.is_consumer else 1
         self._sightings = Sightings() if self._save_after > 1 else None
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
@@ -97,8 +89,6 @@ class EncoderScheduler:
             wait_s=config.wait_s,
             in_store=facts.has_remote_workers,
         )
-        self._next_reading_s = 0.0
-        self._known_totals: Totals = {}
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         # Of requests that need no item any more: how many they have, and where the last one ends.
         self._passed: dict[str, tuple[int, int]] = {}
@@ -117,9 +107,7 @@ class EncoderScheduler:
         # Identifiers of items that were absent and that no request was reason enough to store.
         self._declined: Recent[str, None] = Recent(_MAX_PHANTOMS)
         self._lost: set[str] = set()
-        # A heap by the time to unpin; the number keeps equal times from comparing objects.
-        self._unpinning: list[tuple[float, int, Entry]] = []
-        self._num_let_go = 0
+        self._late_pins = LatePins(self._items.limit)
 
     @classmethod
     def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
@@ -218,7 +206,7 @@ class EncoderScheduler:
         self._items.flush()
         self._engine.begin_step()
         saves = self._save_orders(scheduled) if self._role.is_producer else ()
-        self._unpin(time.monotonic())
+        self._late_pins.let_go()
         if self._idle_steps.is_idle(scheduled) and self._wanted:
             self._engine.wait_idle()
         return Orders(self._take_loads(), saves)
@@ -255,17 +243,14 @@ class EncoderScheduler:
         """Take the workers' counts and note what they loaded; what is no report is ignored."""
         if not isinstance(report, Report):
             return
-        self._take_totals(report.totals)
+        self._totals.take(report.totals)
         for key in report.loaded:
             self._loading.pop(key, None)
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
         self._engine.poll()
-        now_s = time.monotonic()
-        if self._ledger is not None and now_s >= self._next_reading_s:
-            self._next_reading_s = now_s + _LEDGER_READ_EVERY_S
-            self._engine.submit(Handle(Run("ledger", self._ledger.read), self._ledger_read))
+        self._totals.read_ledger()
         return counter_stats(self._engine.take_counts("scheduler"))
 
     # --- in place of hooks, once this half has given up ---
@@ -280,7 +265,7 @@ class EncoderScheduler:
     @property
     def has_lost_worker(self) -> bool:
         """Whether a worker has said that it has given up: nothing more is to be promised."""
-        return any("gave_up/worker" in sums for sums in self._known_totals.values())
+        return self._totals.has_lost_worker
 
     def can_do_without(self, request: "Request", num_computed_tokens: int) -> bool:
         """As `ready`, where nothing is shared: what cannot be encoded is lost."""
@@ -302,7 +287,7 @@ class EncoderScheduler:
     def promised_orders(self) -> Orders:
         """Return orders for what was promised in this step."""
         orders = Orders(self._take_loads())
-        self._unpin(time.monotonic())
+        self._late_pins.let_go()
         return orders
 
     def take_lost(self) -> set[str]:
@@ -321,23 +306,13 @@ class EncoderScheduler:
         """Unpin everything and stop the I/O thread."""
         for request_id in list(self._wanted):
             self._release(request_id, set())
-        self._unpin(float("inf"))
+        self._late_pins.close()
         self._engine.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        self._totals.close()
 
     def _take_loads(self) -> tuple[LoadOrder, ...]:
         loads, self._loads, self._promises = tuple(self._loads.values()), {}, {}
         return loads
-
-    def _ledger_read(self, done: Done[Totals]) -> None:
-        if done.value:
-            self._take_totals(done.value)
-
-    def _take_totals(self, totals: Totals) -> None:
-        for name, count in grown(self._known_totals, totals).items():
-            tell = self._stats.set if is_gauge(name) else self._stats.add
-            tell(name, count)
 
     # --- items ---
 
@@ -456,18 +431,7 @@ class EncoderScheduler:
                 continue
             pin = self._items.drop(item)
             if pin is not None:
-                is_unreported = item.key in self._loading
-                pinned_s = _UNPIN_UNREPORTED_S if is_unreported else _UNPIN_LOADED_S
-                self._num_let_go += 1
-                entry = (time.monotonic() + pinned_s, self._num_let_go, pin)
-                heapq.heappush(self._unpinning, entry)
-
-    def _unpin(self, now_s: float) -> None:
-        """Unpin what is due, and what is due next where there is too much."""
-        num_spare = len(self._unpinning) - self._items.limit
-        while self._unpinning and (self._unpinning[0][0] <= now_s or num_spare > 0):
-            num_spare -= 1
-            heapq.heappop(self._unpinning)[2].close()
+                self._late_pins.add(pin, is_reported=item.key not in self._loading)
 
     # --- producer ---
 

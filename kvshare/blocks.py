@@ -19,7 +19,6 @@ one call (device_copies.py).
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from ecshare.store.keys import JSON
 from ecshare.transfer.load_streams import LoadStream
 from ecshare.transfer.staging import Slab, dtype_name, is_gpu
 from kvshare import float8
+from kvshare.cache_axes import as_blocks, distinct_caches, heads_come_first
 from kvshare.compat import device_copier
 from kvshare.device_copies import Addresses, BlockTable, Copier
 from kvshare.layers import LayerSet
@@ -70,10 +70,10 @@ class BlockCaches:
             ValueError: a layout this does not understand; the message says which and why.
         """
         num_heads = layer_set.num_heads
-        distinct = _distinct(layer_set.layers, caches)
-        views = [_as_blocks(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
+        distinct = distinct_caches(layer_set.layers, caches)
+        views = [as_blocks(*layer, num_blocks, block_tokens, num_heads) for layer, _ in distinct]
         layouts = {
-            (tuple(each.shape), each.dtype, each.device, _is_head_first(each)) for each in views
+            (tuple(each.shape), each.dtype, each.device, heads_come_first(each)) for each in views
         }
         if len(layouts) > 1:
             raise ValueError(f"the layers' caches differ: {sorted(map(str, layouts))}")
@@ -81,7 +81,7 @@ class BlockCaches:
         self.layout = ""
         """What the inside of a block looks like, by digest; see layout_check.py."""
         self._names = [name for (name, _), _ in distinct]
-        self._is_head_first = _is_head_first(first)
+        self._is_head_first = heads_come_first(first)
         self._layers = [
             (self._as_it_lies(each), group)
             for each, (_, group) in zip(views, distinct, strict=True)
@@ -353,11 +353,6 @@ def _order(*, is_head_first: bool) -> str:
     return _ORDERS[0 if is_head_first else 1]
 
 
-def _is_head_first(cache: Tensor) -> bool:
-    """Whether a head's tokens lie together in [block, kernel block, head, token, content]."""
-    return cache.stride(2) >= cache.stride(3)
-
-
 def _can_erase(erase: Erase, cache: Tensor) -> bool:
     """Try it, on a block of ones."""
     block = torch.ones_like(cache[0], memory_format=torch.contiguous_format)
@@ -398,60 +393,3 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if place == len(block_ids) or block_ids[place] != block_ids[place - 1] + 1:
             yield start, block_ids[start], place - start
             start = place
-
-
-def _distinct(
-    layers: Sequence[tuple[str, int]], caches: Mapping[str, Tensor]
-) -> list[tuple[tuple[str, Tensor], int]]:
-    """Return the cache of each layer, by name, and the place of its group; without layers that
-    share another's cache.
-
-    Caches of layers in different groups may be one memory: a block belongs to one group at a time.
-    """
-    found: dict[tuple[int, int], tuple[tuple[str, Tensor], int]] = {}
-    for name, group in layers:
-        cache = caches.get(name)
-        if not isinstance(cache, Tensor):
-            raise ValueError(f"{name}: the cache is a {type(cache).__name__}, not a tensor")  # noqa: TRY004 — one kind of refusal
-        found.setdefault((group, cache.data_ptr()), ((name, cache), group))
-    return list(found.values())
-
-
-def _as_blocks(
-    name: str, cache: Tensor, num_blocks: int, block_tokens: int, num_heads: int
-) -> Tensor:
-    """View `cache` as [block, kernel block, head, token, content].
-
-    A kernel may work on blocks of fewer tokens; then several lie in one block of the cache. One
-    without heads (MLA) may leave out their axis.
-    """
-    if cache.ndim == 3 and num_heads == 1:
-        cache = cache.unsqueeze(1)
-    if cache.dtype.itemsize == 1:
-        # Not every device can select or fill 8-bit floats.
-        cache = cache.view(torch.uint8)
-    fits = [
-        axes
-        for axes in permutations(range(cache.ndim))
-        if cache.ndim == 4 and _is_axis_order(cache, axes, num_blocks, block_tokens, num_heads)
-    ]
-    # vLLM's own order comes first among the permutations; sizes that fit another way too (as many
-    # heads as tokens, say) do not make it doubtful.
-    if not fits or (len(fits) > 1 and fits[0] != (0, 1, 2, 3)):
-        raise ValueError(
-            f"{name}: a cache of shape {tuple(cache.shape)} cannot be read as {num_blocks} blocks "
-            f"of {num_heads} heads x {block_tokens} tokens"
-        )
-    blocks = cache.permute(fits[0])
-    return blocks.view(num_blocks, -1, *blocks.shape[1:])
-
-
-def _is_axis_order(
-    cache: Tensor, axes: tuple[int, ...], num_blocks: int, block_tokens: int, num_heads: int
-) -> bool:
-    blocks, heads, tokens, _ = (cache.shape[axis] for axis in axes)
-    return (
-        blocks % num_blocks == 0
-        and heads == num_heads
-        and tokens * (blocks // num_blocks) == block_tokens
-    )

@@ -186,7 +186,7 @@ class Loads:
         """Fill the blocks of `order` and have `take_finished` return it, once."""
         pieces, count = order.pieces, len(order.pieces)
         keys = tuple(key_of(piece) for piece in pieces)
-        missing, begun = set(range(count)), self._streams.mark()
+        missing, begun = set(range(count)), self._streams.record()
         load = _Load(order.request_id, pieces, keys, count, missing, ahead=count, begun=begun)
         if order.is_announced:
             load.ahead = _FIRST_AHEAD

@@ -2,9 +2,8 @@
 """The half of the connector in the scheduler process: what to load, what to save, and when."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from time import monotonic
@@ -21,17 +20,18 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import GiveUp, Tier
+from ecshare.transfer.jobs import GiveUp
 from kvshare.adapters import Adapter, Adapters
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.events import BlockEvents, publishes_events
-from kvshare.facts import UNSPECIFIED_SOURCE, KVFacts, kv_facts, kv_namespace
+from kvshare.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.layers import is_shareable
-from kvshare.load_or_compute import LoadOrCompute, UnderWay
+from kvshare.load_or_compute import LoadOrCompute
+from kvshare.load_plan import Loading, LoadPlan
 from kvshare.lookups import Lookups, Search
-from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
+from kvshare.messages import Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, ChunkKey, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit
 from kvshare.save_policy import SavePolicy, is_for_decode
@@ -56,18 +56,6 @@ class _Tracked:
     load_failed: bool = False
     num_lost_before: int = 0
     """Chunks that workers had ever reported as lost when it was first seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """A load that was ordered; which of its chunks came to nothing, as far as is known."""
-
-    chunks: tuple[Chunk, ...]
-    tiers: Mapping[ChunkKey, Tier]
-    start_tokens: int
-    num_tokens: int
-    begun_s: float
-    lost: set[ChunkKey] = field(default_factory=set)
 
 
 class KVScheduler:
@@ -97,6 +85,7 @@ class KVScheduler:
         self._adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
         self._lookups = Lookups(config, facts, engine, self._stored, clock_s)
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
+        self._loads = LoadPlan(facts, self._pieces, clock_s)
         self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
         policy = SavePolicy(config, facts.hash_function)
         self._saves = SavePlan(
@@ -104,9 +93,6 @@ class KVScheduler:
         )
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
         self._tracked: dict[str, _Tracked] = {}
-        self._loads: list[LoadOrder] = []
-        self._loading: dict[str, _Loading] = {}
-        self._abandoned: list[str] = []
         self._num_lost = 0
         self._saves_fail = False
 
@@ -198,18 +184,12 @@ class KVScheduler:
         start_tokens = self._tracked[request.request_id].start_tokens
         found, ahead = search.found, partial(self._num_ahead, request)
         num = self._choice.num_worth_loading(
-            found, search.tiers, start_tokens, self._under_way(), ahead
+            found, search.tiers, start_tokens, self._loads.under_way(), ahead
         )
         search.found = found[:num]
         if num < len(found):
             num_kept = max(start_tokens, covered_tokens(request, search.found))
             self._stats.add("tokens/computed", covered_tokens(request, found) - num_kept)
-
-    def _under_way(self) -> list[UnderWay]:
-        """Return the loads from the store that go on."""
-        now_s = self._clock_s()
-        going = (each for each in self._loading.values() if Tier.STORE in each.tiers.values())
-        return [(each.num_tokens, now_s - each.begun_s) for each in going]
 
     def _num_ahead(self, request: Request) -> int:
         """Return how many tokens of prompts that came before `request` are to be computed."""
@@ -218,7 +198,7 @@ class KVScheduler:
         return sum(
             max(0, prompt.num_prompt_tokens - prompt.num_computed_tokens)
             for prompt in prompts
-            if prompt.request_id not in self._loading
+            if prompt.request_id not in self._loads
         )
 
     def allocated(
@@ -233,21 +213,8 @@ class KVScheduler:
         search, tracked.search = tracked.search, None
         if not num_external_tokens or search is None:
             return
-        end_tokens = tracked.start_tokens + num_external_tokens
-        pieces = [
-            replace(piece, tp_size=search.other_tp_sizes.get(chunk.key))
-            if search.other_tp_sizes
-            else piece
-            for chunk in search.found
-            for piece in self._pieces.loaded(chunk, block_ids, tracked.start_tokens, end_tokens)
-        ]
-        self._loads.append(LoadOrder(request.request_id, tuple(pieces), search.is_announced))
-        self._loading[request.request_id] = _Loading(
-            search.found,
-            search.tiers,
-            tracked.start_tokens,
-            num_external_tokens,
-            self._clock_s(),
+        self._loads.add(
+            request.request_id, search, block_ids, tracked.start_tokens, num_external_tokens
         )
         event = "announced" if search.is_announced else "hit"
         self._stats.add(f"tokens/{event}", num_external_tokens)
@@ -257,18 +224,7 @@ class KVScheduler:
 
         As far as the look-up knows: of a long prompt it has not asked for every chunk.
         """
-        sources: Counter[str] = Counter()
-        loading = self._loading.get(request.request_id)
-        if loading is not None:
-            names = {Tier.HOST: "host", Tier.STORE: self._facts.store_source}
-            position = loading.start_tokens
-            for chunk in loading.chunks:
-                end = min(chunk.end_tokens, loading.start_tokens + num_tokens)
-                tier = loading.tiers.get(chunk.key)
-                sources[names[tier] if tier else UNSPECIFIED_SOURCE] += max(0, end - position)
-                position = max(position, end)
-        sources[UNSPECIFIED_SOURCE] += num_tokens - sources.total()
-        return {name: count for name, count in sources.items() if count}
+        return self._loads.hit_sources(request.request_id, num_tokens)
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """Return the orders of this step."""
@@ -281,8 +237,7 @@ class KVScheduler:
         is_idle = self._idle_steps.is_idle(output.num_scheduled_tokens)
         if is_idle and self._is_searching():
             self._engine.wait_idle()
-        loads, self._loads = tuple(self._loads), []
-        abandoned, self._abandoned = tuple(self._abandoned), []
+        loads, abandoned = self._loads.take()
         if not self._facts.saves:
             return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
         for request_id in output.preempted_req_ids or ():
@@ -299,8 +254,7 @@ class KVScheduler:
             self._choice.steps.ended()
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
-            for loading in self._loading.values():
-                loading.lost.update(report.lost)
+            self._loads.lost(report.lost)
             lost = self._lost(report)
             self._num_lost += len(lost)
             self._saves_fail = report.saves_fail
@@ -315,8 +269,8 @@ class KVScheduler:
             if report.is_idle:
                 self._facts = replace(self._facts, saves=False, loads=False)
         for request_id in output.finished_recving or ():
-            if request_id in self._loading:
-                loading = self._loading.pop(request_id)
+            loading = self._loads.ended(request_id)
+            if loading is not None:
                 self._loaded(request_id, loading, failed=request_id in output.failed_recving)
 
     def _lost(self, report: Report) -> set[ChunkKey]:
@@ -327,8 +281,7 @@ class KVScheduler:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Forget `request`; return what its reader is to be told."""
         tracked = self._tracked.pop(request.request_id, None)
-        if self._loading.pop(request.request_id, None) is not None:
-            self._abandoned.append(request.request_id)
+        self._loads.abandon(request.request_id)
         if tracked is None:
             return None
         if self._facts.saves:
@@ -365,8 +318,7 @@ class KVScheduler:
     @property
     def is_empty(self) -> bool:
         """Whether nothing of any request is left here, nor an order for the next step."""
-        here = (self._tracked, self._loading, self._loads, self._abandoned)
-        return not any(here) and not self._saves.has_leaving
+        return not self._tracked and self._loads.is_empty and not self._saves.has_leaving
 
     @property
     def is_crowded(self) -> bool:
@@ -389,7 +341,7 @@ class KVScheduler:
         """Share nothing from now on: no hook but `take_stats` and `close` is called any more."""
         self._stats.add("gave_up/scheduler")
         self._tracked.clear()
-        self._loading.clear()
+        self._loads.clear()
 
     def close(self) -> None:
         """Stop the I/O thread."""
@@ -407,12 +359,11 @@ class KVScheduler:
             self._tracked[request.request_id] = tracked
         return tracked
 
-    def _loaded(self, request_id: str, loading: _Loading, *, failed: bool) -> None:
+    def _loaded(self, request_id: str, loading: Loading, *, failed: bool) -> None:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
         seconds = self._clock_s() - loading.begun_s
         self._stats.observe("wait_seconds/load", seconds)
-        lost = [number for number, chunk in enumerate(loading.chunks) if chunk.key in loading.lost]
-        first = 0 if failed else (lost or [len(loading.chunks)])[0]
+        first = 0 if failed else loading.num_sound
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
         if first == len(loading.chunks):

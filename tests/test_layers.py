@@ -30,7 +30,7 @@ ALLOWED = {
     "ecshare.front": STORE | {"ecshare.encoder", "ecshare.router", "kvshare.config"},
 }
 ENCODER = {"connector", "scheduler", "items", "placeholders", "worker", "messages", "config"}
-ENCODER |= {"facts", "metrics"}
+ENCODER |= {"facts", "metrics", "pins", "worker_totals"}
 FRONT = {"cli", "doctor", "__main__"}
 # Groups that must work where torch or vLLM is not installed, or is slow to import.
 WITHOUT = {

@@ -77,12 +77,6 @@ def guarded(
                     self.guard.caught(name, exc)
             return nothing()
 
-        call.is_guarded = True  # type: ignore[attr-defined]
         return cast(Hook, call)
 
     return guard
-
-
-def is_guarded(hook: object) -> bool:
-    """Whether `hook` was made by `guarded`."""
-    return getattr(hook, "is_guarded", False)

@@ -34,9 +34,9 @@ class Namespace:
         """Return the namespace of `facts`, which must be JSON values."""
         return cls(kind, namespace_digest(facts), facts)
 
-    def key(self, name: str | bytes, part: str = "") -> Key:
+    def key(self, name: str | bytes) -> Key:
         """Return the object key of `name`. The name may be hostile: it is hashed."""
-        return object_key(self.kind, self.digest, name, part)
+        return object_key(self.kind, self.digest, name)
 
 
 def model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]:

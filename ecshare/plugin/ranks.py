@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes, and the name of its part of an object."""
+"""Which rank a worker has, and which one writes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,7 @@ class Rank:
 
     tp_rank: int
     tp_size: int
-    pp_rank: int
-    pp_size: int
+    pp_rank: int = 0
     pcp_rank: int = 0
     """Of prefill context parallelism."""
 
@@ -20,12 +19,6 @@ class Rank:
     def is_writer(self) -> bool:
         """Whether this rank stores objects that all ranks have, such as embeddings."""
         return self.tp_rank == 0 and self.pp_rank == 0 and self.pcp_rank == 0
-
-    @property
-    def part(self) -> str:
-        """The name of this rank's part of an object that is split over ranks."""
-        name = f"t{self.tp_rank}of{self.tp_size}"
-        return name if self.pp_size == 1 else f"{name}-p{self.pp_rank}of{self.pp_size}"
 
 
 def worker_rank(vllm_config: Any) -> Rank:
@@ -41,6 +34,5 @@ def worker_rank(vllm_config: Any) -> Rank:
         tp_rank=get_tensor_model_parallel_rank(),
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
-        pp_size=parallel.pipeline_parallel_size,
         pcp_rank=get_pcp_group().rank_in_group,
     )

@@ -62,27 +62,27 @@ class LoadStreams:
                 assert other is not None
                 self._idle.put(LoadStream(device, (one[:buffer_bytes], other[:buffer_bytes])))
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Return a point in vLLM's stream: after all it has launched so far. vLLM's thread."""
+    def record(self) -> torch.cuda.Event | None:
+        """Return an event in vLLM's stream, after all it has launched so far. vLLM's thread."""
         if not is_gpu(self._device):
             return None
         return recorded(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[LoadStream | None]:
-        """Have what the body launches come after `mark`; return when it is done. Load threads.
+    def after(self, event: torch.cuda.Event | None) -> Iterator[LoadStream | None]:
+        """Have what the body launches come after `event`; return when it is done. Load threads.
 
         Also if the body raises: nothing is written to the device after this. The body launches its
         copies while its stream is the current one. On a CPU there is no stream: the body does
         its work itself, and at once.
         """
-        if mark is None:
+        if event is None:
             yield None
             return
         stream = self._idle.get()
         try:
             with torch.cuda.stream(stream.stream):
-                stream.stream.wait_event(mark)
+                stream.stream.wait_event(event)
                 try:
                     yield stream
                 finally:

@@ -69,7 +69,7 @@ class KVHost:
         selector = device_selector(bench.device)
         self.engine = TransferEngine(config, "the kit", on_thread_start=selector)
         shape = CacheShape(num_blocks, block_tokens, (layer_set,), 1)
-        self.worker = KVWorker(config, shape, Rank(rank, tp_size, 0, 1), self.engine)
+        self.worker = KVWorker(config, shape, Rank(rank, tp_size), self.engine)
         self.worker.register(dict(zip(names, cache.unbind(), strict=True)))
         report = self.worker.report()
         assert report is None or not report.is_idle, "the cache is refused"
@@ -155,7 +155,7 @@ class EncoderHost:
         config = EncoderConfig(
             url=f"file://{store}", host_cache_dir=str(bench.folder()), buffer_bytes=buffer_bytes
         )
-        self.worker = EncoderWorker.start(vllm_config, config, Rank(0, 1, 0, 1))
+        self.worker = EncoderWorker.start(vllm_config, config, Rank(0, 1))
         self.cache: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
 

@@ -43,8 +43,8 @@ class Hosts:
         )
         self.scheduler = EncoderScheduler.start(vllm_config, here)
         self.ranks = [
-            EncoderWorker.start(seen, here, Rank(0, 2, 0, 1)),
-            EncoderWorker.start(seen, there, Rank(1, 2, 0, 1)),
+            EncoderWorker.start(seen, here, Rank(0, 2)),
+            EncoderWorker.start(seen, there, Rank(1, 2)),
         ]
 
     def ask(self, name: str) -> tuple[bool, list[bool]]:

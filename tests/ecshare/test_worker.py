@@ -57,7 +57,7 @@ def start(
         config = EncoderConfig(
             url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / host), **options
         )
-        worker = EncoderWorker.start(vllm_config, config, Rank(tp_rank, 2, 0, 1))
+        worker = EncoderWorker.start(vllm_config, config, Rank(tp_rank, 2))
         started.append(worker)
         return worker
 

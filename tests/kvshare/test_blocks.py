@@ -132,7 +132,7 @@ def write(
     spec = TensorSpec(like.dtype, tuple(payload.shape), {**like.attributes, "order": order})
     assert blocks.can_use(spec, piece)
     streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
-    with streams.after(streams.mark()) as stream:
+    with streams.after(streams.record()) as stream:
         blocks.write(piece, payload, order, stream)
 
 

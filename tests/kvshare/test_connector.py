@@ -94,7 +94,7 @@ def test_a_worker_that_sees_more_of_the_layers_stops_the_other_half(
     group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
     seen = generate_scheduler_kv_cache_config([found])
     half = KVScheduler.start(config, seen, KVConfig(**options(tmp_path)))
-    worker = KVWorker.start(config, found, KVConfig(**options(tmp_path)), Rank(0, 1, 0, 1))
+    worker = KVWorker.start(config, found, KVConfig(**options(tmp_path)), Rank(0, 1))
     worker.register({})
     assert "kvshare saves and loads nothing: some layers of one cache group" in caplog.text
     half.reported(KVConnectorOutput(kv_connector_worker_meta=worker.report()))
@@ -116,7 +116,7 @@ def test_threads_of_a_worker_select_its_device(
     config = vllm_config(text_model, options(tmp_path))
     config.device_config.device = torch.device("cuda:1")
     of_store = KVConfig(**options(tmp_path))
-    KVWorker.start(config, cache_config(8), of_store, Rank(0, 1, 0, 1)).close()
+    KVWorker.start(config, cache_config(8), of_store, Rank(0, 1)).close()
     assert ("ecshare-io", 1) in selected
 
 

@@ -197,8 +197,8 @@ def test_shares_have_a_name_each_and_replicas_one() -> None:
     assert shard_names_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
     (replicated,) = layer_sets(cache(MLA), 1, HEADS)
     assert shard_names_of((replicated,), 2) == ("t0of1",)
-    assert [replicated.is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2)] == [True, False]
-    assert all(sets[0].is_written_by(Rank(rank, 2, 0, 1)) for rank in range(2))
+    assert [replicated.is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, False]
+    assert all(sets[0].is_written_by(Rank(rank, 2)) for rank in range(2))
 
 
 @given(st.integers(1, 100), st.integers(0, 3), st.integers(0, 1000))

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from ecshare.plugin.ranks import Rank
 from ecshare.store.config import parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
@@ -128,7 +129,7 @@ def test_engines_of_other_layouts_and_sizes_read_each_other(
         assert blocks.can_use(spec, piece)
         assert blocks.is_sound(payload)
         streams = LoadStreams(blocks.device, num_buffered * blocks.block_bytes)
-        with streams.after(streams.mark()) as stream:
+        with streams.after(streams.record()) as stream:
             blocks.write(piece, payload, spec.attributes["order"], stream)
         for layer in range(layouts.LAYERS):
             for before, after in ((0, 2), (1, 3)):
@@ -305,8 +306,13 @@ def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_asy
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_a_cache_of_8_bits_is_refused_at_start(
-    text_model: Path, tmp_path: Path, role: KVConnectorRole, dtype: torch.dtype
+    text_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    role: KVConnectorRole,
+    dtype: torch.dtype,
 ) -> None:
+    monkeypatch.setattr("ecshare.plugin.ranks.worker_rank", lambda _: Rank(0, 1))
     config = vllm_config(text_model, options(tmp_path, **FP8))
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=dtype)
     with pytest.raises(ConfigError, match=rf"{OPTIONS_PATH}\.stored_dtype: .* has 8 already"):

@@ -52,7 +52,7 @@ class Fleet:
         for rank in range(tp_size):
             config = KVConfig(**place, host_cache_dir=str(host))
             self.engines.append(TransferEngine(config, "options"))
-            worker = KVWorker(config, shape, Rank(rank, tp_size, 0, 1), self.engines[-1])
+            worker = KVWorker(config, shape, Rank(rank, tp_size), self.engines[-1])
             self.workers.append(worker)
             self.caches.append(torch.zeros(LAYERS, BLOCKS, own, TOKENS, CONTENT))
             worker.register({name: self.caches[-1][n] for n, (name, _) in enumerate(layers)})

@@ -40,7 +40,7 @@ LAYER_SET = LayerSet(
     0, (0,), tuple((f"l.{number}", 0) for number in range(LAYERS)), AttentionWindow(), HEADS, HEADS
 )
 SHAPE = CacheShape(BLOCKS, TOKENS, (LAYER_SET,), 1)
-RANK = Rank(0, 1, 0, 1)
+RANK = Rank(0, 1)
 A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers have counted, in the counts of the scheduler half."""
+
+import time
+
+from ecshare.plugin.ledger import Ledger, Totals, grown
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Handle, Run
+from ecshare.transfer.stats import is_gauge
+
+_READ_EVERY_S = 1.0
+
+
+class WorkerTotals:
+    """Takes the sums of all workers, from their reports and from the ledger.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(self, engine: TransferEngine, ledger: Ledger | None) -> None:
+        """Add to the counts of `engine`. `ledger`: where workers write what vLLM does not report;
+        owned from now on."""
+        self._engine = engine
+        self._ledger = ledger
+        self._known: Totals = {}
+        self._next_reading_s = 0.0
+
+    @property
+    def has_lost_worker(self) -> bool:
+        """Whether a worker has said that it has given up."""
+        return any("gave_up/worker" in sums for sums in self._known.values())
+
+    def take(self, totals: Totals) -> None:
+        """Count by how much each sum has grown."""
+        stats = self._engine.stats
+        for name, count in grown(self._known, totals).items():
+            tell = stats.set if is_gauge(name) else stats.add
+            tell(name, count)
+
+    def read_ledger(self) -> None:
+        """Have the ledger read, if there is one, at most once a second."""
+        now_s = time.monotonic()
+        if self._ledger is not None and now_s >= self._next_reading_s:
+            self._next_reading_s = now_s + _READ_EVERY_S
+            self._engine.submit(Handle(Run("ledger", self._ledger.read), self._read))
+
+    def close(self) -> None:
+        """Remove the ledger. The engine must be closed."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _read(self, done: Done[Totals]) -> None:
+        if done.value:
+            self.take(done.value)
