@@ -220,6 +220,10 @@ class Loads:
             self._give_up(load)
             self._end_if_complete(load)
         self._cancel_unwanted()
+        self._wait_written()
+
+    def _wait_written(self) -> None:
+        """Block until no load thread writes to a block."""
         with self._nobody_writes:
             self._nobody_writes.wait_for(lambda: not self._num_writing)
 
@@ -248,6 +252,11 @@ class Loads:
         with self._lock:
             self._has_stopped = True
             return not self._num_writing
+
+    def stop(self) -> None:
+        """As `has_stopped`, and wait for the copies under way."""
+        self.has_stopped()
+        self._wait_written()
 
     def _arrived(self, wanted: _Wanted, done: Done[StoredObject]) -> None:
         """Take note of what became of a fetch for all who waited for it, and go on."""

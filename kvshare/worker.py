@@ -216,11 +216,22 @@ class KVWorker:
         with the next step. What is ordered meanwhile is not saved, and fails to load. Waits for
         copies between host and device, and never for the store. The second call does nothing.
         """
-        if self._loads is None or self._staging is None or not self._has_cache:
+        if self._loads is None or not self._has_cache:
             return
         self._has_cache = False
         self._loads.pause()
-        self._staging.wait_copied()
+        self._wait_saved()
+
+    def release_cache(self) -> None:
+        """As `unregister`, for good, and without a report: what a worker does that has given up."""
+        if self._loads is not None:
+            self._loads.stop()
+        self._wait_saved()
+
+    def _wait_saved(self) -> None:
+        """Block until all saves have copied their blocks out."""
+        if self._staging is not None:
+            self._staging.wait_copied()
 
     def restore(self) -> None:
         """Take hold of the cache again, after `unregister`: its tensors have memory again."""

@@ -712,11 +712,12 @@ def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
 # --- vLLM sleeps ---
 
 
+@pytest.mark.parametrize("saves", [True, False])
 def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
-    host: Callable[[], Host], copying: Copying
+    host: Callable[..., Host], copying: Copying, *, saves: bool
 ) -> None:
     """Its memory may be another process's by then."""
-    source, target = host(), host()
+    source, target = host(), host(saves=saves)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
     GatedFileSystem.close_gate(f"get {name_of(B)}")
@@ -735,8 +736,11 @@ def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
     assert target.cache.count_nonzero() == 0
 
 
-def test_a_sleeping_worker_reads_and_writes_nothing(host: Callable[[], Host]) -> None:
-    source, target = host(), host()
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_sleeping_worker_reads_and_writes_nothing(
+    host: Callable[..., Host], *, saves: bool
+) -> None:
+    source, target = host(), host(saves=saves)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
     target.worker.unregister()
