@@ -178,13 +178,20 @@ class EncoderWorker:
         return as_tensor(stored.payload, stored.spec)
 
     def _brought(self, order: LoadOrder) -> Tensor | None:
-        """Return a copy of an embedding on the device, wherever it is; None: nowhere."""
+        """Return a copy of an embedding on the device, wherever it is.
+
+        None: it is nowhere, or the device has no memory for it.
+        """
         stored = open_object(self._engine.host, order.key) or self._fetch(order)
         if stored is None:
             return None
-        tensor = self._staging.bring(as_tensor(stored.payload, stored.spec))
-        stored.release()
-        return tensor
+        try:
+            return self._staging.bring(as_tensor(stored.payload, stored.spec))
+        except torch.OutOfMemoryError as exc:
+            logger.error("embedding %s: %s", order.key, exc)  # noqa: TRY400 — no bug of ours
+            return None
+        finally:
+            stored.release()
 
     def _reserve(self, tensor: Tensor, order: SaveOrder) -> Slab | None:
         """Return a slab for `tensor`; None if it cannot be stored, or the budget stays spent."""

@@ -140,6 +140,25 @@ def test_a_device_without_memory_costs_the_save_alone(
     assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
 
 
+def test_an_embedding_for_which_the_device_has_no_memory_fails_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(start("producer", save="durable"))
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = start("consumer", host="elsewhere")
+    other = LoadOrder("other", KEY)
+    encoder_cache: dict[str, torch.Tensor] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "bring", full)
+        worker.load(Orders(loads=(LOAD,)), encoder_cache)
+    worker.load(Orders(loads=(other,)), encoder_cache)
+    assert counted(worker) == {"items/failed": 1}
+    assert torch.equal(encoder_cache["other"], EMBEDDING)
+
+
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
     encode(start("producer", save="durable"), torch.randn(64, 32).T[:16, ::1])
     assert unseal(memoryview(stored(tmp_path).read_bytes()), KEY).spec.shape == (16, 64)
