@@ -47,7 +47,7 @@ from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
-from kvshare.save_budget import SaveBudget, log_limit, slab_sizes
+from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes, slab_sizes
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -111,7 +111,10 @@ class KVScheduler:
         if events is not None:
             self._stored.on_lost = events.lost
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
-        self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
+        limit_bytes = most_ordered_bytes(
+            config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
+        )
+        self._budget = SaveBudget[Progress](limit_bytes, clock_s)
         admission = Admission(config, facts.hash_function)
         self._saves = SavePlan(facts, self._pieces, self._lookups, events, self._budget, admission)
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
