@@ -60,8 +60,8 @@ class EncoderWorker:
         self._timeout_s = config.io_timeout_s
         self._promise_s = config.promise_s
         buffer_bytes = config.buffer_bytes
-        if is_gpu(self._device) and not self._is_writer:
-            buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
+        if is_gpu(self._device) and not self._is_writer:  # it is pinned at start
+            buffer_bytes = min(buffer_bytes, _LOAD_BYTES if role.is_ec_consumer else 1)
         self._staging = Staging(self._device, buffer_bytes)
         self._engine = start_engine(
             config, OPTIONS_PATH, write=self._is_writer, device=self._device

@@ -130,6 +130,9 @@ class Arena:
         """
         self.num_bytes = slab_bytes(num_bytes)
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # After a fork the next write takes another page, and a device copies to the first one.
+            memory.madvise(mmap.MADV_DONTFORK)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._free = [(0, self.num_bytes)]

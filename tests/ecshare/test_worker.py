@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half with real tensors and a real folder; no engine."""
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import unseal
 from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Kind, gap_key, object_key
+from ecshare.transfer import staging
 from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
 from lab.gpu_stand_in import stand_in
@@ -305,3 +307,23 @@ def test_threads_of_a_worker_select_its_device(
     )
     start("both", device=device)
     assert ("ecshare-io", number) in selected
+
+
+@pytest.mark.parametrize("start", ["gpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("role", "tp_rank", "expected"),
+    [
+        ("producer", 0, 1 << 30),
+        ("producer", 1, mmap.PAGESIZE),
+        ("consumer", 0, 256 << 20),
+        ("both", 0, 1 << 30),
+        ("both", 1, 256 << 20),
+    ],
+)
+def test_a_rank_pins_no_more_than_it_uses(
+    start: Start, monkeypatch: pytest.MonkeyPatch, role: str, tp_rank: int, expected: int
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: pinned.append(memory.nbytes))
+    start(role, tp_rank=tp_rank)
+    assert pinned == [expected]

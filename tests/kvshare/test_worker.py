@@ -18,6 +18,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer import staging
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
 from kvshare.blocks import BlockCaches
@@ -46,11 +47,22 @@ A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 class Host:
     """One worker on a host of its own."""
 
-    def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
+    def __init__(  # noqa: PLR0913
+        self,
+        host_cache: Path,
+        *,
+        shape: CacheShape | None = None,
+        rank: Rank = RANK,
+        saves: bool = True,
+        loads: bool = True,
+        **options: Any,
+    ) -> None:
         both = {"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options
         self.config = KVConfig(**both)
         self.engine = TransferEngine(self.config, "options")
-        self.worker = KVWorker(self.config, SHAPE, RANK, self.engine, saves=saves)
+        self.worker = KVWorker(
+            self.config, shape or SHAPE, rank, self.engine, saves=saves, loads=loads
+        )
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -783,3 +795,45 @@ def test_a_cache_that_was_never_shared_sleeps_too(host: Callable[[], Host]) -> N
     other.restore()
     other.load(Orders(NAMESPACE, loads=(LoadOrder("r", (block(A, TOKENS, 0),)),)))
     assert other.settle().failed == {"r"}
+
+
+SAVE_BYTES, LOAD_BYTES = 1 << 30, 32 << 20
+REPLICATED = replace(SHAPE, layer_sets=(replace(LAYER_SET, total_heads=1),))
+
+
+@pytest.mark.parametrize("host", ["gpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [SAVE_BYTES, LOAD_BYTES]),
+        ({"loads": False}, [SAVE_BYTES]),
+        ({"saves": False}, [LOAD_BYTES]),
+        ({"shape": REPLICATED, "rank": Rank(0, 8, 0, 1)}, [SAVE_BYTES, LOAD_BYTES]),
+        ({"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}, [LOAD_BYTES]),
+    ],
+)
+def test_a_rank_pins_no_more_than_it_uses(
+    host: Callable[..., Host],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    expected: list[int],
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: pinned.append(memory.nbytes))
+    host(**options)
+    assert pinned == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"loads": False}, {"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}]
+)
+def test_a_rank_that_does_less_saves_and_sleeps_all_the_same(
+    host: Callable[..., Host], options: dict[str, Any]
+) -> None:
+    one = host(**options)
+    one.cache.copy_(random_cache())
+    one.save(block(A, TOKENS, 3))
+    one.worker.unregister()
+    one.save(block(B, TOKENS, 3))
+    is_writer = "rank" not in options
+    assert one.counts() == ({"blocks/saved": 1, "blocks/dropped": 1} if is_writer else {})
