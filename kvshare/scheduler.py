@@ -342,7 +342,7 @@ class KVScheduler:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._saves.left(self._tracked[request_id].progress)
-        leaving = self._saves.take_leaving(option(output, "new_block_ids_to_zero") or ())
+        leaving = self._saves.take_leaving(_overwritten(output))
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
@@ -523,3 +523,12 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
+
+
+def _overwritten(output: SchedulerOutput) -> set[int]:
+    """Return the blocks that V2 runners overwrite before they carry out the orders of a step."""
+    copies = option(output, "kv_cache_block_copies") or ()
+    return {
+        *(option(output, "new_block_ids_to_zero") or ()),
+        *(each.dst_block_id for each in copies),
+    }

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -512,6 +513,28 @@ def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
     request = make_request("r", PROMPT, 9)
     here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
     assert leave(here, request) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("new_block_ids_to_zero", [2]),
+        ("kv_cache_block_copies", [SimpleNamespace(src_block_id=9, dst_block_id=2)]),
+    ],
+)
+def test_what_is_overwritten_before_it_could_be_saved_is_not_saved(
+    bench: StartBench, field: str, value: list[Any]
+) -> None:
+    here = bench(chunk_blocks=4)
+    gone, other = make_request("gone", PROMPT, 9), make_request("other", PROMPT[1:], 9)
+    here.run(gone, 0, 2 * BLOCK, [1, 2])
+    here.run(other, 0, 2 * BLOCK, [3, 9])
+    here.half.finished(gone)
+    here.half.finished(other)
+    output = SchedulerOutput.make_empty()
+    setattr(output, field, value)
+    (left,) = here.half.orders(output).leaving
+    assert left.block_ids == ((3, 9),)
 
 
 def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None:
