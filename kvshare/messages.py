@@ -88,6 +88,8 @@ class Report(KVConnectorWorkerMetadata):
     saves_fail: bool = False
     """The store has refused saves repeatedly, and they are paused. Said in each step until a save
     works again."""
+    has_misfits: bool = False
+    """Some of what was lost is in the store, and laid out in another way."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is stored only if all its shards are.
@@ -103,6 +105,7 @@ class Report(KVConnectorWorkerMetadata):
             self.is_idle or other.is_idle,
             ended,
             self.saves_fail or other.saves_fail,
+            self.has_misfits or other.has_misfits,
         )
 
 

@@ -45,6 +45,7 @@ from kvshare.layers import (
 from kvshare.load_or_compute import LoadOrCompute
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import LoadOrder, Orders, Piece, Report, announcement
+from kvshare.misfits import Misfits
 from kvshare.pieces import Pieces
 from kvshare.prefix import Chunk, ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes, slab_sizes
@@ -124,6 +125,7 @@ class KVScheduler:
         self._abandoned: list[str] = []
         self._num_lost = 0
         self._saves_fail = False
+        self._misfits = Misfits(clock_s)
 
     @classmethod
     def start(
@@ -231,6 +233,11 @@ class KVScheduler:
         search = tracked.search
         if search is None:
             self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
+            if self._misfits.is_pause:
+                tracked.load_failed = True  # or as good as that
+                num_blocks = len(request.block_hashes) - num_computed_tokens // grid.block_tokens
+                self._stats.add("misses/layout", num_blocks)
+                return 0
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
             fewest_tokens = self._choice.fewest_tokens if self._choice is not None else 0
@@ -355,6 +362,7 @@ class KVScheduler:
         if isinstance(report, Report):
             self._num_lost += len(report.lost)
             self._saves_fail = report.saves_fail
+            self._misfits.reported(report.has_misfits)
             self._stored.lost(report.lost)
             for key in report.lost:
                 progress = self._budget.owner(key)
@@ -459,6 +467,7 @@ class KVScheduler:
         first = 0 if failed else (lost or [len(loading.chunks)])[0]
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
+            self._misfits.end()
         if first == len(loading.chunks):
             self._stats.add("tokens/loaded", loading.num_tokens)
             if self._choice is not None:

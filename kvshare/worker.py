@@ -310,7 +310,10 @@ class KVWorker:
         if not (self._lost or self._tells_idle or self._num_ended or saves_fail):
             return None
         lost, ended = frozenset(self._lost), dict(self._num_ended)
-        report = Report(lost, self._tells_idle, ended, saves_fail)
+        has_misfits = self._loads is not None and self._loads.has_misfits
+        report = Report(lost, self._tells_idle, ended, saves_fail, has_misfits)
+        if self._loads is not None:
+            self._loads.has_misfits = False
         self._lost.clear()
         self._num_ended.clear()
         self._tells_idle = False

@@ -958,3 +958,53 @@ def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: St
     assert here.half.num_loadable_tokens(request, 0) == 0
     assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
     here.half.finished(request)
+
+
+# --- KV that is laid out in another way ---
+
+
+def test_what_nobody_here_can_use_is_not_looked_up_for_a_while(
+    bench: StartBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    misfits = Report(frozenset(), has_misfits=True)
+
+    def found() -> int:
+        request = make_request("r", PROMPT)
+        num_tokens = here.ask(request)
+        assert here.ask(request) == num_tokens
+        here.half.finished(request)
+        return num_tokens
+
+    for _ in range(8):
+        assert found() == len(PROMPT) - 1
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    before = here.half.take_stats()
+    assert before is not None
+    assert "misses/layout" not in before.data
+    assert found() == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["misses/layout"] == len(PROMPT) // BLOCK
+    here.clock.now_s += 60
+    assert found() == len(PROMPT) - 1, "it is tried again"
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert found() == 0
+    said = [each for each in caplog.messages if "looks for KV once in 60 s" in each]
+    assert len(said) == 1
+
+
+def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    misfits = Report(frozenset(), has_misfits=True)
+    request = make_request("r", PROMPT)
+    assert here.ask(request) == len(PROMPT) - 1
+    here.half.allocated(request, [[1, 2, 3, 4]], len(PROMPT) - 1)
+    for _ in range(7):
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert here.ask(make_request("other", PROMPT)) == len(PROMPT) - 1

@@ -483,6 +483,12 @@ def test_what_other_kernels_have_filled_is_a_miss(
         report = other.worker.report()
         assert report is not None
         assert report.lost == {key}
+        assert report.has_misfits
+    other.load("missing", block(C, TOKENS, 1))
+    other.settle()
+    report = other.worker.report()
+    assert report is not None
+    assert not report.has_misfits
     stats = other.worker.take_stats()
     assert stats is not None
     assert stats.data["misses/layout"] == 2
