@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -1008,3 +1009,49 @@ def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
     here.half.reported(KVConnectorOutput(finished_recving={"r"}))
     here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
     assert here.ask(make_request("other", PROMPT)) == len(PROMPT) - 1
+
+
+# --- what a step costs ---
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """How many functions of Python or C `work` calls."""
+    num = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize("prompt_blocks", [2, 200])
+def test_a_running_request_with_nothing_to_save_costs_a_step_a_few_calls(
+    bench: StartBench, prompt_blocks: int
+) -> None:
+    """Thousands run at a time. Neither the length of its prompt counts, nor what it has saved."""
+    here = bench(chunk_blocks=16)
+    prompt = list(range(prompt_blocks * BLOCK + 1))
+
+    def decode(requests: list[Request]) -> int:
+        output, cached = SchedulerOutput.make_empty(), CachedRequestData.make_empty()
+        for request in requests:
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(None)
+            cached.num_computed_tokens.append(len(prompt))
+            output.num_scheduled_tokens[request.request_id] = 1
+        output.scheduled_cached_reqs = cached
+        output.total_num_scheduled_tokens = len(requests)
+        return num_calls(lambda: here.half.orders(output))
+
+    requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
+    for request in requests:
+        here.run(request, 0, len(prompt), list(range(prompt_blocks + 1)))
+    decode(requests)  # takes what the last steps left
+    each = (decode(requests) - decode(requests[:20])) / 20
+    assert each <= 4
