@@ -86,8 +86,8 @@ class EncoderWorker:
         assert named is not None  # or vLLM would not have made this worker
         device, is_writer = torch.device(named), _is_writer(role, rank)
         buffer_bytes = config.buffer_bytes
-        if is_gpu(device) and not is_writer:
-            buffer_bytes = min(buffer_bytes, _LOAD_BYTES)  # it is pinned at start
+        if is_gpu(device) and not is_writer:  # it is pinned at start
+            buffer_bytes = min(buffer_bytes, _LOAD_BYTES if role.is_consumer else 1)
         staging = Staging(device, buffer_bytes)
         engine = start_engine(config, OPTIONS_PATH, write=is_writer, device=device)
         ledger = open_ledger(vllm_config, engine.host) if role.only_encodes else None
@@ -194,13 +194,20 @@ class EncoderWorker:
         return as_tensor(stored.payload, stored.spec)
 
     def _brought(self, order: LoadOrder) -> Tensor | None:
-        """Return a copy of an embedding on the device, wherever it is; None: nowhere."""
+        """Return a copy of an embedding on the device, wherever it is.
+
+        None: it is nowhere, or the device has no memory for it.
+        """
         stored = open_object(self._engine.host, order.key) or self._fetch(order)
         if stored is None:
             return None
-        tensor = self._staging.bring(as_tensor(stored.payload, stored.spec))
-        stored.release()
-        return tensor
+        try:
+            return self._staging.bring(as_tensor(stored.payload, stored.spec))
+        except torch.OutOfMemoryError as exc:
+            logger.error("embedding %s: %s", order.key, exc)  # noqa: TRY400 — no bug of ours
+            return None
+        finally:
+            stored.release()
 
     def _reserve(self, tensor: Tensor, order: SaveOrder) -> Slab | None:
         """Return a slab for `tensor`; None if it cannot be stored, or the budget stays spent."""

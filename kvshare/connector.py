@@ -133,10 +133,10 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         """Take hold of vLLM's cache tensors, one a layer."""
         self.worker.register(kv_caches)
 
-    def _stop_loads(self) -> None:
-        self.worker.has_stopped_loads()
+    def _release_cache(self) -> None:
+        self.worker.release_cache()
 
-    @guarded(_none, _stop_loads)
+    @guarded(_none, _release_cache)
     def unregister_kv_caches(self) -> None:
         """Neither read nor write the cache until `restore_kv_caches`: vLLM goes to sleep."""
         self.worker.unregister()

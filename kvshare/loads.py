@@ -31,6 +31,7 @@ _FIRST_AHEAD = 8
 _MOST_AHEAD = 32  # as many loads as the store is asked for at once
 # What was announced may come after these.
 _NOT_YET = (Outcome.MISSING, Outcome.UNAVAILABLE, Outcome.CANCELLED)
+_OTHER_LAYOUT = "layout"  # a reason for a miss
 # Between two questions for the next one: a client waits for the last of them.
 _LONGEST_PAUSE_S = 0.05
 # More than the store is asked for at once, so that it is never idle; and little enough that
@@ -180,6 +181,8 @@ class Loads:
         self._num_writing = 0  # load threads
         self._nobody_writes = threading.Condition(self._lock)
         self._knows_of_layout = False
+        self.has_misfits = False
+        """An object has arrived whose blocks were laid out in another way; for others to reset."""
         self._finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
@@ -225,6 +228,10 @@ class Loads:
             self._give_up(load)
             self._end_if_complete(load)
         self._cancel_unwanted()
+        self._wait_written()
+
+    def _wait_written(self) -> None:
+        """Block until no load thread writes to a block."""
         with self._nobody_writes:
             self._nobody_writes.wait_for(lambda: not self._num_writing)
 
@@ -259,6 +266,11 @@ class Loads:
             self._has_stopped = True
             return not self._num_writing
 
+    def stop(self) -> None:
+        """As `has_stopped`, and wait for the copies under way."""
+        self.has_stopped()
+        self._wait_written()
+
     def _arrived(self, wanted: _Wanted, done: Done[StoredObject]) -> None:
         """Take note of what became of a fetch for all who waited for it, and go on."""
         job = wanted.job
@@ -272,6 +284,7 @@ class Loads:
             if not is_here:
                 self._absent(load, number, done.outcome)
             elif not wanted.num_served:
+                self.has_misfits |= wanted.misfit == _OTHER_LAYOUT
                 self._failed(load, number, wanted.misfit or Outcome.CORRUPT.value)
             elif place < wanted.num_served:
                 self._filled(load, number)
@@ -343,7 +356,7 @@ class Loads:
                 return ""
         elif blocks.has_another_layout(stored.spec, piece):
             self._tell_of_layout(stored)
-            return "layout"
+            return _OTHER_LAYOUT
         # Out of the host cache with it: what is computed and saved instead is to be found there.
         logger.warning(
             "%s contains a tensor that does not fit its key: %s", stored.key, stored.spec

@@ -91,6 +91,8 @@ class Report(KVConnectorWorkerMetadata):
     not_saved: frozenset[ChunkKey] = frozenset()
     """Those of `lost` whose save has failed. The others were missed by loads. A load hears of some
     of them after it has ended, when they may be computed and on their way to the store again."""
+    has_misfits: bool = False
+    """Some of what was lost is in the store, and laid out in another way."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
         """Return the report of both workers: a chunk is stored only if all its shards are.
@@ -107,6 +109,7 @@ class Report(KVConnectorWorkerMetadata):
             ended,
             self.saves_fail or other.saves_fail,
             self.not_saved | other.not_saved,
+            self.has_misfits or other.has_misfits,
         )
 
 

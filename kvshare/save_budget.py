@@ -18,6 +18,9 @@ SlabBytes = Callable[[int, int], int]
 
 # A worker reports the end of each save. If it has not for so long, it never will.
 _LOST_S = 120.0
+# Chunks for which there is room beyond what is ordered: one for so many of them, at most so many.
+_CHUNKS_A_SPARE = 16
+_MOST_SPARE = 4
 
 
 def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
@@ -33,6 +36,16 @@ def slab_sizes(block_bytes: Sequence[int]) -> SlabBytes:
 def steps_bytes(chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> int:
     """Return how much memory the chunks of two steps take: one is stored while one is computed."""
     return 2 * -(-step_tokens // chunk_tokens) * chunk_bytes
+
+
+def most_ordered_bytes(buffer_bytes: int, chunk_bytes: int) -> int:
+    """Return how much of a rank's `buffer_bytes` saves may be ordered for.
+
+    A save needs memory in one piece, and what is free lies between saves of several sizes. So room
+    for some chunks is left: a worker that must drop what was ordered breaks a promise.
+    """
+    num_spare = min(_MOST_SPARE, buffer_bytes // max(1, chunk_bytes) // _CHUNKS_A_SPARE)
+    return buffer_bytes - num_spare * chunk_bytes
 
 
 def log_limit(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:

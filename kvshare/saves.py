@@ -2,7 +2,8 @@
 """Plans what to save, and when."""
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -146,17 +147,17 @@ class SavePlan:
         progress.has_gap = True
         self._budget.release(progress)
 
-    def take_leaving(self, zeroed: Collection[int]) -> tuple[Piece, ...]:
+    def take_leaving(self, overwritten: AbstractSet[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
 
-        `zeroed`: blocks that the workers zero before this step. V2 runners zero them before they
-        carry out these orders, so their content is lost.
+        `overwritten`: blocks whose content is gone before the workers carry out these orders.
         """
         leaving, self._leaving = self._leaving, []
-        gone = set(zeroed)
-        if not gone:
+        if not overwritten:
             return tuple(leaving)
-        lost = {piece.key for piece in leaving if not gone.isdisjoint(chain(*piece.block_ids))}
+        lost = {
+            piece.key for piece in leaving if not overwritten.isdisjoint(chain(*piece.block_ids))
+        }
         self._stored.lost(lost)
         self._budget.withdraw(lost)
         return tuple(piece for piece in leaving if piece.key not in lost)

@@ -30,10 +30,11 @@ from kvshare.load_or_compute import LoadOrCompute
 from kvshare.load_plan import Loading, LoadPlan
 from kvshare.lookups import Lookups, Search
 from kvshare.messages import Orders, Piece, Report, announcement
+from kvshare.misfits import Misfits
 from kvshare.pieces import Pieces
 from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
-from kvshare.save_budget import SaveBudget, log_limit
+from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy, is_for_decode
 from kvshare.saves import Progress, SavePlan
 
@@ -86,7 +87,10 @@ class KVScheduler:
         self._lookups = Lookups(config, facts, engine, self._stored, clock_s)
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
         self._loads = LoadPlan(facts, self._pieces, clock_s)
-        self._budget = SaveBudget[Progress](config.buffer_bytes, clock_s)
+        limit_bytes = most_ordered_bytes(
+            config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
+        )
+        self._budget = SaveBudget[Progress](limit_bytes, clock_s)
         policy = SavePolicy(config, facts.hash_function)
         self._saves = SavePlan(
             facts, self._pieces, self._stored, self._adapters, events, self._budget, policy
@@ -95,6 +99,7 @@ class KVScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._num_lost = 0
         self._saves_fail = False
+        self._misfits = Misfits(clock_s)
 
     @classmethod
     def start(
@@ -162,6 +167,11 @@ class KVScheduler:
         search = tracked.search
         if search is None:
             self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
+            if self._misfits.is_pause:
+                tracked.load_failed = True  # or as good as that
+                num_blocks = len(request.block_hashes) - num_computed_tokens // grid.block_tokens
+                self._stats.add("misses/layout", num_blocks)
+                return 0
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
             fewest_tokens = self._choice.fewest_tokens if self._choice is not None else 0
@@ -243,7 +253,7 @@ class KVScheduler:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._tracked:
                 self._saves.left(self._tracked[request_id].progress)
-        leaving = self._saves.take_leaving(option(output, "new_block_ids_to_zero") or ())
+        leaving = self._saves.take_leaving(_overwritten(output))
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
@@ -258,6 +268,7 @@ class KVScheduler:
             lost = self._lost(report)
             self._num_lost += len(lost)
             self._saves_fail = report.saves_fail
+            self._misfits.reported(report.has_misfits)
             self._stored.lost(lost)
             for key in lost:
                 progress = self._budget.owner(key)
@@ -366,6 +377,7 @@ class KVScheduler:
         first = 0 if failed else loading.num_sound
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
+            self._misfits.end()
         if first == len(loading.chunks):
             self._stats.add("tokens/loaded", loading.num_tokens)
             if self._choice is not None:
@@ -460,3 +472,12 @@ def _block_events(
         group=0 if len(kv_cache_config.kv_cache_groups) == 1 else None,
         is_remote=not config.folder,
     )
+
+
+def _overwritten(output: SchedulerOutput) -> set[int]:
+    """Return the blocks that V2 runners overwrite before they carry out the orders of a step."""
+    copies = option(output, "kv_cache_block_copies") or ()
+    return {
+        *(option(output, "new_block_ids_to_zero") or ()),
+        *(each.dst_block_id for each in copies),
+    }

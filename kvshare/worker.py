@@ -93,7 +93,7 @@ class KVWorker:
     Ownership: the worker's main thread owns everything here.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that a worker is told of its engine
         self,
         config: KVConfig,
         shape: CacheShape | None,
@@ -101,17 +101,19 @@ class KVWorker:
         engine: TransferEngine,
         *,
         saves: bool = True,
+        loads: bool = True,
     ) -> None:
         """Own `engine` from now on. `shape`: None for a cache that cannot be shared.
 
-        `saves`: this engine stores KV, also what only this host has.
+        `saves`: this engine stores KV, also what only this host has. `loads`: it loads KV.
         """
         self._config = config
         self._shape = shape
         self._rank = rank
         self._engine = engine
         self._stats = engine.stats
-        # These are set by `register`; without them every save is dropped, every load fails.
+        # These are set by `register`, as far as this rank needs them; without them every save is
+        # dropped, every load fails.
         self._blocks: list[BlockCaches] = []
         self._staging: Staging | None = None
         self._loads: Loads | None = None
@@ -122,6 +124,7 @@ class KVWorker:
         self._not_saved: set[ChunkKey] = set()
         self._tells_idle = False
         self._saves = saves
+        self._may_load = loads
         self._as_float8 = config.stored_dtype == float8.NAME
         self._has_cache = True
         self._num_ended: Counter[ChunkKey] = Counter()
@@ -152,7 +155,9 @@ class KVWorker:
             write=role.is_kv_producer,
             device=vllm_config.device_config.device,
         )
-        return cls(config, shape, rank, engine, saves=role.is_kv_producer)
+        return cls(
+            config, shape, rank, engine, saves=role.is_kv_producer, loads=role.is_kv_consumer
+        )
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Take hold of vLLM's cache tensors; refuse a layout that is not understood."""
@@ -181,14 +186,19 @@ class KVWorker:
             self._tells_idle = True
             return
         self._blocks = blocks
-        device = blocks[0].device
-        if self._saves:
-            self._staging = Staging(device, self._buffer_bytes(blocks, shape))
-        self._loads = Loads(
+        # On a GPU both pin memory.
+        if self._saves and any(each.is_written_by(self._rank) for each in shape.layer_sets):
+            self._staging = Staging(blocks[0].device, self._buffer_bytes(blocks, shape))
+        if self._may_load:
+            self._loads = self._loads_of(blocks, shape)
+
+    def _loads_of(self, blocks: Sequence[BlockCaches], shape: CacheShape) -> Loads:
+        buffer_bytes = max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))
+        return Loads(
             self._config,
             self._engine,
             blocks,
-            LoadStreams(device, max(_LOAD_BUFFER_BYTES, *(each.block_bytes for each in blocks))),
+            LoadStreams(blocks[0].device, buffer_bytes),
             keeps_prefix=shape.keeps_prefix,
             arrived_from=self._make_up_for,
         )
@@ -209,11 +219,23 @@ class KVWorker:
         with the next step. What is ordered meanwhile is not saved, and fails to load. Waits for
         copies between host and device, and never for the store. The second call does nothing.
         """
-        if self._loads is None or self._staging is None or not self._has_cache:
+        if not self._has_cache:
             return
         self._has_cache = False
-        self._loads.pause()
-        self._staging.wait_copied()
+        if self._loads is not None:
+            self._loads.pause()
+        self._wait_saved()
+
+    def release_cache(self) -> None:
+        """As `unregister`, for good, and without a report: what a worker does that has given up."""
+        if self._loads is not None:
+            self._loads.stop()
+        self._wait_saved()
+
+    def _wait_saved(self) -> None:
+        """Block until all saves have copied their blocks out."""
+        if self._staging is not None:
+            self._staging.wait_copied()
 
     def restore(self) -> None:
         """Take hold of the cache again, after `unregister`: its tensors have memory again."""
@@ -283,7 +305,10 @@ class KVWorker:
             return None
         not_saved, ended = frozenset(self._not_saved), dict(self._num_ended)
         lost = not_saved.union(self._lost)
-        report = Report(lost, self._tells_idle, ended, saves_fail, not_saved)
+        has_misfits = self._loads is not None and self._loads.has_misfits
+        report = Report(lost, self._tells_idle, ended, saves_fail, not_saved, has_misfits)
+        if self._loads is not None:
+            self._loads.has_misfits = False
         self._lost.clear()
         self._not_saved.clear()
         self._num_ended.clear()

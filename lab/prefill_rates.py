@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill engine that computes more KV than its store takes, in simulated time.
 
-The scheduler half is real, and so are the limits of what is in flight. The engine's steps, the
-workers and the store are imaginary.
+The scheduler half is real, and so are the limits of what is in flight and the memory that saves
+take on a worker. The engine's steps and the store are imaginary.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, cycle
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -18,8 +21,10 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.priority import Admission, Priority
+from ecshare.transfer.staging import Arena
 from kvshare.config import KVConfig
 from kvshare.facts import KVFacts
 from kvshare.layers import AttentionWindow, LayerSet
@@ -41,11 +46,11 @@ _BEGIN_S = 10.0
 
 @dataclass(frozen=True)
 class Load:
-    """What the engine computes: prompts of one length, as fast as it can, for 10 s and then for the
-    `seconds` that count."""
+    """What the engine computes: prompts of these lengths in turn, as fast as it can, for 10 s and
+    then for the `seconds` that count."""
 
     tokens_per_s: float
-    prompt_tokens: int
+    prompt_tokens: Sequence[int]
     seconds: float
     step_tokens: int = 8192
     buffer_bytes: int = 1 << 30
@@ -57,14 +62,14 @@ class Result:
 
     announced: list[int] = field(default_factory=list)
     """The number of tokens of each prompt that were announced, in the order of their ends."""
+    num_whole: int = 0
+    """How many prompts were announced as a whole."""
     num_untrue: int = 0
     """Prompts of which something was announced and not stored in the end."""
+    num_dropped: int = 0
+    """Chunks that were ordered, and for which the worker had no memory."""
     stored_bytes: int = 0
     seconds: float = 0.0
-
-    def num_whole(self, load: Load) -> int:
-        """How many prompts were announced as a whole."""
-        return self.announced.count(load.prompt_tokens - 1)
 
 
 class _Run:
@@ -74,7 +79,9 @@ class _Run:
         self._half = half
         self._store = ThrottledStore(link)
         self._admission = Admission(_TIMEOUT_S, grows=True)
+        self._arena = Arena(load.buffer_bytes, torch.device("cpu"))
         self._ended: Counter[ChunkKey] = Counter()
+        self._lost: set[ChunkKey] = set()
         self._stored: set[ChunkKey] = set()
         self._saves: set[asyncio.Task[None]] = set()
         self._promises: list[tuple[Request, int]] = []
@@ -97,7 +104,7 @@ class _Run:
             ]:
                 running.remove(request)
                 request.append_output_token_ids(0)
-                self._finish(request, counts=loop.time() > _BEGIN_S)
+                self._finish(request)
         self.result.seconds = loop.time() - _BEGIN_S
         self.result.stored_bytes = self._store.moved_bytes - before_bytes
         orders = self._half.orders(SchedulerOutput.make_empty())
@@ -133,26 +140,39 @@ class _Run:
 
     def _save(self, pieces: tuple[Piece, ...]) -> None:
         for piece in pieces:
-            task = asyncio.get_running_loop().create_task(self._store_piece(piece))
+            num_bytes = PROLOGUE_BYTES + piece.num_blocks * BLOCK_TOKENS * TOKEN_BYTES
+            memory = self._arena.take(num_bytes)
+            if memory is None:
+                self.result.num_dropped += self._counts
+                self._lost.add(piece.key)
+                self._ended[piece.key] += 1
+                continue
+            task = asyncio.get_running_loop().create_task(self._store_piece(piece, memory))
             self._saves.add(task)
             task.add_done_callback(self._saves.discard)
 
-    async def _store_piece(self, piece: Piece) -> None:
-        num_bytes = piece.num_blocks * BLOCK_TOKENS * TOKEN_BYTES
-        async with self._admission.admitted(Priority.SAVE, num_bytes):
-            await self._store.move(num_bytes)
+    async def _store_piece(self, piece: Piece, memory: Tensor) -> None:
+        async with self._admission.admitted(Priority.SAVE, memory.nbytes):
+            await self._store.move(memory.nbytes)
+        self._arena.give_back(memory)
         self._stored.add(piece.key)
         self._ended[piece.key] += 1
 
+    @property
+    def _counts(self) -> bool:
+        return asyncio.get_running_loop().time() > _BEGIN_S
+
     def _report(self) -> KVConnectorOutput:
         ended, self._ended = self._ended, Counter()
-        return KVConnectorOutput(kv_connector_worker_meta=Report(frozenset(), False, ended))
+        lost, self._lost = frozenset(self._lost), set()
+        return KVConnectorOutput(kv_connector_worker_meta=Report(lost, False, ended))
 
-    def _finish(self, request: Request, *, counts: bool) -> None:
+    def _finish(self, request: Request) -> None:
         said = self._half.finished(request)
         num_tokens = said["kvshare"]["num_tokens"] if said else 0
-        if counts:
+        if self._counts:
             self.result.announced.append(num_tokens)
+            self.result.num_whole += num_tokens == request.num_prompt_tokens - 1
         self._promises.append((request, num_tokens))
 
     def _check(self) -> None:
@@ -198,11 +218,10 @@ def prefill(load: Load, link: Link, folder: Path) -> Result:
     return run.result
 
 
-def _prompts(num_tokens: int) -> Iterator[Request]:
+def _prompts(lengths: Sequence[int]) -> Iterator[Request]:
     """Yield requests of P in a router's fleet: each prompt is new, and one token is sampled."""
-    hasher, number = get_request_block_hasher(BLOCK_TOKENS, sha256), 0
-    while True:
-        number += 1
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    for number, num_tokens in zip(count(1), cycle(lengths)):
         yield Request(
             request_id=str(number),
             prompt_token_ids=[number, *range(1, num_tokens)],

@@ -51,8 +51,10 @@ _PATIENCE = 0.45
 # How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
-# In one of so many rounds the store is also asked for a note that the object will not come.
+# In one of so many rounds the store is also asked for a note that the object will not come; in each
+# one after such a pause.
 _NOTE_EVERY = 4
+_LONG_PAUSE_S = 0.1
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -180,7 +182,10 @@ class Fetcher:
                     missing = exc
                 if time.monotonic() >= deadline_s:
                     raise missing or exc from None
-            asks_for_note = job.may_be_given_up and turn % _NOTE_EVERY == 1
+            is_turn = turn % _NOTE_EVERY == 1 or (
+                pause_s >= _LONG_PAUSE_S and not self._poll_rate.is_in_crowd(member)
+            )
+            asks_for_note = job.may_be_given_up and is_turn
             if await self._is_given_up(job, deadline_s, member, in_store=asks_for_note):
                 raise ObjectGivenUp(f"{job.key} will not be stored") from None
             least_s = self._poll_rate.pause_s(member) * (1 + asks_for_note)

@@ -98,6 +98,14 @@ def _warn_of_read_only_memory() -> None:
         torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+@cache
+def _warn_of_full_device() -> None:
+    logger.warning(
+        "The device is almost out of memory: embeddings are loaded into what vLLM has freed, and a "
+        "load that finds none ends the engine. Set a lower gpu_memory_utilization."
+    )
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether copies from and to `device` are queued on streams."""
     return device.type == "cuda"
@@ -122,6 +130,9 @@ class Arena:
         """
         self.num_bytes = slab_bytes(num_bytes)
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # After a fork the next write takes another page, and a device copies to the first one.
+            memory.madvise(mmap.MADV_DONTFORK)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         self._lock = threading.Lock()
         self._free = [(0, self.num_bytes)]
@@ -360,6 +371,9 @@ class Staging:
         `tensor` has been read on return. On a GPU the copy is on its way by pinned memory, on a
         stream of its own; kernels that are launched from now on find it. Without room for it in
         pinned memory the caller waits until it is there.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for it.
         """
         self.end_brought()
         spec, slab = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape)), None
@@ -371,13 +385,29 @@ class Staging:
         self._brought.append(slab)
         slab.payload.copy_(tensor)
         compute = torch.cuda.current_stream(self._device)
-        # Memory from the side stream's own pool: what compute has freed may still be in use there.
-        with torch.cuda.stream(self._inward):
-            brought = slab.payload.to(self._device, non_blocking=True)
-            slab.copied = recorded(self._inward)
+        brought, stream = self._empty_like(slab.payload, self._inward, compute)
+        with torch.cuda.stream(stream):
+            brought.copy_(slab.payload, non_blocking=True)
+            slab.copied = recorded(stream)
         brought.record_stream(compute)
         compute.wait_event(slab.copied)
         return brought
+
+    def _empty_like(
+        self, tensor: Tensor, side: torch.cuda.Stream, compute: torch.cuda.Stream
+    ) -> tuple[Tensor, torch.cuda.Stream]:
+        """Return memory on the device for a copy of `tensor`, and the stream to copy on.
+
+        It is the side stream's own, so that the copy need not wait for what compute has launched:
+        memory that compute has freed may still be in use there. Where there is no more, freed
+        memory of compute will do, and the copy is launched behind its last use.
+        """
+        try:
+            with torch.cuda.stream(side):
+                return torch.empty_like(tensor, device=self._device), side
+        except torch.OutOfMemoryError:
+            _warn_of_full_device()
+            return torch.empty_like(tensor, device=self._device), compute
 
     def end_brought(self) -> None:
         """Free the host memory of copies that `bring` has begun and that have arrived."""

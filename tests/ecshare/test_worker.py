@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker half with real tensors and a real folder; no engine."""
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import unseal
 from ecshare.store.hostcache.cache import open_host_cache
 from ecshare.store.keys import Kind, gap_key, object_key
+from ecshare.transfer import staging
 from ecshare.transfer.staging import Staging
 from ecshare.worker import EncoderWorker
 from lab.gpu_stand_in import stand_in
@@ -138,6 +140,25 @@ def test_a_device_without_memory_costs_the_save_alone(
     assert not totals.get("now/save_queue_bytes"), "its memory was given back"
     worker.close()
     assert (tmp_path / "store" / gap_key(KEY)).is_file(), "nobody is told"
+
+
+def test_an_embedding_for_which_the_device_has_no_memory_fails_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(start("producer", save="durable"))
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = start("consumer", host="elsewhere")
+    other = LoadOrder("other", KEY)
+    encoder_cache: dict[str, torch.Tensor] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "bring", full)
+        worker.load(Orders(loads=(LOAD,)), encoder_cache)
+    worker.load(Orders(loads=(other,)), encoder_cache)
+    assert counted(worker) == {"items/failed": 1}
+    assert torch.equal(encoder_cache["other"], EMBEDDING)
 
 
 def test_a_view_is_stored_as_what_it_shows(start: Start, tmp_path: Path) -> None:
@@ -286,3 +307,23 @@ def test_threads_of_a_worker_select_its_device(
     )
     start("both", device=device)
     assert ("ecshare-io", number) in selected
+
+
+@pytest.mark.parametrize("start", ["gpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("role", "tp_rank", "expected"),
+    [
+        ("producer", 0, 1 << 30),
+        ("producer", 1, mmap.PAGESIZE),
+        ("consumer", 0, 256 << 20),
+        ("both", 0, 1 << 30),
+        ("both", 1, 256 << 20),
+    ],
+)
+def test_a_rank_pins_no_more_than_it_uses(
+    start: Start, monkeypatch: pytest.MonkeyPatch, role: str, tp_rank: int, expected: int
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: pinned.append(memory.nbytes))
+    start(role, tp_rank=tp_rank)
+    assert pinned == [expected]

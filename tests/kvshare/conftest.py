@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RunnerName
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import ToyEngine, ToyModel, options, vllm_config, write_model
@@ -89,6 +90,21 @@ def spin(engine: ToyEngine, is_so: Callable[[], bool], otherwise: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s, f"{otherwise}, in {SPIN_S} s"
         engine.step()
+
+
+def worker_connector(engine: ToyEngine) -> KVShareConnector:
+    (rank,) = engine.runners
+    assert isinstance(rank.kv_connector, KVShareConnector)
+    return rank.kv_connector
+
+
+def sleep_and_wake(engine: ToyEngine) -> None:
+    """Give the cache's memory away and take other memory, as vLLM's workers do since 0.33."""
+    connector = worker_connector(engine)
+    connector.unregister_kv_caches()
+    for layer in engine.model.kv_caches.values():
+        layer.fill_(-7.0)
+    connector.restore_kv_caches()
 
 
 def is_at_rest(engine: ToyEngine) -> bool:

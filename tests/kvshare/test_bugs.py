@@ -13,7 +13,7 @@ from kvshare.scheduler import KVScheduler
 from kvshare.worker import KVWorker
 from lab.vllm_loop import RUNNERS, RunnerName
 from tests.bugs import fails_from
-from tests.kvshare.conftest import StartEngine, spin
+from tests.kvshare.conftest import StartEngine, sleep_and_wake, spin, worker_connector
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
 
@@ -35,6 +35,7 @@ WORKER_HOOKS = (
     "register",
     "load",
     "save",
+    "wait_idle",
     "settle",
     "take_invalid_blocks",
     "report",
@@ -134,6 +135,52 @@ def test_nobody_computes_in_blocks_that_are_being_written_to(
     spin(engine, lambda: not engine.has_work, "it has not come to rest")
     assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
     assert engine.answers["r"].computed_prompt_tokens == len(PROMPTS[0])
+
+
+def raises(*args: Any) -> None:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("hook", ["unregister", "settle"])
+def test_vllm_does_not_sleep_while_a_block_is_being_written_to(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    serve(start(), PROMPTS[0])
+    write, begun, may_end = BlockCaches.write, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        assert may_end.wait(GIVE_UP_S)
+        write(*args)
+
+    monkeypatch.setattr(BlockCaches, "write", slow)
+    engine = start()
+    engine.add(make_request("r", PROMPTS[0], NUM_TOKENS))
+    spin(engine, begun.is_set, "no block is written")
+    monkeypatch.setattr(KVWorker, hook, raises)
+    engine.step()
+    sleeping = threading.Thread(target=worker_connector(engine).unregister_kv_caches)
+    sleeping.start()
+    sleeping.join(0.05)  # sound code waits however long this takes
+    assert sleeping.is_alive()
+    may_end.set()
+    sleeping.join(GIVE_UP_S)
+    assert not sleeping.is_alive()
+    spin(engine, lambda: not engine.has_work, "the request does not end")
+    assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
+
+
+@pytest.mark.parametrize("nth_call", [1, 2])
+@pytest.mark.parametrize("hook", ["unregister", "restore"])
+def test_an_engine_sleeps_and_serves_on_whatever_raises_then(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, hook: str, nth_call: int
+) -> None:
+    monkeypatch.setattr(KVWorker, hook, fails_from(getattr(KVWorker, hook), nth_call))
+    engine = start()
+    for name in ("first", "second", "third"):
+        serve_all(engine, name)
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        sleep_and_wake(engine)
 
 
 def test_what_arrives_after_its_worker_has_given_up_is_not_written(

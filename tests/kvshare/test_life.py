@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RUNNERS, RunnerName
-from tests.kvshare.conftest import StartEngine, is_at_rest, spin
+from tests.kvshare.conftest import StartEngine, is_at_rest, sleep_and_wake, spin
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
@@ -275,17 +275,6 @@ def test_what_was_zeroed_before_it_could_be_saved_is_not_stored(
 
 
 # --- sleep ---
-
-
-def sleep_and_wake(engine: ToyEngine) -> None:
-    """Give the cache's memory away and take other memory, as vLLM's workers do since 0.33."""
-    (rank,) = engine.runners
-    connector = rank.kv_connector
-    assert isinstance(connector, KVShareConnector)
-    connector.unregister_kv_caches()
-    for layer in engine.model.kv_caches.values():
-        layer.fill_(-7.0)
-    connector.restore_kv_caches()
 
 
 def test_an_engine_that_has_slept_finds_in_the_store_what_it_had(start: StartEngine) -> None:

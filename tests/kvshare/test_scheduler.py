@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -515,6 +517,28 @@ def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
     assert leave(here, request) == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("new_block_ids_to_zero", [2]),
+        ("kv_cache_block_copies", [SimpleNamespace(src_block_id=9, dst_block_id=2)]),
+    ],
+)
+def test_what_is_overwritten_before_it_could_be_saved_is_not_saved(
+    bench: StartBench, field: str, value: list[Any]
+) -> None:
+    here = bench(chunk_blocks=4)
+    gone, other = make_request("gone", PROMPT, 9), make_request("other", PROMPT[1:], 9)
+    here.run(gone, 0, 2 * BLOCK, [1, 2])
+    here.run(other, 0, 2 * BLOCK, [3, 9])
+    here.half.finished(gone)
+    here.half.finished(other)
+    output = SchedulerOutput.make_empty()
+    setattr(output, field, value)
+    (left,) = here.half.orders(output).leaving
+    assert left.block_ids == ((3, 9),)
+
+
 def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None:
     """vLLM gives the cache's memory away when it sleeps: what lies there afterwards is no KV."""
     here = bench(chunk_blocks=4)
@@ -952,3 +976,99 @@ def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: St
     assert here.half.num_loadable_tokens(request, 0) == 0
     assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
     here.half.finished(request)
+
+
+# --- KV that is laid out in another way ---
+
+
+def test_what_nobody_here_can_use_is_not_looked_up_for_a_while(
+    bench: StartBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    misfits = Report(frozenset(), has_misfits=True)
+
+    def found() -> int:
+        request = make_request("r", PROMPT)
+        num_tokens = here.ask(request)
+        assert here.ask(request) == num_tokens
+        here.half.finished(request)
+        return num_tokens
+
+    for _ in range(8):
+        assert found() == len(PROMPT) - 1
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    before = here.half.take_stats()
+    assert before is not None
+    assert "misses/layout" not in before.data
+    assert found() == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["misses/layout"] == len(PROMPT) // BLOCK
+    here.clock.now_s += 60
+    assert found() == len(PROMPT) - 1, "it is tried again"
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert found() == 0
+    said = [each for each in caplog.messages if "looks for KV once in 60 s" in each]
+    assert len(said) == 1
+
+
+def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    misfits = Report(frozenset(), has_misfits=True)
+    request = make_request("r", PROMPT)
+    assert here.ask(request) == len(PROMPT) - 1
+    here.half.allocated(request, [[1, 2, 3, 4]], len(PROMPT) - 1)
+    for _ in range(7):
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert here.ask(make_request("other", PROMPT)) == len(PROMPT) - 1
+
+
+# --- what a step costs ---
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """How many functions of Python or C `work` calls."""
+    num = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize("prompt_blocks", [2, 200])
+def test_a_running_request_with_nothing_to_save_costs_a_step_a_few_calls(
+    bench: StartBench, prompt_blocks: int
+) -> None:
+    """Thousands run at a time. Neither the length of its prompt counts, nor what it has saved."""
+    here = bench(chunk_blocks=16)
+    prompt = list(range(prompt_blocks * BLOCK + 1))
+
+    def decode(requests: list[Request]) -> int:
+        output, cached = SchedulerOutput.make_empty(), CachedRequestData.make_empty()
+        for request in requests:
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(None)
+            cached.num_computed_tokens.append(len(prompt))
+            output.num_scheduled_tokens[request.request_id] = 1
+        output.scheduled_cached_reqs = cached
+        output.total_num_scheduled_tokens = len(requests)
+        return num_calls(lambda: here.half.orders(output))
+
+    requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
+    for request in requests:
+        here.run(request, 0, len(prompt), list(range(prompt_blocks + 1)))
+    decode(requests)  # takes what the last steps left
+    each = (decode(requests) - decode(requests[:20])) / 20
+    assert each <= 4

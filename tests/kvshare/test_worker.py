@@ -18,6 +18,7 @@ from ecshare.plugin.ranks import Rank
 from ecshare.store.format import PROLOGUE_BYTES
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer import staging
 from ecshare.transfer.engine import TransferEngine
 from kvshare import loads
 from kvshare.blocks import BlockCaches
@@ -47,11 +48,22 @@ A, B, C = (ChunkKey(bytes([number]) * 32) for number in (1, 2, 3))
 class Host:
     """One worker on a host of its own."""
 
-    def __init__(self, host_cache: Path, *, saves: bool = True, **options: Any) -> None:
+    def __init__(  # noqa: PLR0913
+        self,
+        host_cache: Path,
+        *,
+        shape: CacheShape | None = None,
+        rank: Rank = RANK,
+        saves: bool = True,
+        loads: bool = True,
+        **options: Any,
+    ) -> None:
         both = {"url": "gated://bucket", "host_cache_dir": str(host_cache)} | options
         self.config = KVConfig(**both)
         self.engine = TransferEngine(self.config, "options")
-        self.worker = KVWorker(self.config, SHAPE, RANK, self.engine, saves=saves)
+        self.worker = KVWorker(
+            self.config, shape or SHAPE, rank, self.engine, saves=saves, loads=loads
+        )
         self.cache = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         self.worker.register({f"l.{number}": layer for number, layer in enumerate(self.cache)})
 
@@ -474,6 +486,12 @@ def test_what_other_kernels_have_filled_is_a_miss(
         report = other.worker.report()
         assert report is not None
         assert report.lost == {key}
+        assert report.has_misfits
+    other.load("missing", block(C, TOKENS, 1))
+    other.settle()
+    report = other.worker.report()
+    assert report is not None
+    assert not report.has_misfits
     stats = other.worker.take_stats()
     assert stats is not None
     assert stats.data["misses/layout"] == 2
@@ -715,11 +733,12 @@ def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
 # --- vLLM sleeps ---
 
 
+@pytest.mark.parametrize("saves", [True, False])
 def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
-    host: Callable[[], Host], copying: Copying
+    host: Callable[..., Host], copying: Copying, *, saves: bool
 ) -> None:
     """Its memory may be another process's by then."""
-    source, target = host(), host()
+    source, target = host(), host(saves=saves)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3), block(B, TOKENS, 4))
     GatedFileSystem.close_gate(f"get {name_of(B)}")
@@ -738,8 +757,11 @@ def test_a_load_under_way_writes_nothing_once_vllm_has_its_cache_back(
     assert target.cache.count_nonzero() == 0
 
 
-def test_a_sleeping_worker_reads_and_writes_nothing(host: Callable[[], Host]) -> None:
-    source, target = host(), host()
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_sleeping_worker_reads_and_writes_nothing(
+    host: Callable[..., Host], *, saves: bool
+) -> None:
+    source, target = host(), host(saves=saves)
     source.cache.copy_(random_cache())
     source.save(block(A, TOKENS, 3))
     target.worker.unregister()
@@ -782,3 +804,45 @@ def test_a_cache_that_was_never_shared_sleeps_too(host: Callable[[], Host]) -> N
     other.restore()
     other.load(Orders(NAMESPACE, loads=(LoadOrder("r", (block(A, TOKENS, 0),)),)))
     assert other.settle().failed == {"r"}
+
+
+SAVE_BYTES, LOAD_BYTES = 1 << 30, 32 << 20
+REPLICATED = replace(SHAPE, layer_sets=(replace(LAYER_SET, total_heads=1),))
+
+
+@pytest.mark.parametrize("host", ["gpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [SAVE_BYTES, LOAD_BYTES]),
+        ({"loads": False}, [SAVE_BYTES]),
+        ({"saves": False}, [LOAD_BYTES]),
+        ({"shape": REPLICATED, "rank": Rank(0, 8, 0, 1)}, [SAVE_BYTES, LOAD_BYTES]),
+        ({"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}, [LOAD_BYTES]),
+    ],
+)
+def test_a_rank_pins_no_more_than_it_uses(
+    host: Callable[..., Host],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    expected: list[int],
+) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: pinned.append(memory.nbytes))
+    host(**options)
+    assert pinned == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"loads": False}, {"shape": REPLICATED, "rank": Rank(1, 8, 0, 1)}]
+)
+def test_a_rank_that_does_less_saves_and_sleeps_all_the_same(
+    host: Callable[..., Host], options: dict[str, Any]
+) -> None:
+    one = host(**options)
+    one.cache.copy_(random_cache())
+    one.save(block(A, TOKENS, 3))
+    one.worker.unregister()
+    one.save(block(B, TOKENS, 3))
+    is_writer = "rank" not in options
+    assert one.counts() == ({"blocks/saved": 1, "blocks/dropped": 1} if is_writer else {})

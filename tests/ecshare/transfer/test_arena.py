@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory in parts: what is given out is nobody else's, and what came back is whole again."""
 
+import re
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +94,20 @@ def test_a_host_that_gives_less_gives_what_it_has(caplog: Any) -> None:
     staging = Staging(CPU, 1 << 60)
     assert "buffer_bytes: the host gives" in caplog.text
     assert staging.used_bytes == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_fork_does_not_share_it() -> None:
+    """Or the next write would move a page away from under a device that copies to it."""
+    part = Arena(4 * PAGE, CPU).take(PAGE)
+    assert part is not None
+    maps = Path("/proc/self/smaps").read_text()
+    flags = [
+        flags.split()
+        for first, end, flags in re.findall(
+            r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", maps, re.MULTILINE | re.DOTALL
+        )
+        if int(first, 16) <= part.data_ptr() < int(end, 16)
+    ]
+    assert len(flags) == 1
+    assert "dc" in flags[0], "it is copied when the process forks"

@@ -15,6 +15,8 @@ from ecshare.store.keys import Key, Kind, gap_key, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, GiveUp, Outcome, Put
 from ecshare.transfer.staging import Staging
+from tests.kvshare.gated import GatedFileSystem
+from tests.waiting import wait_until
 
 NAME = "0" * 32
 KEY = object_key(Kind.KV, NAME, "a", "t0of1")
@@ -144,3 +146,27 @@ def test_with_a_key_only_notes_that_were_written_with_it_count(
     assert end_of(engine, LONG_S) is Outcome.GIVEN_UP
     engine.close()
     writer.close()
+
+
+def test_who_asks_seldom_asks_for_a_note_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def note(_: object, operation: str, path: str) -> None:
+        assert operation == "exists", "there is nothing"
+        asked.append(path.rpartition("/")[2])
+
+    monkeypatch.setattr(GatedFileSystem, "pass_gate", note)
+    engine = TransferEngine(
+        StoreConfig(url="gated://bucket", host_cache_dir=f"{tmp_path}/host"), "options"
+    )
+    names = [key.rpartition("/")[2] for key in (KEY, gap_key(KEY))]
+    job = Fetch(KEY, LONG_S, is_announced=True, may_be_given_up=True, longest_pause_s=0.15)
+    engine.submit(job)
+    wait_until(lambda: asked.count(names[0]) > 12)
+    engine.close(0.0)
+    after = [name for name in asked if name in names]
+    tail = after[[n for n, name in enumerate(after) if name == names[0]][8] :]
+    assert tail[:8] == names * 4
+    GatedFileSystem.reset()

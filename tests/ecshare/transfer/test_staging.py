@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -142,6 +145,37 @@ def test_an_embedding_is_brought_by_host_memory_that_comes_back(gpu: Gpu) -> Non
     brought = staging.bring(tensor)
     tensor.zero_()  # it was read
     assert brought.all()
+    staging.end_brought()
+    assert staging.used_bytes == 0
+
+
+def only_on(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, has_memory: Callable[[Any], bool]) -> None:
+    """Let the device have no memory for streams of which `has_memory` is not true."""
+    empty_like = torch.empty_like
+
+    def limited(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if not has_memory(gpu.current_stream()):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty_like(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", limited)
+
+
+def test_an_embedding_is_brought_to_what_vllm_has_freed_if_there_is_no_more(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = Staging(torch.device("cpu"), MIB)
+    only_on(monkeypatch, gpu, lambda stream: stream is gpu.compute)
+    assert staging.bring(torch.ones(1000)).all()
+    staging.end_brought()
+    assert staging.used_bytes == 0
+
+
+def test_a_full_device_keeps_no_host_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(torch.device("cpu"), MIB)
+    only_on(monkeypatch, gpu, lambda stream: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        staging.bring(torch.ones(1000))
     staging.end_brought()
     assert staging.used_bytes == 0
 
