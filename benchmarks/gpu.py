@@ -25,25 +25,21 @@ vllm_names.provide()
 from benchmarks import report  # noqa: E402 - what follows may import names of vLLM
 from benchmarks.measure import Readings, percentile  # noqa: E402
 from benchmarks.report import Report, Table  # noqa: E402
+from lab.gpu_kit import link  # noqa: E402
 from lab.gpu_kit.kit import Bench  # noqa: E402
-from lab.gpu_kit.layouts import EIGHT_B, Sizes, bits, fill, make_cache  # noqa: E402
-from lab.gpu_kit.workers import MIB, EncoderHost, KVHost, chunks, drawn, shuffled  # noqa: E402
+from lab.gpu_kit.layouts import EIGHT_B, Sizes, make_cache  # noqa: E402
+from lab.gpu_kit.workers import MIB, KVHost, chunks, shuffled  # noqa: E402
 
-_CHUNK_BLOCKS = 16
-_PICTURE = (1000, 3584)
-_PICTURES = 8
-_LINK_BYTES = 256 * MIB
 # Hooks do the same for few bytes a block as for many, but a CPU copies them.
 _HOOK_SIZES = replace(EIGHT_B, content=8)
 _SAVE, _LOAD, _END = "order saves", "order loads", "end of step"
-_TO_HOST, _TO_DEVICE = "to the host", "to the device"
 
 
 def hook_times(bench: Bench, rounds: int) -> Table:
     """Time all hooks of a step that saves and loads 8,192 tokens of an 8B-class model."""
     note = (
         f"A step of an 8B-class model: {EIGHT_B.blocks * EIGHT_B.block_tokens} tokens in "
-        f"{EIGHT_B.blocks // _CHUNK_BLOCKS} chunks are ordered to be saved and as many to be "
+        f"{EIGHT_B.blocks // link.CHUNK_BLOCKS} chunks are ordered to be saved and as many to be "
         "loaded. `end of step`: jobs of before are looked after, and what vLLM asks is told. "
     )
     note += "" if bench.is_gpu else "There is no device: the driver's own time is not in it."
@@ -71,12 +67,12 @@ def _timed_steps(bench: Bench, layout: str, order: str, rounds: int) -> Readings
     cache = make_cache(sizes, layout, torch.bfloat16, bench.device)
     store, host_cache = bench.folder(), bench.folder()
     with KVHost(bench, cache, store, host_cache=host_cache, buffer_bytes=256 * MIB) as host:
-        stored = chunks(ids, _CHUNK_BLOCKS, sizes.block_tokens, prompt="stored")
+        stored = chunks(ids, link.CHUNK_BLOCKS, sizes.block_tokens, prompt="stored")
         host.save(*stored)
         host.settle()
         for number in range(rounds + 1):
             step = times if number else Readings[str]()  # the first one warms up
-            saves = chunks(ids, _CHUNK_BLOCKS, sizes.block_tokens, prompt=str(number))
+            saves = chunks(ids, link.CHUNK_BLOCKS, sizes.block_tokens, prompt=str(number))
             with step.timed(_SAVE):
                 host.save(*saves)
             with step.timed(_LOAD):
@@ -90,80 +86,25 @@ def _timed_steps(bench: Bench, layout: str, order: str, rounds: int) -> Readings
 
 def link_shares(bench: Bench, sizes: Sizes, rounds: int) -> Table:
     """Measure copies of ours as parts of what the link does in the same run."""
-    seconds = Readings[str]()
-    num_bytes: dict[str, int] = {}
+    seconds = Readings[link.What]()
+    num_bytes: dict[link.What, int] = {}
     for number in range(rounds + 1):
-        into = seconds if number else Readings[str]()
-        _time_link(bench, into, num_bytes)
-        _time_kv(bench, sizes, into, num_bytes)
-        _time_embeddings(bench, into, num_bytes)
+        for what, moved in link.copies(bench, sizes).items():
+            num_bytes[what] = moved.num_bytes
+            if number:  # the first round warms up
+                seconds.add(what, moved.seconds)
     table = Table(
         "Copies between host and device",
         ("copies", "direction", "MB", "GB/s", "share of the link"),
         "KV: from the order until the blocks are copied; loads are read from the host cache, and "
-        f"checked. Embeddings: {_PICTURES} in a step, until the device is done.",
+        f"checked. Embeddings: {link.PICTURES} in a step, until the device is done.",
     )
     rates = {what: num_bytes[what] / seconds.median(what) / 1e9 for what in num_bytes}
     for what, rate in rates.items():
-        name, direction = what.split(", ")
-        share = rate / rates[f"pinned memcpy, {direction}"]
+        name, direction = what
+        share = rate / rates[link.PLAIN, direction]
         table.add(name, direction, round(num_bytes[what] / 1e6), rate, share)
     return table
-
-
-def _time_link(bench: Bench, into: Readings[str], num_bytes: dict[str, int]) -> None:
-    host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=bench.is_gpu)
-    device = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=bench.device)
-    for direction, target, source in ((_TO_HOST, host, device), (_TO_DEVICE, device, host)):
-        target.copy_(source)
-        bench.finish()
-        what = f"pinned memcpy, {direction}"
-        num_bytes[what] = _LINK_BYTES
-        with into.timed(what):
-            target.copy_(source, non_blocking=bench.is_gpu)
-            bench.finish()
-
-
-def _time_kv(bench: Bench, sizes: Sizes, into: Readings[str], num_bytes: dict[str, int]) -> None:
-    source = make_cache(sizes, "LBHNC", torch.bfloat16, bench.device)
-    fill(source, 1)
-    target = torch.zeros_like(source)
-    pieces = chunks(range(sizes.blocks), _CHUNK_BLOCKS, sizes.block_tokens)
-    store, host_cache = bench.folder(), bench.folder()
-    saved, loaded = f"KV, {_TO_HOST}", f"KV, {_TO_DEVICE}"
-    num_bytes[saved] = num_bytes[loaded] = source.nbytes
-    room = source.nbytes + MIB
-    bench.finish()
-    with KVHost(bench, source, store, host_cache=host_cache, buffer_bytes=room) as host:
-        with into.timed(saved):
-            host.save(*pieces)
-            host.worker.unregister()  # returns when all is copied
-        host.worker.restore()
-        host.settle()
-    with KVHost(bench, target, store, host_cache=host_cache, buffer_bytes=room) as host:
-        with into.timed(loaded):
-            host.load("r", *pieces)
-            finished = host.settle()
-        assert not finished.invalid_blocks
-    assert torch.equal(bits(source), bits(target))
-
-
-def _time_embeddings(bench: Bench, into: Readings[str], num_bytes: dict[str, int]) -> None:
-    pictures = [drawn(*_PICTURE, torch.bfloat16, bench.device) for _ in range(_PICTURES)]
-    saved, loaded = f"embeddings, {_TO_HOST}", f"embeddings, {_TO_DEVICE}"
-    num_bytes[saved] = num_bytes[loaded] = sum(each.nbytes for each in pictures)
-    with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
-        bench.finish()
-        with into.timed(saved):
-            for number, picture in enumerate(pictures):
-                host.encode(str(number), picture)
-            bench.finish()
-        host.wait_for("saved", _PICTURES)
-        host.cache.clear()
-        with into.timed(loaded):
-            for number in range(_PICTURES):
-                host.load(str(number))
-            bench.finish()
 
 
 @contextmanager

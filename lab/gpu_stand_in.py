@@ -2,12 +2,14 @@
 """A CPU that is taken for a GPU: the order of streams and events, on tensors of the host.
 
 What is launched on a side stream does not happen until something waits for it, as on a busy device:
-who reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once. Memory
-of the device, pinning and the driver are not played.
+who reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once, unless
+the device is busy. A copy that comes to memory which was freed meanwhile finds other bytes there.
+Pinning, the driver and how much memory there is are not played.
 """
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +29,17 @@ if TYPE_CHECKING:
 
 _device = threading.RLock()
 """Held by who moves the device on."""
+_OF_OTHERS = 0xA5
+"""What lies in memory that was freed and handed out again."""
 
 
 class Stream:
     """Work that was launched and is not done yet. Any thread."""
 
-    def __init__(self, device: Any = None, *, is_compute: bool = False) -> None:
-        """`is_compute`: it is vLLM's own, whose work is done at once."""
+    def __init__(self, device: Any = None, *, is_prompt: bool = False) -> None:
+        """`is_prompt`: its work is done at once."""
         self.device = torch.device("cpu")
-        self._is_compute = is_compute
+        self._is_prompt = is_prompt
         self._work: deque[Callable[[], Any]] = deque()
         self._num_done = 0
 
@@ -52,7 +56,7 @@ class Stream:
         """Queue `work`."""
         with _device:
             self._work.append(work)
-            if self._is_compute:
+            if self._is_prompt:
                 self.run_to(self.end)
 
     def run_to(self, end: int) -> None:
@@ -100,9 +104,9 @@ class Event:
 class Gpu:
     """What stands in for torch.cuda, and what was seen of its use."""
 
-    def __init__(self) -> None:
-        """Begin with nothing launched."""
-        self.compute = Stream(is_compute=True)
+    def __init__(self, *, is_busy: bool) -> None:
+        """Begin with nothing launched. `is_busy`: vLLM's stream is behind with its work too."""
+        self.compute = Stream(is_prompt=not is_busy)
         self._threads = threading.local()
         self.batches: list[int] = []
         """The number of copies of each call."""
@@ -121,6 +125,38 @@ class Gpu:
         finally:
             self._threads.stream = before
 
+    def finish(self) -> None:
+        """Have vLLM's stream do all its work, as far as it waits for others theirs too."""
+        self.compute.run_to(self.compute.end)
+
+    def copy_tensor(self, target: Tensor, source: Tensor) -> None:
+        """Launch a copy on the current stream. It keeps the memory of `source` no more than CUDA's
+        allocator does.
+        """
+        stream, storage = self.current_stream(), source.untyped_storage()
+        if stream in self._streams_of(storage):
+            # Whoever is given this memory next comes later in the same stream.
+            stream.launch(partial(_REAL_COPY, target, source))
+            return
+        place = (source.storage_offset(), source.shape, source.stride())
+        stream.launch(partial(_copy_from, weakref.ref(storage), source.dtype, place, target))
+
+    def allocate_like(self, tensor: Tensor) -> Tensor:
+        """Return memory of the current stream's."""
+        result = torch.empty_like(tensor)
+        vars(result.untyped_storage())["streams"] = {self.current_stream()}
+        return result
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """As torch's: until `stream` has come to this, and to what it copies from now on."""
+        self._streams_of(tensor.untyped_storage()).add(stream)
+        stream.launch(partial(_keep, tensor))
+
+    def _streams_of(self, storage: torch.UntypedStorage) -> set[Stream]:
+        """Those that memory waits for, when it was freed, before it is handed out again."""
+        streams: set[Stream] = vars(storage).setdefault("streams", {self.compute})
+        return streams
+
     def copy(self, sources: Any, targets: Any, sizes: Any) -> None:
         """As the driver copies a batch: the addresses are read now, the bytes in stream order."""
         self.batches.append(len(sizes))
@@ -133,22 +169,45 @@ class Gpu:
         self.current_stream().launch(work)
 
 
-def stand_in(monkeypatch: "pytest.MonkeyPatch") -> Gpu:
-    """Have this CPU be taken for a GPU until the test ends."""
-    gpu = Gpu()
-    real_copy, real_to = Tensor.copy_, Tensor.to
+_REAL_COPY = Tensor.copy_
+
+
+def _copy_from(
+    freed: "weakref.ref[torch.UntypedStorage]", dtype: torch.dtype, place: Any, target: Tensor
+) -> None:
+    """Copy what lies at `place` of that memory by now."""
+    storage = freed()
+    if storage is None:
+        target.view(torch.uint8).fill_(_OF_OTHERS)
+        return
+    _REAL_COPY(target, torch.empty(0, dtype=dtype).set_(storage, *place))
+
+
+def _keep(tensor: Tensor) -> None:
+    """Do nothing: until a stream comes to this, it holds the memory of `tensor`."""
+
+
+def stand_in(monkeypatch: "pytest.MonkeyPatch", *, is_busy: bool = False) -> Gpu:
+    """Have this CPU be taken for a GPU until the test ends.
+
+    `is_busy`: what is launched on vLLM's stream waits like everything else. Operations of torch
+    that a test calls happen at once all the same, but for copies with `non_blocking`: it launches
+    those that are kernels of vLLM's.
+    """
+    gpu = Gpu(is_busy=is_busy)
+    real_to = Tensor.to
 
     def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if non_blocking:
-            gpu.current_stream().launch(partial(real_copy, target, source))
-            return target
-        return real_copy(target, source)
+        if not non_blocking:
+            return _REAL_COPY(target, source)
+        gpu.copy_tensor(target, source)
+        return target
 
     def to(tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         if not non_blocking:
             return real_to(tensor, *args, **kwargs)
-        result = torch.empty_like(tensor)
-        gpu.current_stream().launch(partial(real_copy, result, tensor))
+        result = gpu.allocate_like(tensor)
+        gpu.copy_tensor(result, tensor)
         return result
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -157,7 +216,7 @@ def stand_in(monkeypatch: "pytest.MonkeyPatch") -> Gpu:
     monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(Tensor, "to", to)
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda *args: gpu.record_stream(*args))
     for module in (staging, load_streams, blocks, encoder_worker, kv_worker):
         monkeypatch.setattr(module, "is_gpu", lambda device: True)
     monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: False)

@@ -7,6 +7,8 @@ first time. Prints one line a release, and fails if any test failed anywhere.
 A release whose CPU build is not published yet runs as its Python over the compiled libraries of an
 older build. That shows what vLLM asks of connectors, and nothing of its new kernels.
 
+Then each release and the next one share a store, as in an upgrade of a fleet.
+
     python scripts/matrix.py [VERSION...]
 """
 
@@ -19,6 +21,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,7 +43,8 @@ TESTS = (
     "tests/lab/test_conformance_kit.py",
     "tests/kvshare",
 )
-APART_FROM = ("tests/engines/test_demo.py", "tests/engines/test_examples.py")
+TWO_RELEASES = "tests/engines/test_two_releases.py"
+APART_FROM = ("tests/engines/test_demo.py", "tests/engines/test_examples.py", TWO_RELEASES)
 # As in the Makefile: engines take all cores themselves.
 PARTS = {
     "unit": ("-m", "not engine", "-n", "2", "--dist", "loadfile"),
@@ -104,18 +108,39 @@ def run_tests(release: str, python: Path) -> Counter[str]:
     ignored = [f"--ignore={each}" for each in APART_FROM]
     found: Counter[str] = Counter()
     for part, selected in PARTS.items():
-        report = MATRIX / f"{release}-{part}.xml"
-        report.unlink(missing_ok=True)
-        subprocess.run(
-            [python, "-m", "pytest", "-q", *TESTS, *ignored, *selected, f"--junitxml={report}"],
-            # Engines import the package by its installed name: from this folder, whatever else is.
-            # And vLLM's own wheel takes itself for a CUDA build, unless it is told.
-            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_TARGET_DEVICE": "cpu"},
-            cwd=ROOT,
-            check=False,
-        )
-        found += counted(report)
+        found += run_pytest(python, MATRIX / f"{release}-{part}.xml", *TESTS, *ignored, *selected)
     return found
+
+
+def run_pairs(pythons: dict[str, Path]) -> dict[str, Counter[str]]:
+    """Have each release share a store with the next one; count outcomes by the names of both."""
+    results = {}
+    for (older, its_python), (newer, python) in pairwise(pythons.items()):
+        name = f"{older.removesuffix('.0')}+{newer.removesuffix('.0')}"
+        report = MATRIX / f"{name}.xml"
+        results[name] = run_pytest(
+            python, report, TWO_RELEASES, ECSHARE_TEST_OTHER_PYTHON=str(its_python)
+        )
+    return results
+
+
+def run_pytest(python: Path, report: Path, *arguments: str, **environment: str) -> Counter[str]:
+    """Run tests by `python` and count their outcomes, which are written to `report`."""
+    report.unlink(missing_ok=True)
+    subprocess.run(
+        [python, "-m", "pytest", "-q", *arguments, f"--junitxml={report}"],
+        # Engines import the package by its installed name: from this folder, whatever else is.
+        # And vLLM's own wheel takes itself for a CUDA build, unless it is told.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "VLLM_TARGET_DEVICE": "cpu",
+            **environment,
+        },
+        cwd=ROOT,
+        check=False,
+    )
+    return counted(report)
 
 
 def counted(report: Path) -> Counter[str]:
@@ -144,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("release", nargs="*", metavar="VERSION", help="default: all we serve")
     releases = parser.parse_args(arguments).release or RELEASES
     results: dict[str, Counter[str]] = {}
+    pythons: dict[str, Path] = {}
     for release in releases:
         there = environment(release)
         try:
@@ -153,7 +179,9 @@ def main(arguments: list[str] | None = None) -> int:
             results[release] = Counter(failed=1)
             continue
         print(f"\n== vLLM {release}", flush=True)
+        pythons[release] = there.python
         results[release] = run_tests(release, there.python)
+    results |= run_pairs(pythons)
     print(f"\n{table(results)}")
     is_good = all(found["passed"] and not found["failed"] for found in results.values())
     return 0 if is_good else 1

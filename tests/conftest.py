@@ -3,6 +3,7 @@
 
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -69,10 +70,11 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             model: Path = default,
             environment: Mapping[str, str] | None = None,
             runner: ModelRunner = "v1",
+            python: str = sys.executable,
         ) -> EngineProcess:
             arguments = (*SMALL_ENGINE, *arguments)
             environment = {**(environment or {}), **(ON_V2 if runner == "v2" else {})}
-            process = EngineProcess(name, model, logs, arguments, environment)
+            process = EngineProcess(name, model, logs, arguments, environment, python=python)
             stack.callback(process.stop)
             process.start()
             return process
@@ -91,9 +93,9 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
 def engine(request: pytest.FixtureRequest, vlm: Path, runner: ModelRunner) -> Iterator[StartEngine]:
     """Start engines that live as long as the test module, unless it stops them itself.
 
-    `engine(name, *arguments, model=, environment=, runner=)` returns at once: start all, then call
-    `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE. Tests of another
-    `runner` get engines of their own.
+    `engine(name, *arguments, model=, environment=, runner=, python=)` returns at once: start all,
+    then call `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE. Tests of
+    another `runner` get engines of their own.
     """
     with engines(LOGS / f"{request.module.__name__}.{runner}", vlm) as start:
         yield start

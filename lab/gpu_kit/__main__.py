@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _NEEDED = ("numpy", "msgspec", "blake3", "xxhash", "fsspec", "prometheus_client")
-_PARTS = ("staging", "kv", "embeddings", "memory", "engines")
+_PARTS = ("staging", "kv", "embeddings", "memory", "steps", "engines")
 
 
 def _parser() -> argparse.ArgumentParser:

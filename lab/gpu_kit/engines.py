@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks with real engines, where vLLM is installed: their tokens are those of a plain engine.
+"""Checks with real engines, where vLLM is installed: their answers are those of a plain engine.
+
+One check computes in 32 bits, and compares tokens. In the others engines are as users run them: in
+bfloat16 and, on a GPU, with CUDA graphs and the model runner that vLLM chooses. Rounding then
+depends on what is computed together, so answers are compared by how likely they are.
 
 tests/engines/test_gpu_kit.py plays them with engines on a CPU.
 """
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -19,14 +24,20 @@ import torch
 from lab.gpu_kit.kit import Bench, Check, Skipped
 from lab.models import FAMILIES, make_qwen2
 from lab.servers import openai_client as client
-from lab.servers.engines import SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
+from lab.servers.engines import SMALL, SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
 from lab.servers.openai_client import Answer
 from lab.servers.processes import Server
 
 AnyServer = TypeVar("AnyServer", bound=Server)
 
 LONG_TOKENS = 16_384
+_ANSWER_TOKENS = 128
 _ON_A_GPU = ("--gpu-memory-utilization=0.2",)  # up to four share a device
+_AS_USERS = ("--dtype=bfloat16", *SMALL)
+MOST_APART = 0.25
+"""Of two logarithms of the probability of one token. On a CPU, where rounding does not depend on
+what is loaded, they are equal; one more letter in the prompt makes 0.5, another picture 0.9."""
+_WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 20, "return_tokens_as_token_ids": True}
 _RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # without effect on GPUs
 _STORY = "Tell me a story about the sea, the wind and the stars, and of an old stone house. "
 
@@ -34,9 +45,14 @@ _STORY = "Tell me a story about the sea, the wind and the stars, and of an old s
 class Fleet:
     """Engines of one check, with one store. They end with it."""
 
-    def __init__(self, bench: Bench, family: str, **sizes: int) -> None:
-        """Make the model of `family` (lab/models). `sizes`: of a Qwen2, where not the usual."""
-        self._own = _ON_A_GPU if bench.is_gpu else ()
+    def __init__(self, bench: Bench, family: str, *, is_exact: bool = False, **sizes: int) -> None:
+        """Make the model of `family` (lab/models). `sizes`: of a Qwen2, where not the usual.
+
+        `is_exact`: equal tokens are expected. Else engines are as users run them.
+        """
+        self._bench = bench
+        self._own = [*(SMALL_ENGINE if is_exact else _AS_USERS)]
+        self._own += _ON_A_GPU if bench.is_gpu else ["--enforce-eager"]  # a CPU compiles for long
         self._root = bench.folder()
         self._stack = ExitStack()
         path = self._root / "model"
@@ -51,19 +67,34 @@ class Fleet:
     def start(
         self, name: str, *arguments: str, kv: str = "", ec: str = "", ranks: int = 1
     ) -> EngineProcess:
-        """Start an engine; call `ready` afterwards. `kv`, `ec`: its roles, with default options.
+        """Start an engine; call `_ready` afterwards. `kv`, `ec`: its roles.
 
-        Each is a host of its own: what it has of others comes by the store.
+        Each is a host of its own: what it has of others comes by the store. It loads all that it
+        finds, which it would compute sooner; its other options are the defaults.
         """
         own = {"host_cache_dir": str(self._root / f"{name}-host")}
         store = f"file://{self._root}/store"
-        given = [*SMALL_ENGINE, *self._own, *arguments]
+        given = [*self._own, *arguments]
         given += [kv_argument(kv, store, **own)] if kv else []
         given += [ec_argument(ec, store, **own)] if ec else []
         given += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
         environment = _RANKS if ranks > 1 else {}
-        engine = EngineProcess(name, self._model, self._root, given, environment)
-        return self._started(engine)
+        engine = self._started(
+            EngineProcess(
+                name,
+                self._model,
+                self._root,
+                given,
+                environment,
+                runner_of_vllm=self._bench.is_gpu,
+            )
+        )
+        if self._bench.is_gpu:
+            # One after the other: vLLM measures how much memory it may take, and gives up if others
+            # take or free some meanwhile.
+            engine.wait_ready()
+            self._bench.notes.append(f"{name}: model runner {'V2' if engine.runs_v2 else 'V1'}")
+        return engine
 
     def route(self, **stages: Server) -> Server:
         """Start a router before engines by their stage: encoder, prefiller, decoder."""
@@ -94,25 +125,42 @@ def _ready(*servers: Server) -> None:
 
 
 def stages_apart_answer_like_one_engine(bench: Bench) -> None:
-    """Encode, prefill and decode, behind the router: with nothing stored, and then with all."""
+    """Encode, prefill and decode, behind the router, in 32 bits: the tokens are equal."""
+    with Fleet(bench, "qwen2.5-vl", is_exact=True) as fleet:
+        for answer, expected in _asked_in_stages(fleet):
+            assert answer.token_ids == expected.token_ids
+
+
+def stages_apart_as_users_run_them(bench: Bench) -> None:
+    """The same in bfloat16: as likely an answer, by what was loaded."""
     with Fleet(bench, "qwen2.5-vl") as fleet:
-        no_inputs = "--mm-processor-cache-gb=0"
-        plain = fleet.start("plain")
-        e = fleet.start("e", ec="producer")
-        p = fleet.start("p", no_inputs, ec="consumer", kv="both")
-        d = fleet.start("d", no_inputs, ec="consumer", kv="both")
-        _ready(plain, e, p, d)
-        router = fleet.route(encoder=e, prefiller=p, decoder=d)
-        _ready(router)
-        for pictures in ([client.picture(1)], [client.picture(1), client.picture(2)], []):
-            asked = client.question(_STORY * 8, pictures)
-            expected = client.ask(plain.base_url, asked).token_ids
-            paths = []
-            for _ in range(2):
-                answer = client.ask(router.base_url, asked)
-                assert answer.token_ids == expected, f"{len(pictures)} pictures"
-                paths.append(answer.path)
-            assert paths[0][-2:] == ("prefill", "decode"), paths
+        apart = [_distance(*answers) for answers in _asked_in_stages(fleet)]
+    bench.notes.append(f"logarithms of probabilities differ by {max(apart):.3f} at most")
+    assert max(apart) <= MOST_APART
+
+
+def _asked_in_stages(fleet: Fleet) -> Iterator[tuple[Answer, Answer]]:
+    """Yield answers of engines by stage, and those of a plain one: with nothing stored, and then
+    with all.
+    """
+    no_inputs = "--mm-processor-cache-gb=0"
+    plain = fleet.start("plain")
+    e = fleet.start("e", ec="producer")
+    p = fleet.start("p", no_inputs, ec="consumer", kv="both")
+    d = fleet.start("d", no_inputs, ec="consumer", kv="both")
+    _ready(plain, e, p, d)
+    router = fleet.route(encoder=e, prefiller=p, decoder=d)
+    _ready(router)
+    for pictures in ([client.picture(1)], [client.picture(1), client.picture(2)], []):
+        asked = client.question(_STORY * 8, pictures) | _WITH_LOGPROBS
+        expected = client.ask(plain.base_url, asked)
+        for turn in range(2):
+            answer = client.ask(router.base_url, asked)
+            yield answer, expected
+            if not turn:
+                assert answer.path[-2:] == ("prefill", "decode"), answer.path
+                _assert_all_but_one_cached(answer)
+    assert client.counters(p.base_url)["ecshare_items_total", "loaded"] >= 2, "P has encoded"
 
 
 def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
@@ -120,7 +168,7 @@ def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
     if bench.is_gpu and torch.cuda.device_count() < 2:
         raise Skipped("needs two GPUs")
     with Fleet(bench, "qwen2") as fleet:
-        asked = client.question(_STORY * 24)
+        asked = client.question(_STORY * 24) | _WITH_LOGPROBS
         plain = fleet.start("plain")
         _ready(plain)
         expected = client.ask(plain.base_url, asked)
@@ -130,13 +178,13 @@ def ranks_share_with_engines_of_another_size(bench: Bench) -> None:
             _ready(engine)
             answer = client.ask(engine.base_url, asked)
             engine.stop()
-            assert answer.token_ids == expected.token_ids, f"{ranks} ranks"
+            assert _distance(answer, expected) <= MOST_APART, f"{ranks} ranks"
             if number:
                 _assert_all_but_one_cached(answer)
 
 
 def a_long_prompt_is_handed_over(bench: Bench) -> None:
-    """16,384 tokens from P to D, with default options: D computes one of them."""
+    """16,384 tokens from P to D: D computes one of them."""
     most_tokens = LONG_TOKENS + 1024
     with Fleet(bench, "qwen2", max_position_embeddings=most_tokens) as fleet:
         longest = f"--max-model-len={most_tokens}"
@@ -148,12 +196,12 @@ def a_long_prompt_is_handed_over(bench: Bench) -> None:
         _ready(router)
         once = client.ask(plain.base_url, client.question(_STORY * 10, max_tokens=1)).usage
         per_story = once["prompt_tokens"] / 10
-        asked = client.question(_STORY * int(LONG_TOKENS / per_story - 1))
+        asked = client.question(_STORY * int(LONG_TOKENS / per_story - 1)) | _WITH_LOGPROBS
         expected = client.ask(plain.base_url, asked)
         began_s = time.perf_counter()
         answer = client.ask(router.base_url, asked)
         took_s = time.perf_counter() - began_s
-        assert answer.token_ids == expected.token_ids
+        assert _distance(answer, expected) <= MOST_APART
         _assert_all_but_one_cached(answer)
         num_tokens = answer.usage["prompt_tokens"]
         bench.notes.append(f"{num_tokens} tokens: {took_s:.2f} s, by stage {answer.stage_ms} ms")
@@ -164,39 +212,53 @@ def steps_are_not_held_up_by_saves(bench: Bench) -> None:
     with Fleet(bench, "qwen2") as fleet:
         plain, saving = fleet.start("plain"), fleet.start("saving", kv="producer")
         _ready(plain, saving)
-        answers = set()
         for turn in range(2):  # the first one warms up
             for engine in (plain, saving):
-                tokens, gaps_s = _answer_beside_prompts(engine, turn)
-                answers.add((turn, tokens))
+                num_tokens, gaps_s = _answer_beside_prompts(engine, turn)
+                assert num_tokens == _ANSWER_TOKENS
                 if turn:
                     bench.notes.append(f"{engine.name}: {_in_words(gaps_s)}")
-        assert len(answers) == 2, "an engine that saves answers otherwise"
+        assert client.counters(saving.base_url)["kvshare_blocks_total", "saved"], "saves nothing"
 
 
-def _answer_beside_prompts(engine: Server, turn: int) -> tuple[tuple[int, ...], list[float]]:
-    """Return the tokens of a streamed answer, and the seconds between them."""
+def _answer_beside_prompts(engine: Server, turn: int) -> tuple[int, list[float]]:
+    """Return the number of tokens of a streamed answer, and the seconds between them."""
 
     def prefill(number: int) -> None:
         words = f"{turn} {number} {_STORY * 40}"
         client.ask(engine.base_url, client.question(words, max_tokens=1))
 
-    asked = {**client.question(f"{turn} {_STORY}", max_tokens=128), "ignore_eos": True}
-    tokens: list[int] = []
-    times_s = []
+    asked = {**client.question(f"{turn} {_STORY}", max_tokens=_ANSWER_TOKENS), "ignore_eos": True}
+    num_tokens, times_s = 0, []
     with ThreadPoolExecutor(4) as others:
         for part in client.stream(engine.base_url, asked):
             times_s.append(time.perf_counter())
-            tokens += part["choices"][0].get("token_ids") or ()
+            num_tokens += len(part["choices"][0].get("token_ids") or ())
             if len(times_s) % 8 == 0:
                 others.submit(prefill, len(times_s))
-    return tuple(tokens), [after - before for before, after in pairwise(times_s)]
+    return num_tokens, [after - before for before, after in pairwise(times_s)]
 
 
 def _in_words(gaps_s: Sequence[float]) -> str:
     ms = sorted(1e3 * gap_s for gap_s in gaps_s)
     middle, late = statistics.median(ms), ms[int(len(ms) * 0.95)]
     return f"gaps between tokens {middle:.1f} ms, p95 {late:.1f} ms, longest {ms[-1]:.1f} ms"
+
+
+def _distance(found: Answer, expected: Answer) -> float:
+    """Return how far the logarithms of probabilities are apart, as far as the tokens are equal and
+    of the first one that is not. Infinite: one would not have chosen what the other has.
+    """
+    furthest = 0.0
+    for number, tokens in enumerate(zip(found.token_ids, expected.token_ids, strict=True)):
+        ours, theirs = found.logprobs[number], expected.logprobs[number]
+        chosen = {f"token_id:{token}" for token in tokens}
+        if not chosen <= ours.keys() & theirs.keys():
+            return math.inf
+        furthest = max(furthest, *(abs(ours[each] - theirs[each]) for each in chosen))
+        if len(chosen) > 1:
+            break
+    return furthest
 
 
 def _assert_all_but_one_cached(answer: Answer) -> None:
@@ -207,6 +269,7 @@ def _assert_all_but_one_cached(answer: Answer) -> None:
 
 CHECKS: tuple[Check, ...] = (
     stages_apart_answer_like_one_engine,
+    stages_apart_as_users_run_them,
     ranks_share_with_engines_of_another_size,
     a_long_prompt_is_handed_over,
     steps_are_not_held_up_by_saves,

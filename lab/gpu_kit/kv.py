@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lab.gpu_kit.kit import Bench, Check
 from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, bits, fill, make_cache
-from lab.gpu_kit.workers import KVHost, chunks, shuffled
+from lab.gpu_kit.workers import CacheRefused, Kernels, KVHost, chunks, shuffled
 
 _COUNT = 7
 _TAIL = 5
@@ -93,27 +93,65 @@ def kv_in_8_bits_changes_by_a_sixteenth_at_most(bench: Bench) -> None:
 
 
 def saves_of_kv_wait_for_nothing(bench: Bench) -> None:
-    """And blocks may be overwritten at once: what was in them before is stored."""
+    """What is stored is what the kernels before the save write, which have not begun, and not what
+    those behind it write: blocks may be overwritten at once.
+    """
     for layout in LAYOUTS:
-        cache = make_cache(SMALL, layout, torch.bfloat16, bench.device)
+        cache, refilled, *filled = (
+            bits(make_cache(SMALL, layout, torch.bfloat16, bench.device)) for _ in range(4)
+        )
         ids, store = shuffled(SMALL, 8, 0), bench.folder()
-        with KVHost(bench, cache, store) as host:
+        with KVHost(bench, cache.view(torch.bfloat16), store) as host:
             for number, block in enumerate(bench.rounds()):
-                fill(cache, number)
-                before = bits(cache).clone()
+                fill(filled[number], number)
                 pieces = chunks(ids, 2, SMALL.block_tokens, prompt=str(number))
                 with block:
+                    cache.copy_(filled[number], non_blocking=True)
                     host.save_leaving(*pieces[:2])
                     host.save(*pieces[2:])
-                    bits(cache).zero_()  # the next step refills them
+                    cache.copy_(refilled, non_blocking=True)
                     host.end_step()
                     host.counts()
+                if number:
+                    bench.finish()  # as if the threads that store came late
                 host.settle()
+                bench.finish()
         target = make_cache(SMALL, layout, torch.bfloat16, bench.device)
         with KVHost(bench, target, store) as host:
-            host.load("r", *pieces)
-            assert not host.settle().invalid_blocks
-        assert torch.equal(bits(target)[:, ids], before[:, ids]), layout
+            for number, expected in enumerate(filled):
+                host.load("r", *chunks(ids, 2, SMALL.block_tokens, prompt=str(number)))
+                assert not host.settle().invalid_blocks
+                assert torch.equal(bits(target)[:, ids], expected[:, ids]), layout
+
+
+def kernels_are_tried_on_the_device(bench: Bench) -> None:
+    """What the engine writes to a block is found where saves look for it, in each layout: engines
+    of all of them read each other's blocks. Nothing in the cache changes.
+    """
+    for number, layout in enumerate(LAYOUTS):
+        dtype, other = DTYPES[number % 3], LAYOUTS[number - 1]
+        source, target = (make_cache(SMALL, each, dtype, bench.device) for each in (layout, other))
+        source.copy_(torch.randn(SMALL.shape, device=bench.device))
+        before, store = bits(source).clone(), bench.folder()
+        ids = shuffled(SMALL, _COUNT, number)
+        with KVHost(bench, source, store, kernels=Kernels()) as host:
+            assert torch.equal(bits(source), before), layout
+            host.save(*chunks(ids, 3, SMALL.block_tokens))
+            host.settle()
+        with KVHost(bench, target, store, kernels=Kernels()) as host:
+            host.load("r", *chunks(ids, 3, SMALL.block_tokens))
+            assert not host.settle().invalid_blocks, f"{layout} to {other}"
+        assert torch.equal(bits(target)[:, ids], before[:, ids]), f"{layout} to {other}"
+
+
+def kernels_that_write_elsewhere_share_nothing(bench: Bench) -> None:
+    """An engine whose blocks are not what is looked for must not store them."""
+    cache = make_cache(SMALL, "LBNHC", torch.bfloat16, bench.device)
+    try:
+        KVHost(bench, cache, bench.folder(), kernels=Kernels(misplaced=-1))
+    except CacheRefused:
+        return
+    raise AssertionError("the cache is not refused")
 
 
 def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
@@ -123,6 +161,7 @@ def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
     ids, store, host_cache = list(range(8)), bench.folder(), bench.folder()
     pieces = chunks(ids, 4, SMALL.block_tokens)
     target = make_cache(SMALL, "LBHNC", torch.bfloat16, bench.device)
+    before = torch.zeros_like(bits(target))
     with (
         KVHost(bench, source, store, host_cache=host_cache) as writer,
         KVHost(bench, target, store, host_cache=host_cache) as reader,
@@ -133,11 +172,13 @@ def loads_of_kv_wait_for_nothing(bench: Bench) -> None:
             bits(target).fill_(7)
             with block:
                 # Kernels of before still use the blocks; ours come behind them.
-                bits(target).fill_(0)
+                bits(target).copy_(before, non_blocking=True)
                 reader.load(str(number), *pieces)
+                reader.wait_idle()
                 is_early = reader.end_step().requests and number and bench.is_gpu
                 assert not is_early, "reported before the device had come to it"
             assert not reader.settle().invalid_blocks
+            bench.finish()
     assert torch.equal(bits(target)[:, ids], bits(source)[:, ids])
     assert not bits(target)[:, len(ids) :].any()
 
@@ -170,6 +211,8 @@ CHECKS: tuple[Check, ...] = (
     kv_is_the_same_in_every_layout_and_dtype,
     heads_find_the_ranks_of_another_size,
     kv_in_8_bits_changes_by_a_sixteenth_at_most,
+    kernels_are_tried_on_the_device,
+    kernels_that_write_elsewhere_share_nothing,
     saves_of_kv_wait_for_nothing,
     loads_of_kv_wait_for_nothing,
     a_cache_that_sleeps_is_not_touched,

@@ -57,6 +57,29 @@ def kv_takes_little_memory_of_the_device(bench: Bench) -> None:
     assert torch.equal(bits(source), bits(target))
 
 
+def loads_of_embeddings_use_memory_again(bench: Bench) -> None:
+    """What vLLM has let go of: their stream is not vLLM's, nor is its pool."""
+    bench.needs_gpu()
+    with EncoderHost(bench, bench.folder(), buffer_bytes=256 * MIB) as host:
+        for number in range(8):
+            size = (1 + number * 37 % 11) * 100
+            host.encode(str(number), drawn(size, 3584, torch.bfloat16, bench.device))
+        host.wait_for("saved", 8)
+        reserved = []
+        for turn in range(40):
+            host.cache.clear()
+            for number in range(8):
+                host.load(str((turn + number) % 8))
+            used = [each.float().sum() for each in host.cache.values()]
+            if turn % 4 == 3:
+                bench.finish()  # between these the device may be behind
+            reserved.append(torch.cuda.memory_reserved(bench.device))
+            del used
+    early, most = max(reserved[:8]), max(reserved)
+    bench.notes.append(f"{early / MIB:.0f} MiB after 8 turns, {most / MIB:.0f} MiB after 40")
+    assert most <= early + MOST_DEVICE_BYTES
+
+
 def _pinned_by_torch() -> int:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
@@ -106,6 +129,7 @@ def a_rank_is_on_its_own_device_alone(bench: Bench) -> None:
 
 CHECKS: tuple[Check, ...] = (
     kv_takes_little_memory_of_the_device,
+    loads_of_embeddings_use_memory_again,
     pinned_memory_is_bounded,
     a_rank_is_on_its_own_device_alone,
 )

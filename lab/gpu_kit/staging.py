@@ -43,6 +43,7 @@ def what_is_brought_is_what_was_stored(bench: Bench) -> None:
             view = memoryview(bytes(stored.numpy())).toreadonly()
             spec = TensorSpec(dtype_name(dtype), (300, 64), {})
             brought = staging.bring(as_tensor(view, spec))
+            bench.finish()
             assert brought.device.type == bench.device.type
             assert torch.equal(bits(brought).cpu(), stored), str(dtype)
         bench.finish()
@@ -96,10 +97,32 @@ def a_copy_that_is_on_its_way_keeps_its_slab(bench: Bench) -> None:
         again.release()
 
 
+def a_tensor_may_be_let_go_while_it_is_copied(bench: Bench) -> None:
+    """Its memory is not given to others before. The link is kept busy, so that the copy comes late:
+    later kernels do not wait for it.
+    """
+    staging = Staging(bench.device, 80 * MIB)
+    large = drawn(1024, 64 * 1024, torch.uint8, bench.device)
+    before, computed = _reserved(staging, large), drawn(1000, 64, torch.float32, bench.device)
+    tensor = torch.zeros_like(computed)
+    slab = _reserved(staging, tensor)
+    bench.finish()
+    bench.keep_busy()
+    tensor.copy_(computed, non_blocking=True)
+    staging.copy_out(before, large)
+    staging.copy_out(slab, tensor)
+    del tensor
+    others = [torch.full_like(computed, 7) for _ in range(8)]
+    slab.arrived()
+    assert torch.equal(bits(slab.payload), bits(computed).cpu())
+    assert all(bool((each == 7).all()) for each in others)
+
+
 CHECKS: tuple[Check, ...] = (
     slabs_hold_what_was_on_the_device,
     what_is_brought_is_what_was_stored,
     slabs_are_pinned_and_unpinned,
     parts_of_an_arena_do_not_overlap,
     a_copy_that_is_on_its_way_keeps_its_slab,
+    a_tensor_may_be_let_go_while_it_is_copied,
 )

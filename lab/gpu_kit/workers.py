@@ -22,6 +22,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.worker import EncoderWorker
 from kvshare.config import KVConfig
 from kvshare.layers import AttentionWindow, LayerSet
+from kvshare.layout_check import LayoutCheck
 from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece
 from kvshare.prefix import ChunkKey
@@ -31,6 +32,43 @@ from lab.gpu_kit.layouts import Sizes
 
 NAMESPACE = "0" * 32
 MIB = 1 << 20
+
+
+class CacheRefused(Exception):
+    """The worker half shares nothing of its cache."""
+
+
+class Kernels:
+    """Attention layers as far as a worker tries them: they write keys and values to their cache."""
+
+    def __init__(self, *, misplaced: int = 0) -> None:
+        """`misplaced`: so many slots off the right one they write."""
+        self._misplaced = misplaced
+
+    def check(self, caches: Mapping[str, Tensor]) -> LayoutCheck:
+        """Return what a worker tries these layers with. `caches`: [block, head, token, content]."""
+        layers = {name: self._layer(cache) for name, cache in caches.items()}
+        return LayoutCheck(layers, next(iter(caches.values())).dtype, "the kit")
+
+    def _layer(self, cache: Tensor) -> Any:  # noqa: ANN401 — what is asked of vLLM's Attention
+        size = cache.shape[3] // 2
+        backend = SimpleNamespace(forward_includes_kv_cache_update=False, get_name=lambda: "torch")
+        return SimpleNamespace(
+            impl=SimpleNamespace(do_kv_cache_update=self._update),
+            get_attn_backend=lambda: backend,
+            num_kv_heads=cache.shape[1],
+            head_size=size,
+            head_size_v=size,
+            kv_cache=cache,
+        )
+
+    def _update(
+        self, layer: object, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor
+    ) -> None:
+        """Write [slot, head, element] to `slots`, by operations on the device alone."""
+        block_tokens = cache.shape[2]
+        slots = slots + self._misplaced
+        cache[slots // block_tokens, :, slots % block_tokens] = torch.cat((keys, values), dim=2)
 
 
 class KVHost:
@@ -47,8 +85,14 @@ class KVHost:
         rank: int = 0,
         tp_size: int = 1,
         stored_dtype: Literal["auto", "fp8"] = "auto",
+        kernels: Kernels | None = None,
     ) -> None:
-        """`cache`: [layer, block, head, token, content], of this rank's heads."""
+        """`cache`: [layer, block, head, token, content], of this rank's heads. `kernels`: what the
+        engine fills blocks with, which is tried; None: the engine has none that can be tried.
+
+        Raises:
+            CacheRefused: see there.
+        """
         self.cache = cache
         num_layers, num_blocks, num_heads, block_tokens, _ = cache.shape
         names = [f"layers.{number}" for number in range(num_layers)]
@@ -68,11 +112,15 @@ class KVHost:
         )
         selector = device_selector(bench.device)
         self.engine = TransferEngine(config, "the kit", on_thread_start=selector)
-        shape = CacheShape(num_blocks, block_tokens, (layer_set,), 1)
+        caches = dict(zip(names, cache.unbind(), strict=True))
+        check = LayoutCheck() if kernels is None else kernels.check(caches)
+        shape = CacheShape(num_blocks, block_tokens, (layer_set,), 1, check=check)
         self.worker = KVWorker(config, shape, Rank(rank, tp_size), self.engine)
-        self.worker.register(dict(zip(names, cache.unbind(), strict=True)))
+        self.worker.register(caches)
         report = self.worker.report()
-        assert report is None or not report.is_idle, "the cache is refused"
+        if report is not None and report.is_idle:
+            self.worker.close()
+            raise CacheRefused
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +139,10 @@ class KVHost:
     def load(self, request_id: str, *pieces: Piece) -> None:
         """Order a load."""
         self.worker.load(Orders(NAMESPACE, loads=(LoadOrder(request_id, pieces),)))
+
+    def wait_idle(self) -> None:
+        """End a step that computes nothing, while a load is under way."""
+        self.worker.wait_idle(Orders(NAMESPACE, is_idle=True))
 
     def end_step(self) -> Finished:
         """Call what vLLM calls at the end of each step; return the loads that have ended."""

@@ -19,14 +19,18 @@ from lab.servers.processes import LOOPBACK, Server
 ModelRunner = Literal["v1", "v2"]
 """vLLM's: V1 is that of CPU engines, V2 that of most GPU engines."""
 
-# Makes an engine start fast and stay small. Later arguments take precedence.
-SMALL_ENGINE = (
-    "--dtype=float32",  # greedy tokens are compared exactly: no rounding that depends on batching
-    "--enforce-eager",
+# Has an engine stay small. Later arguments take precedence.
+SMALL = (
     "--max-model-len=4096",
     "--max-num-seqs=8",
     '--limit-mm-per-prompt={"image": 4, "video": 0}',
     "--skip-mm-profiling",
+)
+# Has it start fast too, and give the same tokens whatever it computes beside them.
+SMALL_ENGINE = (
+    "--dtype=float32",  # greedy tokens are compared exactly: no rounding that depends on batching
+    "--enforce-eager",
+    *SMALL,
 )
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -53,17 +57,25 @@ class EngineProcess(Server):
     grace_s = 15.0
     ready_within_s = 300.0
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that can differ between two engines
         self,
         name: str,
         model: str | Path,
         log_dir: str | Path,
         arguments: Sequence[str] = SMALL_ENGINE,
         environment: Mapping[str, str] | None = None,
+        *,
+        python: str | Path = sys.executable,
+        runner_of_vllm: bool = False,
     ) -> None:
+        """`python`: the interpreter, of another release of vLLM say. `runner_of_vllm`: vLLM chooses
+        the model runner, as for its users.
+        """
         super().__init__(name, log_dir)
         self.model = str(model)
         self._log_begins = 0  # in the log file, of this run's log
+        self._python = str(python)
+        self._chooses_runner = not runner_of_vllm
         self._arguments = tuple(arguments)
         self._environment = dict(environment or {})
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
@@ -71,7 +83,7 @@ class EngineProcess(Server):
     def command(self) -> list[str]:
         """`python -m vllm...`: the CPU build's `vllm` program lacks its own metadata."""
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(self._python, "-m", "vllm.entrypoints.openai.api_server"),
             *(f"--model={self.model}", f"--host={LOOPBACK}", f"--port={self.port.number}"),
             "--enable-prompt-tokens-details",  # answers tell how much of a prompt was cached
             *self._arguments,
@@ -82,6 +94,8 @@ class EngineProcess(Server):
         # vLLM does not remove the sockets between its processes: they get a folder that we remove.
         sockets = {} if self._sockets is None else {"VLLM_RPC_BASE_PATH": self._sockets.name}
         own = {**ENVIRONMENT, **sockets, **self._environment}
+        if not self._chooses_runner:
+            return {name: own[name] for name in own if name not in ON_V2}
         return own | v2_runner.environment({**os.environ, **own}) if asks_for_v2(own) else own
 
     def start(self) -> None:
@@ -97,12 +111,14 @@ class EngineProcess(Server):
             ServerFailed: it ended, took too long, or runs another model runner than asked for.
         """
         is_ready = super().is_ready()
-        if is_ready and self._runs_v2() != asks_for_v2(self.environment()):
+        if is_ready and self._chooses_runner and self.runs_v2 != asks_for_v2(self.environment()):
             self.stop()
             raise self.failure("runs another model runner than asked for")
         return is_ready
 
-    def _runs_v2(self) -> bool:
+    @property
+    def runs_v2(self) -> bool:
+        """Whether it has said that it runs the V2 model runner."""
         log = self.log_path.read_bytes()[self._log_begins :]
         return v2_runner.LOGGED.encode() in log
 

@@ -41,6 +41,8 @@ class Answer:
     stage_ms: dict[str, float] = field(default_factory=dict)
     """Milliseconds by stage, from the router's Server-Timing."""
     usage: dict[str, Any] = field(default_factory=dict)
+    logprobs: tuple[dict[str, float], ...] = ()
+    """Of each token the likeliest choices, if the request asked for `top_logprobs`."""
 
 
 def picture(seed: int, size: int = 448) -> str:
@@ -123,12 +125,14 @@ def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
         replies = list(_events(reply)) if stream else [json.load(reply)]
         path, timing = (reply.headers.get(h) for h in ("x-ecshare-path", "Server-Timing"))
     token_ids: list[int] = []
+    logprobs: list[dict[str, float]] = []
     text = ""
     for part in replies:
         if "error" in part:
             raise RequestFailed(f"{base_url} broke off: {part['error']}")
         for choice in part["choices"]:
             token_ids += choice.get("token_ids") or ()
+            logprobs += map(_likeliest, (choice.get("logprobs") or {}).get("content") or ())
             text += choice["delta" if stream else "message"].get("content") or ""
     stage_ms = dict(re.findall(r"(\w+);dur=([\d.]+)", timing or ""))
     return Answer(
@@ -137,7 +141,12 @@ def ask(base_url: str, body: dict[str, Any], *, stream: bool = False) -> Answer:
         tuple(path.split(",")) if path else (),
         {stage: float(ms) for stage, ms in stage_ms.items()},
         replies[-1].get("usage") or {},
+        tuple(logprobs),
     )
+
+
+def _likeliest(token: dict[str, Any]) -> dict[str, float]:
+    return {each["token"]: each["logprob"] for each in token["top_logprobs"]}
 
 
 def stream(base_url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

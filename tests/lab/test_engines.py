@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,8 @@ V1_LOG, V2_LOG = "Starting", "INFO [cpu_worker.py:162] Using V2 Model Runner"
 class Engine(EngineProcess):
     """A program that logs what an engine does, and answers as one that is ready."""
 
-    def __init__(self, log: str, log_dir: Path, environment: Mapping[str, str]) -> None:
-        super().__init__("engine", "no-model", log_dir, (), environment)
+    def __init__(self, log: str, log_dir: Path, environment: Mapping[str, str], **own: Any) -> None:
+        super().__init__("engine", "no-model", log_dir, (), environment, **own)
         self.log = log
 
     def command(self) -> list[str]:
@@ -44,6 +45,13 @@ def test_an_engine_on_another_model_runner_is_not_ready(
     engine = Engine(log, tmp_path, environment)
     with pytest.raises(ServerFailed, match="another model runner"), engine:
         pass
+
+
+@pytest.mark.parametrize("log", [V1_LOG, V2_LOG])
+def test_vllm_may_choose_the_model_runner(tmp_path: Path, log: str) -> None:
+    with Engine(log, tmp_path, {}, runner_of_vllm=True) as engine:
+        assert engine.runs_v2 is (log == V2_LOG)
+        assert not ON_V2.keys() & engine.environment().keys()
 
 
 def test_the_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from lab.gpu_kit import embeddings, kv, memory, staging
+from lab.gpu_kit import embeddings, kv, memory, staging, steps
 from lab.gpu_kit.driver import Pinned
 from lab.gpu_kit.kit import Bench, Check, Result, Skipped, play
 from lab.gpu_kit.layouts import DTYPES, LAYOUTS, SMALL, make_cache
-from lab.gpu_stand_in import stand_in
+from lab.gpu_stand_in import Gpu, stand_in
 from tests.docs.pages import ROOT
 
-CHECKS = [check for part in (staging, kv, embeddings, memory) for check in part.CHECKS]
+CHECKS = [check for part in (staging, kv, embeddings, memory, steps) for check in part.CHECKS]
 
 
 def run(*arguments: str, without: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -69,12 +69,22 @@ def test_it_needs_no_vllm() -> None:
     assert all("needs a GPU" in line or "needs vLLM" in line for line in skipped), skipped
 
 
+class StandInBench(Bench):
+    """A bench with a device that is always busy."""
+
+    def __init__(self, gpu: Gpu, root: Path) -> None:
+        super().__init__(torch.device("cpu"), root)
+        self._gpu = gpu
+
+    def finish(self) -> None:
+        self._gpu.finish()
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_checks_pass_with_a_cpu_that_is_taken_for_a_gpu(
     check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch)
-    result = play(check, Bench(torch.device("cpu"), tmp_path))
+    result = play(check, StandInBench(stand_in(monkeypatch, is_busy=True), tmp_path))
     if result.verdict == "skipped":
         pytest.skip(result.said)
     assert result.verdict == "ok", result.said
@@ -139,6 +149,9 @@ def test_a_hook_that_waits_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert (cuda.mode, cuda.is_working) == ("default", False)
     with pytest.raises(AssertionError, match="waited"), bench.without_waits():
         torch.cuda.synchronize()
+    with bench.without_waits(unjudged="no other way"):
+        torch.cuda.synchronize()
+    assert bench.notes == ["a hook has waited for the device: no other way"]
     with pytest.raises(RuntimeError), bench.without_waits():
         raise RuntimeError("called a synchronizing CUDA operation")
     assert (cuda.mode, cuda.is_working) == ("default", False)

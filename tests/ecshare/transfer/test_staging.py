@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
+from ecshare.transfer.load_streams import LoadStreams
 from ecshare.transfer.staging import Staging, as_tensor, dtype_name, torch_dtype
 from lab.gpu_stand_in import Gpu, Stream, stand_in
 
@@ -138,6 +139,68 @@ def test_a_slab_that_is_let_go_early_is_not_used_before_its_copy_has_arrived(gpu
     assert slab.copied is not None
     slab.copied.synchronize()
     assert not again.payload.any()
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU that comes to what vLLM launches only when it is told to, or waited for."""
+    return stand_in(monkeypatch, is_busy=True)
+
+
+def test_what_is_copied_out_was_computed_before(busy: Gpu) -> None:
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.zeros(4)
+    slab = staging.reserve(facts(4))
+    assert slab is not None
+    busy.compute.launch(lambda: tensor.fill_(1))
+    staging.copy_out(slab, tensor)
+    slab.arrived()
+    assert slab.payload.all()
+
+
+def test_blocks_are_copied_out_between_the_kernels_that_fill_and_refill_them(busy: Gpu) -> None:
+    staging, tensor = Staging(torch.device("cpu"), MIB), torch.zeros(4)
+    for waits in (lambda slab: slab.arrived(), lambda _: busy.finish()):
+        slab = staging.reserve(facts(4))
+        assert slab is not None
+        busy.compute.launch(lambda: tensor.fill_(1))
+        with staging.copying([slab]):
+            slab.payload.copy_(tensor, non_blocking=True)
+        busy.compute.launch(tensor.zero_)
+        waits(slab)
+        slab.arrived()
+        assert slab.payload.all()
+        busy.finish()
+
+
+def test_an_embedding_may_be_let_go_while_it_is_copied_out(busy: Gpu) -> None:
+    staging = Staging(torch.device("cpu"), MIB)
+    for tensor in (torch.ones(4, 2), torch.ones(2, 4).T):  # of the second one a copy is made
+        slab = staging.reserve(facts(4, 2))
+        assert slab is not None
+        staging.copy_out(slab, tensor)
+        del tensor
+        slab.arrived()
+        assert torch.equal(slab.payload, torch.ones(4, 2))
+
+
+def test_an_embedding_that_was_brought_may_be_let_go_while_it_is_used(busy: Gpu) -> None:
+    """Its memory comes from another stream than that of the kernels that use it."""
+    staging, used = Staging(torch.device("cpu"), MIB), torch.zeros(4)
+    brought = staging.bring(torch.ones(4))
+    used.copy_(brought, non_blocking=True)
+    del brought
+    busy.finish()
+    assert torch.equal(used, torch.ones(4))
+
+
+def test_what_is_loaded_comes_behind_what_was_launched_before(busy: Gpu) -> None:
+    """Kernels of before still use the blocks."""
+    streams, block, loaded = LoadStreams(torch.device("cpu"), 1024), torch.zeros(4), torch.ones(4)
+    busy.compute.launch(lambda: block.fill_(7))
+    with streams.after(streams.mark()):
+        block.copy_(loaded, non_blocking=True)
+    busy.finish()
+    assert torch.equal(block, torch.ones(4))
 
 
 def test_an_embedding_is_brought_by_host_memory_that_comes_back(gpu: Gpu) -> None:
