@@ -343,7 +343,8 @@ class TransferEngine:
         self._begin_thread()
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        tasks = [handle.task for handle in self._serving if handle.task] + self._start.tasks
+        jobs = [handle.task for handle in self._serving if handle.task]
+        tasks = [*jobs, *self._start.tasks, *self._client.operations]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -393,7 +394,7 @@ class TransferEngine:
         """Tell those who wait for the object of a save that has failed."""
         self._serving.add(handle)
         try:
-            with suppress(StoreError, TimeoutError):
+            with suppress(StoreError):
                 await self._gaps.note(job.key)
         finally:
             self._serving.discard(handle)

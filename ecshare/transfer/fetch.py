@@ -45,9 +45,8 @@ _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 # How often it is tried whether the process that downloads has given up.
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-# The part of a job's time that it waits for another process's download. Less than half: what is
-# left shows whether the store answers (see StoreClient.ask).
-_PATIENCE = 0.45
+# The part of a job's time that it waits for another process's download.
+_PATIENCE = 0.5
 # How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
@@ -212,7 +211,7 @@ class Fetcher:
             return True
         if in_store and self._poll_rate.is_in_crowd(member):
             in_store = await self._roll_call.has(gap_key(job.key), deadline_s)
-        return in_store and await self._gaps.is_noted(job.key, deadline_s, job.timeout_s)
+        return in_store and await self._gaps.is_noted(job.key, deadline_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:
         """As `serve`, in one round."""
@@ -254,7 +253,7 @@ class Fetcher:
         is_sound = False
         try:
             (is_there,) = await self._client.ask(
-                lambda store: store.exists([job.key]), priority, 0, deadline_s, job.timeout_s
+                lambda store: store.exists([job.key]), priority, 0, deadline_s
             )
             is_sound = is_there and not self._client.damaged.is_left_alone(job.key)
         finally:
@@ -325,7 +324,6 @@ class Fetcher:
                 Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
-                job.timeout_s,
             )
             return await self._loaded(job, partial(self._admit, job, incoming, started_s))
         except BaseException:
