@@ -236,8 +236,8 @@ class CloudStore:
             if not page or self._is_closed:
                 return
             for meta in page:
-                if is_safe_key(meta["path"]):
-                    yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                if is_safe_key(key := meta["path"]):
+                    yield ObjectInfo(Key(key), meta["size"], meta["last_modified"].timestamp())
         raise StoreUnavailable(f"a listing has more than {MOST_PAGES:,} pages, or does not end")
 
     async def _next_page(self, pages: Any) -> Sequence[Any]:

@@ -17,14 +17,14 @@ from ecshare.store.errors import (
     ObjectUnreadable,
     StoreError,
 )
-from ecshare.store.format import unseal
+from ecshare.store.format import TensorSpec, unseal
 from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, gap_key
 from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.host_watch import HostWatch
-from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
+from ecshare.transfer.jobs import Accepts, Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.removal import Allowance, Removal
@@ -62,24 +62,7 @@ def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject
     I/O on the store.
     """
     entry = host.open(key)
-    return None if entry is None else _stored_object(host, entry, own=own)
-
-
-def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> StoredObject | None:
-    """Return the object in `entry`, which owns the entry; None: it cannot be used."""
-    try:
-        body = entry.copy_on_write() if own else entry.body
-        sealed = unseal(body, entry.key, verify=False)
-    except ObjectCorrupt as exc:
-        logger.warning("host cache: dropping a damaged entry: %s", exc)
-        entry.close()
-        host.discard(entry.key)
-        return None
-    except OSError as exc:
-        logger.warning("host cache: an entry cannot be mapped: %s", exc)
-        entry.close()
-        return None
-    return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
+    return None if entry is None else _usable(host, entry, own=own)
 
 
 def look(host: HostCache, job: Fetch) -> StoredObject | None:
@@ -88,18 +71,46 @@ def look(host: HostCache, job: Fetch) -> StoredObject | None:
     Changes nothing: what is damaged is left to whoever fetches it. Any thread.
     """
     entry = host.open(job.key)
-    if entry is None:
-        return None
+    with suppress(ObjectCorrupt, OSError):
+        return None if entry is None else _object_in(entry, job.accepts)
+    return None
+
+
+def _usable(
+    host: HostCache, entry: Entry, accepts: Accepts | None = None, *, own: bool = False
+) -> StoredObject | None:
+    """As `_object_in`. None: it is of no use; what is damaged has left the host cache."""
     try:
-        sealed = unseal(entry.body, job.key, verify=False)
+        return _object_in(entry, accepts, own=own)
+    except ObjectCorrupt as exc:
+        logger.warning("host cache: dropping an entry that is of no use: %s", exc)
+        host.discard(entry.key)
+    except OSError as exc:
+        logger.warning("host cache: an entry cannot be mapped: %s", exc)
+    return None
+
+
+def _object_in(entry: Entry, accepts: Accepts | None = None, *, own: bool = False) -> StoredObject:
+    """Return the object in `entry`, which owns the entry; its checksum is not computed.
+
+    Raises:
+        ObjectCorrupt: it is damaged, or `accepts` refuses it.
+        OSError: it cannot be mapped.
+    """
+    try:
+        body = entry.copy_on_write() if own else entry.body
+        sealed = unseal(body, entry.key, verify=False)
+        if accepts is not None and not accepts(sealed.spec):
+            raise _unfit(entry.key, sealed.spec)
     except (ObjectCorrupt, OSError):
         entry.close()
-        return None
-    stored = StoredObject(job.key, sealed.spec, sealed.payload, entry)
-    if job.accepts is None or job.accepts(stored.spec):
-        return stored
-    stored.release()
-    return None
+        raise
+    return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
+
+
+def _unfit(key: Key, spec: TensorSpec) -> ObjectCorrupt:
+    said = f"{spec.dtype} {list(spec.shape)}"
+    return ObjectCorrupt(f"{key} contains a tensor that does not fit this engine: {said}")
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
@@ -221,7 +232,7 @@ class Fetcher:
         while True:
             found = self._host.open_or_claim(job.key)
             if isinstance(found, Entry):
-                here = self._usable(job, found)
+                here = _usable(self._host, found, job.accepts)
                 if here is not None:
                     await self._check_store(job, here, deadline_s)
                     return await self._from_host(job, here, started_s)
@@ -261,15 +272,6 @@ class Fetcher:
                 here.release()
         if not is_sound:
             raise ObjectMissing(job.key)
-
-    def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
-        """Return the object in `entry`; None: the job cannot use it."""
-        here = _stored_object(self._host, entry)
-        if here is None or job.accepts is None or job.accepts(here.spec):
-            return here
-        here.release()
-        self._host.discard(here.key)
-        return None
 
     async def _download_elsewhere(self, job: Fetch, timeout_s: float) -> None:
         """Return when the object is in the host cache, or the process that downloads it has let go
@@ -351,10 +353,7 @@ class Fetcher:
             incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
         )
         if job.accepts is not None and not job.accepts(sealed.spec):
-            said = f"{sealed.spec.dtype} {list(sealed.spec.shape)}"
-            raise ObjectCorrupt(
-                f"{job.key} contains a tensor that does not fit this engine: {said}"
-            )
+            raise _unfit(job.key, sealed.spec)
         # Where the entry is another process's, its bytes are the same.
         stored = StoredObject(job.key, sealed.spec, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s
