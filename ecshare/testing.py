@@ -15,7 +15,8 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any
 
 import pytest
 
@@ -283,6 +284,22 @@ class StoreContract:
     async def test_a_listing_of_an_empty_store_is_empty(self, store: ObjectStore) -> None:
         """And no error."""
         assert await self._listed(store, "") == {}
+
+    async def test_calls_that_are_cancelled_end_and_leave_a_working_store(
+        self, store: ObjectStore
+    ) -> None:
+        """Whoever calls decides how long to wait."""
+        body = os.urandom(MIB)
+        keys = [object_key(Kind.EC, NAMESPACE, str(n)) for n in range(100)]
+        calls: list[Coroutine[Any, Any, Any]] = [store.put(key, body) for key in keys]
+        calls += [read(store, KEY, LIMIT), store.exists(keys), store.stat(KEY)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0)
+        cancelled = [task for task in tasks if task.cancel()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in cancelled)
+        assert await store.put(OTHER, body)
+        assert await read(store, OTHER, LIMIT) == body
 
     async def test_a_probe_of_a_working_store_passes(self, store: ObjectStore) -> None:
         """Again and again, and only a writer's leaves something behind."""

@@ -48,15 +48,19 @@ async def check_store(
         StoreError: the store failed after its first answers.
     """
     try:
-        if isinstance(store, FsspecStore) and not await store.has_root():
+        async with asyncio.timeout(config.io_timeout_s):
+            has_root = not isinstance(store, FsspecStore) or await store.has_root()
+            if has_root:
+                # As engines do at start. A listing tells a missing bucket from an empty one.
+                await probe(store, write=False)
+        if not has_root:
             yield missing_folder(config.url)  # on a file server, where a put would create it
             return
-        # As engines do at start. A listing distinguishes a missing bucket from an empty one.
-        await probe(store, write=False)
         median_s = await _lookup_s(store)
-    except StoreError as exc:
+    except (StoreError, TimeoutError) as exc:
         problem = await asyncio.to_thread(endpoint_problem, config)
-        yield Finding("store", Level.PROBLEM, problem or f"{error_text(exc)}; {advice(exc)}")
+        words = error_text(exc) or f"no answer within {config.io_timeout_s:g} s"
+        yield Finding("store", Level.PROBLEM, problem or f"{words}; {advice(exc)}")
         return
     if median_s is None:
         problem = await asyncio.to_thread(endpoint_problem, config)
@@ -81,7 +85,7 @@ def missing_folder(folder: str) -> Finding:
     return Finding("store", Level.PROBLEM, text)
 
 
-def advice(exc: StoreError) -> str:
+def advice(exc: Exception) -> str:
     """Return what to do about `exc`, for a user who has just written the options."""
     text = str(exc)
     if "bucket does not exist" in text:
@@ -124,8 +128,9 @@ async def measure(store: ObjectStore, now_s: Callable[[], float] = time.monotoni
             gets_s.append(now_s() - started_s)
             is_same = is_same and sink.body == body
         except BaseException:
-            with contextlib.suppress(StoreError):
-                await store.delete([key])
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(_MAX_MEASURE_S):  # of a store that has just failed
+                    await store.delete([key])
             raise
         try:
             await store.delete([key])

@@ -56,6 +56,7 @@ class SharedReports:
         """
         self._integrity = open_integrity(config.integrity_key, OPTION)
         self._store = open_store(config, OPTION)
+        self._write_timeout_s = config.io_timeout_s
         self._epoch = config.epoch
         self._clock_s = clock_s
         self._rests_until_s = float("-inf")
@@ -126,8 +127,9 @@ class SharedReports:
 
     async def _put(self, key: Key, body: bytes) -> None:
         try:
-            await self._store.put(key, body, replace=True)
-        except StoreError as exc:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._store.put(key, body, replace=True)
+        except (StoreError, TimeoutError) as exc:
             self._rest("written", exc)
 
     def _rest(self, what: str, failure: Exception) -> None:

@@ -46,7 +46,7 @@ from ecshare.store.objects import (
 )
 from ecshare.store.s3_options import S3Plan
 from ecshare.store.secrets import masked_text
-from ecshare.store.threads import Threads, bounded, gather_all
+from ecshare.store.threads import Threads, gather_all
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig
@@ -112,10 +112,12 @@ def open_cloud(
         words = masked_text(str(exc).partition("\n")[0][:300], secrets)
         # Without what obstore said: it may quote a secret.
         raise ConfigError(f"{path}.storage_options: obstore cannot use them: {words}") from None
-    return CloudStore(plain, checked=checked, io_timeout_s=io_timeout_s)
+    return CloudStore(plain, checked=checked)
 
 
 def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
+    # Threads and connections of operations that are over are free again so much later. It does not
+    # decide when an operation has failed: who calls does.
     limit = timedelta(seconds=io_timeout_s)
     client: Any = {
         **plan.client,
@@ -145,7 +147,7 @@ class CloudStore:
     lowered; a thread that acts on the older value repeats the lesson, no more.
     """
 
-    def __init__(self, plain: Cloud, *, checked: Cloud, io_timeout_s: float) -> None:
+    def __init__(self, plain: Cloud, *, checked: Cloud) -> None:
         """`checked`: sends checksums, and deletes many at once; `plain` itself, where nothing can
         do without what it does."""
         self._plain = plain
@@ -156,10 +158,9 @@ class CloudStore:
         if checked is not plain:
             self._puts = [(checked, "create"), *self._puts]
         self._ranges = True
-        self._io_timeout_s = io_timeout_s
         self._is_closed = False
-        self._threads = Threads("cloud", _REQUESTS, io_timeout_s)
-        self._saving = Threads("cloud-save", _SAVES, io_timeout_s)
+        self._threads = Threads("cloud", _REQUESTS)
+        self._saving = Threads("cloud-save", _SAVES)
 
     @property
     def creates_once(self) -> bool:
@@ -235,15 +236,14 @@ class CloudStore:
             if not page or self._is_closed:
                 return
             for meta in page:
-                if is_safe_key(meta["path"]):
-                    yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                if is_safe_key(key := meta["path"]):
+                    yield ObjectInfo(Key(key), meta["size"], meta["last_modified"].timestamp())
         raise StoreUnavailable(f"a listing has more than {MOST_PAGES:,} pages, or does not end")
 
     async def _next_page(self, pages: Any) -> Sequence[Any]:
         """Not in a thread: one could not be stopped, and a server may send empty pages for ever."""
         with mapped_errors("a listing"):
-            async with bounded(self._io_timeout_s):
-                return await anext(pages, [])
+            return await anext(pages, [])
 
     def _warn_of_key(self, prefix: str, key: str) -> None:
         logger.warning(

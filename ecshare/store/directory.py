@@ -58,18 +58,16 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 class DirectoryStore:
     """An ObjectStore below one folder. Any number of processes and hosts may share it."""
 
-    def __init__(self, root: str, io_timeout_s: float, *, is_shared: bool = False) -> None:
+    def __init__(self, root: str, *, is_shared: bool = False) -> None:
         self._root = root
         self._is_shared = is_shared
-        self._threads = Threads("files", 8, io_timeout_s)
+        self._threads = Threads("files", 8)
         # Saves wait for the disk to have their bytes: no load shall wait with them.
-        self._saving = Threads("files-save", 8, io_timeout_s)
+        self._saving = Threads("files-save", 8)
         self._links = True  # until the filesystem says otherwise; only ever set to False
 
     @classmethod
-    def open(
-        cls, folder: str, io_timeout_s: float, option: str, *, is_shared: bool = False
-    ) -> "DirectoryStore":
+    def open(cls, folder: str, option: str, *, is_shared: bool = False) -> "DirectoryStore":
         """Make `folder` if necessary, and return a store in it.
 
         `is_shared`: the users of its group share it. An existing folder keeps its mode; a warning
@@ -90,7 +88,7 @@ class DirectoryStore:
                 f"{option}: the folder {root} cannot be made ({reason}); "
                 "make it first, or choose one this user may write"
             ) from exc
-        return cls(root, io_timeout_s, is_shared=is_shared)
+        return cls(root, is_shared=is_shared)
 
     @property
     def creates_once(self) -> bool:
@@ -376,7 +374,7 @@ def _may_read(folder: str) -> bool:
 class _File:
     """A file open for reading. The last thread that holds it closes it.
 
-    That thread may outlive the call that asked for it and timed out: closing the number earlier
+    That thread may outlive a call that was cancelled: closing the number earlier
     would let it read from whatever file gets the number next.
     """
 

@@ -37,7 +37,7 @@ from ecshare.store.objects import (
     md5_of_etag,
 )
 from ecshare.store.secrets import masked_text, masked_url
-from ecshare.store.threads import Threads, bounded, gather_all
+from ecshare.store.threads import Threads, gather_all
 
 _S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
 _GCS = "obstore: pip install obstore (ecshare's extra [gcs])"
@@ -93,8 +93,7 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
         raise ConfigError(
             f"{path}.storage_options: {protocol} does not open with these options ({words})"
         ) from None
-    atomic = protocol in _ATOMIC
-    return FsspecStore(filesystem, root, atomic_writes=atomic, io_timeout_s=config.io_timeout_s)
+    return FsspecStore(filesystem, root, atomic_writes=protocol in _ATOMIC)
 
 
 def _check_port(url: str, option: str) -> None:
@@ -149,16 +148,13 @@ def _filesystem_class(protocol: str, path: str, reason: str) -> Any:
 class FsspecStore:
     """An ObjectStore below one path of an fsspec filesystem."""
 
-    def __init__(
-        self, filesystem: Any, root: str, *, atomic_writes: bool, io_timeout_s: float
-    ) -> None:
+    def __init__(self, filesystem: Any, root: str, *, atomic_writes: bool) -> None:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._atomic_writes = atomic_writes
         self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or made of it
-        self._io_timeout_s = io_timeout_s
-        self._threads = Threads("remote", 8, io_timeout_s)
-        self._saving = Threads("remote-save", 8, io_timeout_s)
+        self._threads = Threads("remote", 8)
+        self._saving = Threads("remote-save", 8)
         self._is_closed = False
         pipe = filesystem._pipe_file if filesystem.async_impl else filesystem.pipe_file
         parameters = inspect.signature(pipe).parameters
@@ -197,8 +193,7 @@ class FsspecStore:
         """One request: the headers of the answer tell the size."""
         bucket, name, _ = self._fs.split_path(path)
         with mapped_errors(key):
-            async with bounded(self._io_timeout_s):
-                answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
+            answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
         body, size = answer["Body"], answer.get("ContentLength")
         try:
             if not isinstance(size, int):
@@ -214,8 +209,7 @@ class FsspecStore:
         start = 0
         while start < size:
             with mapped_errors(key):
-                async with bounded(self._io_timeout_s):
-                    piece = await body.read(min(_PIECE_BYTES, size - start))
+                piece = await body.read(min(_PIECE_BYTES, size - start))
             if not piece:
                 raise StoreUnavailable(f"{key}: the server sent less than it announced")
             await self._write_piece(key, sink, start, piece, start + len(piece))
@@ -292,10 +286,9 @@ class FsspecStore:
         more: dict[str, str] = {}
         for _ in range(MOST_PAGES):
             with mapped_errors("a listing"):
-                async with bounded(self._io_timeout_s):
-                    answer = await self._fs._call_s3(
-                        "list_objects_v2", Bucket=bucket, Prefix=prefix, **more
-                    )
+                answer = await self._fs._call_s3(
+                    "list_objects_v2", Bucket=bucket, Prefix=prefix, **more
+                )
             yield [
                 {"name": f"{bucket}/{each['Key']}", "size": each.get("Size"), **each}
                 for each in answer.get("Contents") or ()
@@ -362,13 +355,12 @@ class FsspecStore:
             raise
 
     async def _call(self, verb: str, *args: object, **options: object) -> Any:
-        """The filesystem's method, as a coroutine or in a thread, within the time limit."""
+        """The filesystem's method, as a coroutine or in a thread."""
         method = getattr(self._fs, f"_{verb}", None) if self._fs.async_impl else None
         if method is None:
             threads = self._saving if verb in _WRITES else self._threads
             return await threads.run(partial(getattr(self._fs, verb), *args, **options))
-        async with bounded(self._io_timeout_s):
-            return await method(*args, **options)
+        return await method(*args, **options)
 
 
 def _md5(entry: dict[str, Any]) -> str:

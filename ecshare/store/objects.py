@@ -124,6 +124,10 @@ class ObjectStore(Protocol):
     second write of a key restarts its age and changes nothing else. All methods may be called
     concurrently, from one event loop.
 
+    A store has no time limit of its own: it asks until it has an answer. Whoever calls decides how
+    long to wait, and cancels the call then. The call must end at once. Its thread or connection may
+    go on for a while, and still read the body of a `put` or write to the sink of a `get`.
+
     Raises:
         StoreUnavailable: the store fails (all methods).
         StoreDenied: the store refuses the operation (all methods).
@@ -148,8 +152,6 @@ class ObjectStore(Protocol):
     async def get(self, key: Key, sink: Sink) -> None:
         """Pass the size of the object under `key` to `sink`, which may refuse it, then its bytes.
 
-        When this raises, a call that timed out may still write to the sink.
-
         Raises:
             ObjectMissing: there is no object.
             ObjectUnreadable, ObjectCorrupt: what is under the key cannot be read as an object.
@@ -163,8 +165,7 @@ class ObjectStore(Protocol):
         new one. Use it for small objects that always have the same bytes, and to replace a damaged
         object.
 
-        `body` is read until this returns, and must not change before. When this raises, a call that
-        timed out may still read it: do not reuse that memory.
+        `body` is read until this returns, and must not change before; nor after, if this raises.
 
         Raises:
             ObjectUnreadable: what is under the key is not an object, and is not replaced.

@@ -62,12 +62,7 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
             f"{path}.url: {masked_url(config.url)!r} is not an absolute folder, and engines run in "
             "different working directories; write '/folder' or 'file:///folder', or a url such as 's3://bucket'"
         )
-    return DirectoryStore.open(
-        folder,
-        config.io_timeout_s,
-        f"{path}.url",
-        is_shared=config.folder_access == "group",
-    )
+    return DirectoryStore.open(folder, f"{path}.url", is_shared=config.folder_access == "group")
 
 
 def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:

@@ -2,45 +2,37 @@
 """Runs blocking calls outside of the event loop, in a few threads of one store."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
-
-from ecshare.store.errors import StoreBusy
 
 A = TypeVar("A")
 R = TypeVar("R")
 
 
 class Threads:
-    """Runs blocking functions for coroutines, `limit` at once, each at most `timeout_s`.
+    """Runs blocking functions for coroutines, `limit` at once.
 
-    A call that takes longer fails in the coroutine with StoreBusy. Its thread continues until the
-    call returns, because Python cannot stop it. So a store that hangs uses up only its own threads.
+    A coroutine that is cancelled ends at once. A call that has begun continues in its thread until
+    it returns, because Python cannot stop it. So a store that hangs uses up only its own threads.
     """
 
-    def __init__(self, name: str, limit: int, timeout_s: float) -> None:
+    def __init__(self, name: str, limit: int) -> None:
         self._limit = limit
-        self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(limit, thread_name_prefix=f"ecshare-{name}")
 
     async def run(self, call: Callable[..., R], *args: object) -> R:
         """Return `call(*args)`.
 
         Raises:
-            StoreBusy: it takes too long.
             Exception: any error of `call`.
         """
-        work = asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
-        async with bounded(self._timeout_s):
-            return await work
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
 
     async def each(self, call: Callable[[A], R], items: Sequence[A]) -> list[R]:
-        """Return `[call(item) for item in items]`, spread over the threads, within one time limit.
+        """Return `[call(item) for item in items]`, spread over the threads.
 
         Raises:
-            StoreBusy: it takes too long.
             Exception: any error of `call`.
         """
         num_threads = min(self._limit, len(items))
@@ -97,17 +89,3 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def bounded(timeout_s: float) -> AsyncIterator[None]:
-    """Limit the time of the body.
-
-    Raises:
-        StoreBusy: it takes longer than `timeout_s` seconds.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            yield
-    except TimeoutError as exc:
-        raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc

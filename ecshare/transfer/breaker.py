@@ -98,7 +98,7 @@ class CircuitBreaker:
             yield
         except BaseException as exc:
             shown = (verdict for kind, verdict in verdicts if isinstance(exc, kind))
-            self._ended(operation, next(shown, Verdict.UNKNOWN), str(exc) or "no answer in time")
+            self._ended(operation, next(shown, Verdict.UNKNOWN), str(exc))
             raise
         self._ended(operation, Verdict.WORKS, "")
 

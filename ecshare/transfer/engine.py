@@ -206,9 +206,9 @@ class TransferEngine:
         `begin_step`.
         """
         job = handle.job
-        assert isinstance(job, Fetch)
-        is_for_host = job.use is None and not job.in_store and self.host.is_in_memory
-        if not is_for_host or not self._looks_left:
+        if not isinstance(job, Fetch) or job.use is not None or job.in_store:
+            return False
+        if not self.host.is_in_memory or not self._looks_left:
             return False
         self._looks_left -= 1
         handle.started_s = time.monotonic()
@@ -361,7 +361,8 @@ class TransferEngine:
         self._begin_thread()
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        tasks = [handle.task for handle in self._serving if handle.task] + self._start.tasks
+        jobs = [handle.task for handle in self._serving if handle.task]
+        tasks = [*jobs, *self._start.tasks, *self._client.operations]
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -403,7 +404,9 @@ class TransferEngine:
             self._serving.discard(handle)
         self._finish(handle, outcome, value, moved)
         if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
-            self._note(job, outcome, value)
+            is_hit = job.is_hit(outcome, value)
+            if is_hit is not None:
+                self._start.compare_again(is_hit=is_hit)
         if isinstance(job, Put) and outcome is Outcome.UNAVAILABLE:
             await self._give_up(handle, job)
 
@@ -411,20 +414,10 @@ class TransferEngine:
         """Tell those who wait for the object of a save that has failed."""
         self._serving.add(handle)
         try:
-            with suppress(StoreError, TimeoutError):
+            with suppress(StoreError):
                 await self._gaps.note(job.key)
         finally:
             self._serving.discard(handle)
-
-    def _note(self, job: Job[Any], outcome: Outcome, value: Any) -> None:
-        """Say whether what this engine itself could use was there."""
-        is_hit = outcome is Outcome.OK
-        if not isinstance(job, Fetch):
-            is_hit = any(value) if isinstance(value, tuple) else bool(value)
-        # What only the store is asked for is of no use to this engine itself.
-        is_lookup = isinstance(job, Lookup) and not job.store_only
-        if is_lookup or isinstance(job, Fetch | MultiLookup):
-            self._start.compare_again(is_hit=is_hit)
 
     def _finish(
         self,

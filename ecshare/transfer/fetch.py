@@ -17,14 +17,14 @@ from ecshare.store.errors import (
     ObjectUnreadable,
     StoreError,
 )
-from ecshare.store.format import unseal
+from ecshare.store.format import TensorSpec, unseal
 from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, gap_key
 from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.host_watch import HostWatch
-from ecshare.transfer.jobs import Fetch, Moved, StoredObject, Tier
+from ecshare.transfer.jobs import Accepts, Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.poll_rate import Member, PollRate
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.removal import Allowance, Removal
@@ -45,9 +45,8 @@ _Served = tuple[StoredObject | None, tuple[Moved, ...]]
 # How often it is tried whether the process that downloads has given up.
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-# The part of a job's time that it waits for another process's download. Less than half: what is
-# left shows whether the store answers (see StoreClient.ask).
-_PATIENCE = 0.45
+# The part of a job's time that it waits for another process's download.
+_PATIENCE = 0.5
 # How often the store is asked for an announced object that is not there yet.
 _FIRST_PAUSE_S = 0.01
 _PAUSE_GROWTH = 1.6
@@ -65,24 +64,7 @@ def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject
     I/O on the store.
     """
     entry = host.open(key)
-    return None if entry is None else _stored_object(host, entry, own=own)
-
-
-def _stored_object(host: HostCache, entry: Entry, *, own: bool = False) -> StoredObject | None:
-    """Return the object in `entry`, which owns the entry; None: it cannot be used."""
-    try:
-        body = entry.copy_on_write() if own else entry.body
-        sealed = unseal(body, entry.key, verify=False)
-    except ObjectCorrupt as exc:
-        logger.warning("host cache: dropping a damaged entry: %s", exc)
-        entry.close()
-        host.discard(entry.key)
-        return None
-    except OSError as exc:
-        logger.warning("host cache: an entry cannot be mapped: %s", exc)
-        entry.close()
-        return None
-    return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
+    return None if entry is None else _usable(host, entry, own=own)
 
 
 def look(host: HostCache, job: Fetch) -> StoredObject | None:
@@ -91,18 +73,46 @@ def look(host: HostCache, job: Fetch) -> StoredObject | None:
     Changes nothing: what is damaged is left to whoever fetches it. Any thread.
     """
     entry = host.open(job.key)
-    if entry is None:
-        return None
+    with suppress(ObjectCorrupt, OSError):
+        return None if entry is None else _object_in(entry, job.accepts)
+    return None
+
+
+def _usable(
+    host: HostCache, entry: Entry, accepts: Accepts | None = None, *, own: bool = False
+) -> StoredObject | None:
+    """As `_object_in`. None: it is of no use; what is damaged has left the host cache."""
     try:
-        sealed = unseal(entry.body, job.key, verify=False)
+        return _object_in(entry, accepts, own=own)
+    except ObjectCorrupt as exc:
+        logger.warning("host cache: dropping an entry that is of no use: %s", exc)
+        host.discard(entry.key)
+    except OSError as exc:
+        logger.warning("host cache: an entry cannot be mapped: %s", exc)
+    return None
+
+
+def _object_in(entry: Entry, accepts: Accepts | None = None, *, own: bool = False) -> StoredObject:
+    """Return the object in `entry`, which owns the entry; its checksum is not computed.
+
+    Raises:
+        ObjectCorrupt: it is damaged, or `accepts` refuses it.
+        OSError: it cannot be mapped.
+    """
+    try:
+        body = entry.copy_on_write() if own else entry.body
+        sealed = unseal(body, entry.key, verify=False)
+        if accepts is not None and not accepts(sealed.spec):
+            raise _unfit(entry.key, sealed.spec)
     except (ObjectCorrupt, OSError):
         entry.close()
-        return None
-    stored = StoredObject(job.key, sealed.spec, sealed.payload, entry)
-    if job.accepts is None or job.accepts(stored.spec):
-        return stored
-    stored.release()
-    return None
+        raise
+    return StoredObject(entry.key, sealed.spec, sealed.payload, entry)
+
+
+def _unfit(key: Key, spec: TensorSpec) -> ObjectCorrupt:
+    said = f"{spec.dtype} {list(spec.shape)}"
+    return ObjectCorrupt(f"{key} contains a tensor that does not fit this engine: {said}")
 
 
 async def _ended(work: asyncio.Future[Any]) -> None:
@@ -217,7 +227,7 @@ class Fetcher:
             return True
         if in_store and self._poll_rate.is_in_crowd(member):
             in_store = await self._roll_call.has(gap_key(job.key), deadline_s)
-        return in_store and await self._gaps.is_noted(job.key, deadline_s, job.timeout_s)
+        return in_store and await self._gaps.is_noted(job.key, deadline_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:
         """As `serve`, in one round."""
@@ -227,7 +237,7 @@ class Fetcher:
         while True:
             found = self._host.open_or_claim(job.key)
             if isinstance(found, Entry):
-                here = self._usable(job, found)
+                here = _usable(self._host, found, job.accepts)
                 if here is not None:
                     await self._check_store(job, here, deadline_s)
                     return await self._from_host(job, here, started_s)
@@ -259,7 +269,7 @@ class Fetcher:
         is_sound = False
         try:
             (is_there,) = await self._client.ask(
-                lambda store: store.exists([job.key]), priority, 0, deadline_s, job.timeout_s
+                lambda store: store.exists([job.key]), priority, 0, deadline_s
             )
             is_sound = is_there and not self._client.damaged.is_left_alone(job.key)
         finally:
@@ -267,15 +277,6 @@ class Fetcher:
                 here.release()
         if not is_sound:
             raise ObjectMissing(job.key)
-
-    def _usable(self, job: Fetch, entry: Entry) -> StoredObject | None:
-        """Return the object in `entry`; None: the job cannot use it."""
-        here = _stored_object(self._host, entry)
-        if here is None or job.accepts is None or job.accepts(here.spec):
-            return here
-        here.release()
-        self._host.discard(here.key)
-        return None
 
     async def _download_elsewhere(self, job: Fetch, timeout_s: float) -> None:
         """Return when the object is in the host cache, or the process that downloads it has let go
@@ -330,7 +331,6 @@ class Fetcher:
                 Priority.POLL if job.is_announced or job.is_guess else Priority.LOAD,
                 job.limit_bytes,
                 deadline_s,
-                job.timeout_s,
             )
             return await self._loaded(job, partial(self._admit, job, incoming, started_s))
         except BaseException:
@@ -358,10 +358,7 @@ class Fetcher:
             incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
         )
         if job.accepts is not None and not job.accepts(sealed.spec):
-            said = f"{sealed.spec.dtype} {list(sealed.spec.shape)}"
-            raise ObjectCorrupt(
-                f"{job.key} contains a tensor that does not fit this engine: {said}"
-            )
+            raise _unfit(job.key, sealed.spec)
         # Where the entry is another process's, its bytes are the same.
         stored = StoredObject(job.key, sealed.spec, sealed.payload, incoming.publish())
         seconds = time.monotonic() - started_s

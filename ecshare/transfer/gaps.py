@@ -46,7 +46,7 @@ class Gaps:
         """Note that the object under `key` will not be stored, in place of an earlier note.
 
         Raises:
-            StoreError, TimeoutError: the note is on this host alone.
+            StoreError: the note is on this host alone.
         """
         name, body = gap_key(key), bytearray(PROLOGUE_BYTES)
         spec = TensorSpec("U8", (0,), {_TIME: self._clock_s()})
@@ -66,12 +66,12 @@ class Gaps:
         with entry:
             return self._counts(name, entry.body)
 
-    async def is_noted(self, key: Key, deadline_s: float, timeout_s: float) -> bool:
-        """Whether the store has a note; False if it cannot say. For the times see StoreClient."""
+    async def is_noted(self, key: Key, deadline_s: float) -> bool:
+        """Whether the store has a note; False if it has not said so by `deadline_s`."""
         name, sink = gap_key(key), Memory(PROLOGUE_BYTES)
         try:
             await self._client.ask(
-                lambda store: store.get(name, sink), Priority.POLL, 0, deadline_s, timeout_s
+                lambda store: store.get(name, sink), Priority.POLL, 0, deadline_s
             )
         except (StoreError, TimeoutError):
             return False

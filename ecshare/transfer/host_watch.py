@@ -60,7 +60,6 @@ class HostWatch:
             self._look()
             spent_s = time.perf_counter() - begun_s
             self._pause_s = max(min(2 * self._pause_s, _LONGEST_PAUSE_S), spent_s / _MOST_OF_A_CORE)
-        self._task = None
 
     def _look(self) -> None:
         changed_ns = self._host.changed_ns()

@@ -76,9 +76,19 @@ class Moved(Struct, frozen=True):
 
 R = TypeVar("R")
 
+Accepts = Callable[[TensorSpec], bool]
+"""Whether a job can use such a tensor."""
+
 
 class Job(Struct, Generic[R], frozen=True):
     """Work for the transfer engine whose result is an `R`."""
+
+    def is_hit(self, outcome: Outcome, value: R | None) -> bool | None:
+        """Whether it found something that this engine itself can use; None: it sought nothing.
+
+        `outcome`: OK or MISSING. `value`: its result, if it has one.
+        """
+        return None
 
 
 class Put(Job[None], frozen=True):
@@ -118,12 +128,16 @@ class Fetch(Job[StoredObject], frozen=True):
     timeout_s: float
     limit_bytes: int = MAX_OBJECT_BYTES
     is_announced: bool = False
-    accepts: Callable[[TensorSpec], bool] | None = None
+    accepts: Accepts | None = None
     use: Callable[[StoredObject], None] | None = None
     longest_pause_s: float = _LONGEST_PAUSE_S
     is_guess: bool = False
     in_store: bool = False
     may_be_given_up: bool = False
+
+    def is_hit(self, outcome: Outcome, value: StoredObject | None) -> bool | None:
+        """See Job. Without a value if there is a `use`."""
+        return outcome is Outcome.OK
 
 
 class GiveUp(Job[None], frozen=True):
@@ -155,6 +169,10 @@ class Lookup(Job[tuple[bool, ...]], frozen=True):
     timeout_s: float
     store_only: bool = False
 
+    def is_hit(self, outcome: Outcome, value: tuple[bool, ...] | None) -> bool | None:
+        """See Job. What only the store is asked for is for others."""
+        return None if self.store_only else any(value or ())
+
 
 LookupRounds = Generator[Sequence[Key], Sequence[Tier | None], R]
 """Yields keys, receives where each exists (None: nowhere), and returns the job's result."""
@@ -169,6 +187,10 @@ class MultiLookup(Job[R], frozen=True):
 
     questions: Callable[[], LookupRounds[R]]
     timeout_s: float
+
+    def is_hit(self, outcome: Outcome, value: R | None) -> bool | None:
+        """See Job. A result is true if it found something."""
+        return bool(value)
 
 
 class Run(Job[R], frozen=True):

@@ -25,7 +25,7 @@ class Locator:
         Raises:
             StoreError, TimeoutError: it is not known by `deadline_s`.
         """
-        where = await self._where(job.keys, job.timeout_s, deadline_s, store_only=job.store_only)
+        where = await self._where(job.keys, deadline_s, store_only=job.store_only)
         return tuple(tier is not None for tier in where)
 
     async def look_up_in_rounds(self, job: MultiLookup[Any], deadline_s: float) -> Any:
@@ -37,15 +37,10 @@ class Locator:
                 keys = questions.send(answers)
             except StopIteration as end:
                 return end.value
-            answers = await self._where(keys, job.timeout_s, deadline_s)
+            answers = await self._where(keys, deadline_s)
 
     async def _where(
-        self,
-        wanted: Sequence[Key],
-        timeout_s: float,
-        deadline_s: float,
-        *,
-        store_only: bool = False,
+        self, wanted: Sequence[Key], deadline_s: float, *, store_only: bool = False
     ) -> tuple[Tier | None, ...]:
         found: dict[Key, Tier | None] = dict.fromkeys(wanted)
         if not store_only:
@@ -57,7 +52,7 @@ class Locator:
         keys = [key for key, tier in found.items() if tier is None]
         if keys:
             there = await self._client.ask(
-                lambda store: store.exists(keys), Priority.LOOK_UP, 0, deadline_s, timeout_s
+                lambda store: store.exists(keys), Priority.LOOK_UP, 0, deadline_s
             )
             for key, is_there in zip(keys, there, strict=True):
                 is_sound = is_there and not self._client.damaged.is_left_alone(key)

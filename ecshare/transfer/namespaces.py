@@ -53,7 +53,7 @@ class NamespaceWatch:
         try:
             known, others = await self._client.ask(self._ask, Priority.SAVE)
             self._log(others, is_known=known)
-        except (StoreError, TimeoutError, RecursionError) as exc:
+        except (StoreError, RecursionError) as exc:
             logger.debug("cannot compare namespaces: %s", exc)
 
     async def _ask(self, store: ObjectStore) -> tuple[bool, list[Manifest]]:

@@ -115,7 +115,7 @@ class Admission:
             yield
         except (ObjectMissing, ObjectCorrupt):
             raise  # the store works, but `cost_bytes` were not moved
-        except (StoreError, TimeoutError):
+        except StoreError:
             window.failed(moves)
             raise
         if self._waiting and self._waiting[0][0] == priority:

@@ -116,11 +116,7 @@ class Removal:
             if reason is None:
                 self._allowance.removed()
                 await self._client.ask(
-                    lambda store: store.delete([job.key]),
-                    Priority.SAVE,
-                    0,
-                    deadline_s,
-                    job.timeout_s,
+                    lambda store: store.delete([job.key]), Priority.SAVE, 0, deadline_s
                 )
         except ObjectMissing:
             return True  # somebody else has removed it
@@ -136,10 +132,10 @@ class Removal:
         """Return why the object may be valid in the store; None if it is proven to be damaged.
 
         Raises:
-            StoreError, TimeoutError: the store did not say.
+            StoreError, TimeoutError: the store did not say by `deadline_s`.
         """
         stated = await self._client.ask(
-            lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s, job.timeout_s
+            lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s
         )
         if stated.num_bytes > job.limit_bytes:
             return None  # by the store's own word
@@ -150,7 +146,6 @@ class Removal:
             Priority.LOAD,
             stated.num_bytes,
             deadline_s,
-            job.timeout_s,
         )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._loads, self._examine, job, stated, body)

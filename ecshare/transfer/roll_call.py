@@ -69,6 +69,6 @@ class RollCall:
         keys = list(question.keys)
         try:
             there = await self._client.ask(lambda store: store.exists(keys), Priority.POLL)
-        except (StoreError, TimeoutError):
+        except StoreError:
             return ()
         return {key for key, is_there in zip(keys, there, strict=True) if is_there}

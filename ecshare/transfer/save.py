@@ -39,7 +39,7 @@ class Saver:
         There is no deadline: saves must not expire in the queue.
 
         Raises:
-            StoreError, TimeoutError: it is not stored.
+            StoreError: it is not stored.
         """
         loop = asyncio.get_running_loop()
         body, entry, published = await loop.run_in_executor(self._copies, self._prepare, job)
@@ -66,7 +66,7 @@ class Saver:
 
         Raises:
             ObjectMissing: this host does not have it.
-            StoreError, TimeoutError: it is not known to be stored.
+            StoreError: it is not known to be stored.
         """
         entry = self._host.open(job.key)
         if entry is None:

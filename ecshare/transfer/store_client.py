@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer engine's access to the store: with priorities, time limits and breakers."""
+"""The transfer engine's access to the store: with priorities, a time limit and breakers."""
 
 import asyncio
-import math
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, nullcontext
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
 from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer, ObjectStore
 from ecshare.transfer.breaker import CircuitBreaker, DamagedKeys, Verdict, Verdicts
@@ -17,12 +15,11 @@ from ecshare.transfer.priority import Admission, Priority
 T = TypeVar("T")
 
 # A miss and a damaged object are answers.
-_WITHOUT_TIME: Verdicts = (
+_VERDICTS: Verdicts = (
     (ObjectMissing, Verdict.WORKS),
     (ObjectCorrupt, Verdict.WORKS),
     (StoreError, Verdict.FAILED),
 )
-_VERDICTS: Verdicts = (*_WITHOUT_TIME, (TimeoutError, Verdict.FAILED))
 
 
 class StoreClient:
@@ -31,11 +28,20 @@ class StoreClient:
     Reads and saves have a breaker each: a full disk or a refused PUT says nothing about loads. So
     failing saves never stop loads and look-ups, and failing loads never stop saves.
 
+    An operation and the job that asks for it end independently. The operation has the time-out of
+    the store, and its end is what a breaker hears. A job that waits no longer leaves it to itself:
+    it keeps its admission, because its thread or connection is still busy. It may go on to read a
+    body and to write to a sink, so whoever owns that memory must not use it again before all
+    references to it are gone.
+
     Ownership: the I/O thread. Any thread may read `open_breakers`.
     """
 
     def __init__(self, store: ObjectStore, timeout_s: float) -> None:
-        """Use `store`, which the engine closes; no operation may take longer than `timeout_s`."""
+        """Use `store`, which the engine closes. An operation has failed after `timeout_s`.
+
+        This is the only limit that decides: of any store, also of one that would never answer.
+        """
         self._store = store
         self._timeout_s = timeout_s
         self._reads = CircuitBreaker("loads and look-ups")
@@ -44,6 +50,8 @@ class StoreClient:
         self._admission = Admission(timeout_s, grows=store.serves_many)
         # Neither do loads wait for what may never come, nor it for loads.
         self._polls = Admission(timeout_s, grows=store.serves_many)
+        self.operations: set[asyncio.Task[Any]] = set()
+        """What has not ended, to be cancelled before the store closes."""
 
     @property
     def open_breakers(self) -> frozenset[str]:
@@ -56,42 +64,66 @@ class StoreClient:
         call: Callable[[ObjectStore], Awaitable[T]],
         priority: Priority,
         cost_bytes: int = 0,
-        deadline_s: float = math.inf,
-        patience_s: float = 0.0,
+        deadline_s: float | None = None,
     ) -> T:
         """Do one operation and return its result. `cost_bytes`: the most it may move.
 
-        It must end by `deadline_s` (monotonic seconds), including the wait for admission. The
-        operation itself must end within the time-out of this store. `patience_s`: how long its job
-        waits in total. A time-out counts as a failure of the store if the operation had at least
-        half of that time. If it had less, because its job waited before, a time-out shows nothing.
+        `deadline_s` (monotonic seconds): until when to wait for it. If it was not admitted by then,
+        it never begins. If it was, it goes on alone, as it does if the caller is cancelled.
 
         Raises:
-            StoreError, TimeoutError: as the store; the breaker is informed, except of notes.
+            StoreError: as the store, or it took too long; the breaker is informed, except of notes.
+            TimeoutError: the deadline has passed.
+        """
+        begins = asyncio.Event()
+        operation = asyncio.create_task(self._operate(call, priority, cost_bytes, begins))
+        self.operations.add(operation)
+        operation.add_done_callback(self.operations.discard)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await asyncio.wait([operation])
+        except BaseException:
+            operation.add_done_callback(_ignore)
+            if not begins.is_set():
+                operation.cancel()
+            raise
+        try:
+            return operation.result()
+        finally:
+            del operation  # of an error, the traceback keeps this frame: it must not keep the task
+
+    async def _operate(
+        self,
+        call: Callable[[ObjectStore], Awaitable[T]],
+        priority: Priority,
+        cost_bytes: int,
+        begins: asyncio.Event,
+    ) -> T:
+        """As `ask`, in a task of its own. `begins` is set once it is admitted.
+
+        Raises:
+            StoreError: as `ask`.
         """
         is_write = priority in (Priority.NOTE, Priority.SAVE)
         breaker = self._writes if is_write else self._reads
         admission = self._polls if priority is Priority.POLL else self._admission
         breaker.check()
-        async with AsyncExitStack() as held:
-            # Not around the operation: of two time-outs at one moment the inner one goes unnoticed.
-            async with asyncio.timeout_at(None if math.isinf(deadline_s) else deadline_s):
-                await held.enter_async_context(admission.admitted(priority, cost_bytes))
-            begun_s = time.monotonic()
-            ends_s = min(deadline_s, begun_s + self._timeout_s)
-            is_fair = ends_s < deadline_s or ends_s - begun_s >= patience_s / 2
-            # It may have gone while this waited for its turn.
-            attempt = breaker.attempt(_VERDICTS if is_fair else _WITHOUT_TIME)
-            # A note follows a failure that was counted. And a full disk may have room for it.
-            with nullcontext() if priority is Priority.NOTE else attempt:
-                async with asyncio.timeout_at(ends_s):
-                    return await call(self._store)
+        async with admission.admitted(priority, cost_bytes):
+            begins.set()
+            # The store may have gone while this waited for its turn. A note has no breaker: it
+            # follows a failure that was counted. And a full disk may have room for it.
+            with nullcontext() if priority is Priority.NOTE else breaker.attempt(_VERDICTS):
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        return await call(self._store)
+                except TimeoutError as exc:
+                    raise StoreBusy(f"the store took longer than {self._timeout_s:g} s") from exc
 
     async def note(self, key: Key, body: Buffer) -> None:
         """Write a small object in place of what is there. It waits for no save.
 
         Raises:
-            StoreError, TimeoutError: as `ask`.
+            StoreError: as `ask`.
         """
         await self.ask(lambda store: store.put(key, body, replace=True), Priority.NOTE)
 
@@ -101,7 +133,7 @@ class StoreClient:
         `only_if_lost`: ask the store first, and return False if it has the object.
 
         Raises:
-            StoreError, TimeoutError: as `ask`.
+            StoreError: as `ask`.
         """
         replace = key in self.damaged.replaceable
 
@@ -116,3 +148,9 @@ class StoreClient:
             return False
         self.damaged.repaired(key)
         return True
+
+
+def _ignore(operation: asyncio.Task[Any]) -> None:
+    """Take note of an end that nobody waits for: otherwise asyncio logs it as an oversight."""
+    if not operation.cancelled():
+        operation.exception()

@@ -105,9 +105,7 @@ async def test_counting_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
                 nonlocal closed
                 closed = True
 
-    found, num_counted = await count_objects(
-        Slow("/nowhere", 1.0), "ec/2/", 1, lambda: next(seconds)
-    )
+    found, num_counted = await count_objects(Slow("/nowhere"), "ec/2/", 1, lambda: next(seconds))
     assert (found[NAMESPACE].num_objects, num_counted) == (2, 2)
     assert closed
 

@@ -36,6 +36,7 @@ from lab.faults.kinds import Fault
 from lab.servers.processes import LOOPBACK, Port
 from lab.servers.s3 import SeaweedFS
 from tests.ecshare.conftest import Doctor, start
+from tests.waiting import until
 
 FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
 NAMESPACE = namespace_digest(FACTS)
@@ -149,7 +150,7 @@ class Slow(DirectoryStore):
     """A folder that takes, by its clock, the next of `seconds` for each put and each get."""
 
     def __init__(self, folder: Path, clock: Clock, puts: list[float], gets: list[float]) -> None:
-        super().__init__(str(folder), io_timeout_s=10)
+        super().__init__(str(folder))
         self._clock, self._puts, self._gets = clock, puts, gets
         self.sizes: list[int] = []
 
@@ -180,6 +181,43 @@ async def test_a_slow_store_is_measured_once(tmp_path: Path) -> None:
     store = Slow(tmp_path, clock, [4.0, 1.0], [5.0, 1.0])
     assert await store_check.measure(store, clock) == store_check.RoundTrip(1, 4.0, 5.0, True, True)
     assert not list(tmp_path.iterdir())
+    await store.close()
+
+
+GIVE_UP_S = 20.0
+
+
+class Hung(DirectoryStore):
+    """A folder of which nothing is read, and nothing is removed."""
+
+    async def get(self, key: Key, sink: Sink) -> None:
+        await asyncio.Event().wait()
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_store_that_does_not_answer_is_said_in_time(tmp_path: Path) -> None:
+    store = Hung(str(tmp_path))
+    config = StoreConfig(url=str(tmp_path), io_timeout_s=0.1)
+    async with asyncio.timeout(GIVE_UP_S):
+        findings = [each async for each in store_check.check_store(store, config, write=True)]
+    assert [each.text for each in findings] == [
+        "no answer within 0.1 s; check the url and storage_options"
+    ]
+    await store.close()
+
+
+async def test_what_is_measured_ends_though_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_check, "_MAX_MEASURE_S", 0.1)
+    store = Hung(str(tmp_path))
+    measuring = asyncio.create_task(store_check.measure(store))
+    await until(lambda: [*tmp_path.iterdir()])
+    measuring.cancel()
+    await asyncio.wait([measuring], timeout=GIVE_UP_S)
+    assert measuring.cancelled()
     await store.close()
 
 

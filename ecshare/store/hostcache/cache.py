@@ -148,8 +148,11 @@ class Draft:
         """See Sink.
 
         Raises:
+            BrokenPipeError: after `discard`; the sender may stop.
             ObjectCorrupt: the object is larger than its limit.
         """
+        if self._is_over:
+            raise BrokenPipeError(errno.EPIPE, "the fetch of this object has ended")
         if not 0 <= num_bytes <= self._limit_bytes:
             raise ObjectCorrupt(f"corrupt object: {num_bytes} bytes, at most {self._limit_bytes}")
         self._target = self._cache.draft(num_bytes)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers that share what E has reported, in a folder that others may write to."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.store.config import StoreConfig
+from ecshare.store.directory import DirectoryStore
 from tests.ecshare.router.fake_engine import (
     PNG,
     PNG_2,
@@ -198,6 +200,19 @@ async def test_of_what_is_gone_the_store_is_not_asked_again(tmp_path: Path) -> N
         f.d.answer = lost
         assert (await ask(f)).headers["x-ecshare-path"] == ALL
         assert len(f.e.bodies) == 1
+
+
+async def test_a_store_that_takes_no_reports_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang(*_: Any, **__: Any) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(DirectoryStore, "put", hang)
+    async with fleet(store=config(tmp_path, io_timeout_s=0.05)) as f:
+        await f.post(chat(picture(PNG)))
+        await until(lambda: "cannot be written" in caplog.text)
 
 
 async def test_a_store_that_fails_costs_nothing_but_hits(

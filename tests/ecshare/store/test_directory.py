@@ -30,7 +30,7 @@ LIMIT = 1 << 30
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
-    store = DirectoryStore.open(f"{tmp_path}/store", 30.0, "options.url")
+    store = DirectoryStore.open(f"{tmp_path}/store", "options.url")
     yield store
     await store.close()
 
@@ -51,7 +51,7 @@ async def test_an_object_is_one_plain_file_of_that_name(
 async def test_an_object_is_for_its_user_or_group_to_read(
     tmp_path: Path, is_shared: bool, mode: int
 ) -> None:
-    store = DirectoryStore.open(f"{tmp_path}/store", 30.0, "options.url", is_shared=is_shared)
+    store = DirectoryStore.open(f"{tmp_path}/store", "options.url", is_shared=is_shared)
     assert await store.put(KEY, b"body")
     await store.close()
     stored = tmp_path / "store" / KEY
@@ -305,18 +305,18 @@ async def test_a_root_that_is_gone_is_not_made_again(store: DirectoryStore, tmp_
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"options\.url: .*/file is a file"):
-        DirectoryStore.open(f"{tmp_path}/file", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/file", "options.url")
     with pytest.raises(ConfigError, match=r"options\.url: the folder .*/file/x cannot be made"):
-        DirectoryStore.open(f"{tmp_path}/file/x", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/file/x", "options.url")
     with pytest.raises(ConfigError, match=r"options\.url: the folder .* cannot be made"):
-        DirectoryStore.open(f"{tmp_path}/a\0b", 1.0, "options.url")
+        DirectoryStore.open(f"{tmp_path}/a\0b", "options.url")
 
 
 def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -> None:
     import asyncio
 
     async def go() -> int:
-        store = DirectoryStore.open(root, 60.0, "options.url")
+        store = DirectoryStore.open(root, "options.url")
         won = 0
         for n in range(30):
             key = object_key(Kind.EC, "0" * 32, str(n))

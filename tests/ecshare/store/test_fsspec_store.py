@@ -110,7 +110,7 @@ class Unwell(MemoryFileSystem):  # type: ignore[misc]
 
 
 async def test_a_store_that_is_down_is_no_miss() -> None:
-    store = FsspecStore(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True, io_timeout_s=30)
+    store = FsspecStore(Unwell(), f"/{uuid.uuid4().hex}", atomic_writes=True)
     with pytest.raises(StoreUnavailable, match="ConnectionError: down"):
         await store.exists([KEY])
     await store.close()
@@ -118,7 +118,7 @@ async def test_a_store_that_is_down_is_no_miss() -> None:
 
 async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
     filesystem, root = MemoryFileSystem(), f"/{uuid.uuid4().hex}"
-    store = FsspecStore(filesystem, root, atomic_writes=True, io_timeout_s=30)
+    store = FsspecStore(filesystem, root, atomic_writes=True)
     filesystem.makedirs(f"{root}/{KEY}")
     assert await store.exists([KEY]) == [False]
     with pytest.raises(ObjectUnreadable, match="not a file"):
@@ -129,7 +129,7 @@ async def test_a_folder_in_place_of_an_object_concerns_no_other() -> None:
 async def test_a_write_that_fails_half_way_leaves_nothing() -> None:
     filesystem = Unwell()
     root = f"/{uuid.uuid4().hex}"
-    store = FsspecStore(filesystem, root, atomic_writes=False, io_timeout_s=30)
+    store = FsspecStore(filesystem, root, atomic_writes=False)
     with pytest.raises(StoreUnavailable, match="down"):
         await store.put(KEY, b"body")
     assert filesystem.find(root) == []

@@ -285,7 +285,7 @@ async def test_other_filesystems_are_read_folder_by_folder(
     monkeypatch.setattr(LocalFileSystem, "ls", noted)
     monkeypatch.setattr(LocalFileSystem, "find", None)
     filesystem = LocalFileSystem(auto_mkdir=True)
-    store = fsspec_store.FsspecStore(filesystem, str(tmp_path), atomic_writes=False, io_timeout_s=5)
+    store = fsspec_store.FsspecStore(filesystem, str(tmp_path), atomic_writes=False)
     there = [object_key(Kind.EC, SPACE, str(n)) for n in range(9)]
     for key in there:
         await store.put(key, b"body")

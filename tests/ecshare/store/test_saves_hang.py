@@ -71,7 +71,7 @@ async def check_reads(store: ObjectStore) -> None:
 async def test_a_disk_that_hangs(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = DirectoryStore.open(f"{tmp_path}/store", GIVE_UP_S, "options.url")
+    store = DirectoryStore.open(f"{tmp_path}/store", "options.url")
     await store.put(KEY, b"body")
     monkeypatch.setattr(os, "fsync", lambda _: held.wait())
     async with hung_saves(store, held):
@@ -87,7 +87,7 @@ async def test_a_filesystem_that_blocks(held: Held) -> None:
                 held.wait()
             super().pipe_file(path, value, **options)
 
-    store = FsspecStore(Hanging(), "/hung", atomic_writes=True, io_timeout_s=GIVE_UP_S)
+    store = FsspecStore(Hanging(), "/hung", atomic_writes=True)
     await store.put(KEY, b"body")
     async with hung_saves(store, held):
         await check_reads(store)

@@ -262,13 +262,19 @@ class Failing:
         self.calls = 0
         self.error: Exception | None = None
         self.stalls = False
+        self.num_ended = 0
+        self.is_closed = False
 
     async def _act(self) -> None:
         self.calls += 1
-        if self.stalls:
-            await asyncio.Event().wait()
-        if self.error is not None:
-            raise self.error
+        try:
+            if self.stalls:
+                await asyncio.Event().wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            assert not self.is_closed
+            self.num_ended += 1
 
     @property
     def creates_once(self) -> bool:
@@ -303,7 +309,7 @@ class Failing:
             yield found
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -366,6 +372,35 @@ def test_an_idle_wait_ends_without_the_job(unlucky: TransferEngine, failing: Fai
     unlucky.submit(Lookup((key("a"),), 60))
     unlucky.wait_idle()
     assert unlucky.in_flight == 1
+
+
+def test_a_save_that_is_cancelled_keeps_its_memory_until_the_store_lets_go_of_it(
+    tmp_path: Path, failing: Failing, staging: Staging
+) -> None:
+    engine = TransferEngine(config(tmp_path, io_timeout_s=3600), "options", store=failing)
+    failing.stalls = True
+    job = Handle(Put(key("a"), filled(staging)))
+    engine.submit(job)
+    wait_until(lambda: failing.calls)
+    engine.cancel(job)
+    assert [done.outcome for done in engine.drain(10)] == [Outcome.CANCELLED]
+    assert staging.used_bytes
+    engine.close()
+    assert not staging.used_bytes
+
+
+def test_what_was_left_alone_does_not_outlive_its_engine(tmp_path: Path, failing: Failing) -> None:
+    engine = TransferEngine(config(tmp_path, io_timeout_s=3600), "options", store=failing)
+    failing.stalls = True
+    for number in range(3):
+        job = Handle(Lookup((key(str(number)),), 0.01))
+        engine.submit(job)
+        engine.cancel(job)
+        engine.drain(10)
+    wait_until(lambda: failing.calls == 3)
+    engine.close()
+    assert failing.num_ended == 3
+    assert failing.is_closed
 
 
 def test_misses_keep_the_store_healthy(unlucky: TransferEngine, failing: Failing) -> None:

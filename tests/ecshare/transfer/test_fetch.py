@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -345,11 +346,15 @@ def test_who_runs_out_of_time_after_an_answer_does_not_blame_the_store(
     assert not engine.open_breakers
 
 
-def test_a_store_that_never_answered_is_to_blame(store: Scripted, start: Start) -> None:
-    engine = start()
+def test_a_store_that_never_answers_is_to_blame_as_soon_as_its_time_is_over(
+    store: Scripted, start: Start
+) -> None:
+    """Also for jobs that had less time."""
+    engine = start(io_timeout_s=0.5)
     store.answer_s = 60
-    assert announced(engine, 0.2) == [Outcome.UNAVAILABLE] * 8
-    assert engine.open_breakers == {"read"}
+    assert announced(engine, 0.05) == [Outcome.UNAVAILABLE] * 8
+    assert not engine.open_breakers
+    wait_until(lambda: engine.open_breakers == {"read"})
 
 
 def test_a_store_that_stalls_for_all_its_time_is_to_blame(store: Scripted, start: Start) -> None:
@@ -698,18 +703,23 @@ def no_object(body: bytes) -> bytes:
     raise ObjectUnreadable("a folder lies in its place")
 
 
-def test_who_sends_too_late_is_told_to_stop(store: Scripted, start: Start) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_who_sends_too_late_is_told_to_stop(store: Scripted, start: Start, is_begun: bool) -> None:
     sinks: list[Sink] = []
 
     async def begun_only(key: Key, sink: Sink) -> None:
-        sink.begin(8192)
+        if is_begun:
+            sink.begin(8192)
         sinks.append(sink)
         await asyncio.Event().wait()
 
     store.get = begun_only  # type: ignore[method-assign]
-    assert finish(start(), Fetch(KEY, 0.05)).outcome is Outcome.UNAVAILABLE
+    engine = start()
+    assert finish(engine, Fetch(KEY, 0.05)).outcome is Outcome.UNAVAILABLE
+    send = partial(sinks[0].write, 0, bytes(8192)) if is_begun else partial(sinks[0].begin, 8192)
     with pytest.raises(BrokenPipeError):
-        sinks[0].write(0, bytes(8192))
+        send()
+    assert not list(engine.host.root.glob("*.tmp*")), "it takes no room on this host"
 
 
 def save(engine: TransferEngine) -> None:

@@ -16,7 +16,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer import namespaces
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Fetch, Job, Lookup, StoredObject
+from ecshare.transfer.jobs import Fetch, Job, Lookup, LookupRounds, MultiLookup, StoredObject
 from ecshare.transfer.namespaces import NamespaceWatch
 from ecshare.transfer.store_client import StoreClient
 from tests.waiting import wait_until
@@ -123,7 +123,14 @@ def test_another_model_beside_this_one_is_no_mistake(start: Start, said: Said) -
     assert [level for level, _ in said()] == [logging.INFO]
 
 
-@pytest.mark.parametrize("job", [Fetch(KEY, 5), Lookup((KEY,), 5)])
+def whether_it_is_anywhere() -> LookupRounds[bool]:
+    (tier,) = yield (KEY,)
+    return tier is not None
+
+
+@pytest.mark.parametrize(
+    "job", [Fetch(KEY, 5), Lookup((KEY,), 5), MultiLookup(whether_it_is_anywhere, 5)]
+)
 def test_a_reader_that_started_first_hears_of_the_writer_when_it_finds_nothing(
     start: Start, said: Said, job: Job[Any]
 ) -> None:

@@ -2,21 +2,24 @@
 """What the store's health hears of an operation, however it ends."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
+import contextlib
+import gc
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import StoreUnavailable
+from ecshare.store.errors import StoreBusy, StoreUnavailable
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.breaker import CircuitBreaker
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.store_client import StoreClient
-from tests.waiting import Clock
+from tests.waiting import Clock, until
 
 PAUSE_S = 0.55
 
@@ -37,6 +40,35 @@ async def stalls(_: ObjectStore) -> None:
     await asyncio.Event().wait()
 
 
+class Stalled:
+    """An operation on the store that does not end before it is told how."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self._ends = asyncio.Event()
+        self._end: Callable[[ObjectStore], Awaitable[None]] = answers
+
+    async def __call__(self, store: ObjectStore) -> None:
+        self.has_begun.set()
+        await self._ends.wait()
+        await self._end(store)
+
+    def ends(self, how: Callable[[ObjectStore], Awaitable[None]]) -> None:
+        self._end = how
+        self._ends.set()
+
+
+async def left(client: StoreClient, priority: Priority = Priority.LOAD) -> Stalled:
+    """Begin an operation whose job then stops waiting."""
+    operation = Stalled()
+    job = asyncio.create_task(client.ask(operation, priority))
+    await operation.has_begun.wait()
+    job.cancel()
+    await asyncio.wait([job])
+    assert job.cancelled()
+    return operation
+
+
 @pytest.fixture
 async def client(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -55,35 +87,27 @@ async def client(
     await store.close()
 
 
-async def stalled_probe(client: StoreClient) -> asyncio.Task[None]:
-    """Begin an operation that does not end; return when the store has it."""
-    begun = asyncio.Event()
-
-    async def begins_and_stalls(store: ObjectStore) -> None:
-        begun.set()
-        await stalls(store)
-
-    probe = asyncio.create_task(client.ask(begins_and_stalls, Priority.LOAD))
-    await begun.wait()
-    return probe
-
-
-async def test_a_stalled_probe_is_the_only_one(client: StoreClient, clock: Clock) -> None:
-    probe = await stalled_probe(client)
+async def test_a_probe_whose_job_is_gone_is_still_the_only_one(
+    client: StoreClient, clock: Clock
+) -> None:
+    probe = await left(client)
     clock.forward(PAUSE_S)
     with pytest.raises(StoreUnavailable, match="are paused"):
         await client.ask(answers, Priority.LOAD)
-    probe.cancel()
-    await asyncio.wait([probe])
+    probe.ends(answers)
+    await until(lambda: not client.open_breakers)
 
 
-async def test_a_probe_that_was_cancelled_makes_way_for_another(
+async def test_a_probe_that_fails_after_its_job_is_gone_counts_too(
     client: StoreClient, clock: Clock
 ) -> None:
-    probe = await stalled_probe(client)
+    probe = await left(client)
+    probe.ends(fails)
+    await until(lambda: not client.operations)
+    clock.forward(PAUSE_S)  # the pause has doubled
+    with pytest.raises(StoreUnavailable, match="are paused"):
+        await client.ask(answers, Priority.LOAD)
     clock.forward(PAUSE_S)
-    probe.cancel()
-    await asyncio.wait([probe])
     await client.ask(answers, Priority.LOAD)
     assert not client.open_breakers
 
@@ -98,17 +122,6 @@ async def test_a_probe_that_ended_by_a_bug_makes_way_for_another(
     assert not client.open_breakers
 
 
-async def test_a_probe_that_ran_out_of_its_own_time_makes_way_for_another(
-    client: StoreClient, clock: Clock
-) -> None:
-    deadline_s = time.monotonic() + 0.1
-    with pytest.raises(TimeoutError):
-        await client.ask(stalls, Priority.LOAD, 0, deadline_s, patience_s=1)
-    clock.forward(PAUSE_S)
-    await client.ask(answers, Priority.LOAD)
-    assert not client.open_breakers
-
-
 @pytest.fixture
 async def well(tmp_path: Path) -> AsyncIterator[StoreClient]:
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
@@ -116,28 +129,103 @@ async def well(tmp_path: Path) -> AsyncIterator[StoreClient]:
     await store.close()
 
 
-@pytest.mark.parametrize(("left", "opens"), [(0.6, True), (0.4, False)])
-async def test_a_job_that_ran_out_of_time_blames_the_store_if_that_had_half_of_it(
-    well: StoreClient, left: float, opens: bool
-) -> None:
-    patience_s = 0.1
-    for _ in range(4):
-        deadline_s = time.monotonic() + left * patience_s
-        with pytest.raises(TimeoutError):
-            await well.ask(stalls, Priority.LOAD, 0, deadline_s, patience_s)
-    assert bool(well.open_breakers) is opens
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
-async def test_a_store_that_took_its_own_time_out_is_blamed_whoever_waited(
-    tmp_path: Path,
-) -> None:
+async def test_a_job_that_runs_out_of_time_says_nothing_about_the_store(well: StoreClient) -> None:
+    operations = [Stalled() for _ in range(8)]
+    for each in operations:
+        job = asyncio.create_task(well.ask(each, Priority.LOAD, 0, now_s() + 0.01))
+        await each.has_begun.wait()
+        await asyncio.wait([job])
+        assert isinstance(job.exception(), TimeoutError)
+    assert not well.open_breakers
+    for each in operations:
+        each.ends(answers)
+    await until(lambda: not well.operations)
+    assert not well.open_breakers
+
+
+async def test_an_operation_counts_when_it_ends_whoever_waits(well: StoreClient) -> None:
+    operations = [await left(well) for _ in range(4)]
+    assert not well.open_breakers
+    for each in operations:
+        each.ends(fails)
+    await until(lambda: well.open_breakers == {"read"})
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+async def test_a_store_that_never_answers_is_gone(tmp_path: Path, is_waited_for: bool) -> None:
+    """Whether it keeps a time limit of its own or not."""
     store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
     client = StoreClient(store, timeout_s=0.01)
     for _ in range(4):
-        with pytest.raises(TimeoutError):
-            await client.ask(stalls, Priority.LOAD, 0, time.monotonic() + 60, patience_s=10_000)
-    assert client.open_breakers == {"read"}
+        if is_waited_for:
+            with pytest.raises(StoreBusy, match=r"the store took longer than 0\.01 s"):
+                await client.ask(stalls, Priority.LOAD, 0, now_s() + 30)
+        else:
+            await left(client)
+    await until(lambda: client.open_breakers == {"read"} and not client.operations)
     await store.close()
+
+
+async def test_operations_that_are_left_alone_still_count_as_in_flight(well: StoreClient) -> None:
+    """However many jobs come and go, the store gets no more at a time than it is meant to."""
+    operations = [await left(well, Priority.LOOK_UP) for _ in range(4)]
+    waiting = asyncio.create_task(well.ask(answers, Priority.LOOK_UP))
+    given_up = Stalled()
+    with pytest.raises(TimeoutError):
+        await well.ask(given_up, Priority.LOOK_UP, 0, now_s() + 0.01)
+    assert not waiting.done()
+    operations[0].ends(answers)
+    await waiting
+    for each in operations[1:]:
+        each.ends(fails)
+    await until(lambda: not well.operations)
+    assert not given_up.has_begun.is_set()
+
+
+async def test_a_job_that_is_cancelled_twice_leaves_its_operation_alone(well: StoreClient) -> None:
+    operation = Stalled()
+    job = asyncio.create_task(well.ask(operation, Priority.LOAD))
+    await operation.has_begun.wait()
+    job.cancel()
+    job.cancel()
+    await asyncio.wait([job])
+    assert len(well.operations) == 1
+    operation.ends(answers)
+    await until(lambda: not well.operations)
+
+
+async def test_bugs_in_what_nobody_waits_for_are_no_oversight(
+    well: StoreClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    (await left(well)).ends(breaks)
+    await until(lambda: not well.operations)
+    gc.collect()
+    assert not caplog.records
+
+
+async def test_an_error_keeps_no_memory_of_its_operation(well: StoreClient) -> None:
+    """The slab of a save that failed is free at once, and not when Python looks for cycles."""
+    body = np.zeros(100, np.uint8)
+    is_gone = weakref.ref(body)
+
+    async def fails_with(view: memoryview) -> None:
+        raise StoreUnavailable(f"{len(view)} bytes")
+
+    async def save(view: memoryview) -> None:
+        await well.ask(lambda _: fails_with(view), Priority.SAVE)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(StoreUnavailable):
+            await save(body.data)
+        del body
+        await until(lambda: is_gone() is None)
+    finally:
+        gc.enable()
 
 
 async def fail(client: StoreClient, priority: Priority) -> None:
