@@ -197,7 +197,7 @@ def test_what_is_loaded_comes_behind_what_was_launched_before(busy: Gpu) -> None
     """Kernels of before still use the blocks."""
     streams, block, loaded = LoadStreams(torch.device("cpu"), 1024), torch.zeros(4), torch.ones(4)
     busy.compute.launch(lambda: block.fill_(7))
-    with streams.after(streams.mark()):
+    with streams.after(streams.record()):
         block.copy_(loaded, non_blocking=True)
     busy.finish()
     assert torch.equal(block, torch.ones(4))
