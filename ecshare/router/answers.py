@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from ecshare.router.accounts import Passed
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Stage
@@ -76,6 +77,8 @@ class Answers:
                 raise reply.failure()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
+        context.passed_on = Passed()
+        context.passed_on.add(body)
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
@@ -96,10 +99,13 @@ class Answers:
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
         context.answer = web.StreamResponse(headers=headers | context.response_headers())
+        passed_on = context.passed_on = Passed(is_stream=True)
+        passed_on.add(stream.opening)
         await context.answer.prepare(job.http)
         try:
             await context.answer.write(stream.opening)
             async for chunk in stream.rest:
+                passed_on.add(chunk)
                 await context.answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)

@@ -128,7 +128,7 @@ class Router:
                 raise late from exc
             return await end_stream(context, late)
         finally:
-            context.blobs.clear()  # an idle connection still refers to its last request
+            context.clear()
 
     async def _models(self, http: web.Request) -> web.Response:
         return await self._lists.models(http)

@@ -228,9 +228,11 @@ class Flow:
             if known is not None:
                 return await self._decode_known(job, request, known)
         answer = await self._prefill(job, request)
-        if isinstance(answer, web.StreamResponse):
-            return answer
-        return await self._decode(job, answer)
+        if not isinstance(answer, web.StreamResponse):
+            answer = await self._decode(job, answer)
+        if answer.status == 200:
+            self._prefilled.note_answered(context.turns, context.passed_on.num_bytes)
+        return answer
 
     async def _decode_known(self, job: Job, request: Request, known: Known) -> web.StreamResponse:
         """Return D's answer to a prompt that is stored, or nearly."""
@@ -242,7 +244,8 @@ class Flow:
             self._prefilled.forget(context.turns)
             raise
         if answer.status == 200:
-            self._prefilled.note_decoded(context.turns, known)
+            self._prefilled.note_decoded(context.turns, known, context.passed_on.told())
+            self._prefilled.note_answered(context.turns, context.passed_on.num_bytes)
         return answer
 
     async def _encode(self, job: Job, client: ClientRequest, media: list[Media]) -> _Encoded:
@@ -347,7 +350,8 @@ class Flow:
                     return plan.decode_request(request, hand_over)
             answer = await answering
             if not prefilling.done() and answer.status == 200:
-                self._prefilled.note_done_first(job.context.turns)
+                told = job.context.passed_on.told()
+                self._prefilled.note_done_first(job.context.turns, told)
             return answer
         finally:
             for task in (prefilling, answering):

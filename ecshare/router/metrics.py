@@ -22,6 +22,8 @@ PREFIX = "ecshare_router"
 
 _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
+_EVENTS = ("asked", "avoided", "lost")
+
 Counts = Mapping[str, Any]
 """What /health tells beside the engines."""
 
@@ -125,7 +127,7 @@ class _State(Collector):
                 CounterMetricFamily,
                 name,
                 "Work that an engine was asked for, and that it was spared.",
-                {(event,): counts[name][event] for event in ("asked", "avoided")},
+                {(event,): counts[name][event] for event in _EVENTS if event in counts[name]},
                 "event",
             )
         yield from _of_indexes({name: counts[name] for name in ("encodes", "prefills")})

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
+from ecshare.router.accounts import Passed
 from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.client_request import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
@@ -47,9 +48,16 @@ class RequestContext:
     """What P has to do for it."""
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
+    passed_on: Passed = field(default_factory=Passed)
+    """D's answer, as far as the client got it."""
     blobs: Blobs = field(default_factory=Blobs)
     error: str = ""
     """The kind of the error that the client gets, for the metrics."""
+
+    def clear(self) -> None:
+        """Release what is large: an idle connection still refers to its last request."""
+        self.blobs.clear()
+        self.passed_on = Passed()
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:

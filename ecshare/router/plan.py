@@ -10,7 +10,7 @@ compute the same prompt tokens: templates may use tools, tool_choice, response_f
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -246,6 +246,25 @@ def _num_prompt_tokens(usage: Any) -> int | None:
     counts = [usage.get("prompt_tokens", usage.get("input_tokens")), *(each or 0 for each in apart)]
     numbers = [count for count in counts if type(count) is int]
     return sum(numbers) if len(numbers) == len(counts) else None
+
+
+class PromptTokens(NamedTuple):
+    """The tokens of a prompt, and how many of them an engine had or loaded: in whole blocks."""
+
+    total: int
+    cached: int
+
+
+def prompt_tokens(answer: Request) -> PromptTokens | None:
+    """Return what an answer's usage tells of its prompt; None: it does not tell."""
+    usage = answer.get("usage")
+    total = _num_prompt_tokens(usage)
+    if total is None or not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    of = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = usage.get("cache_read_input_tokens") if of is None else of
+    return PromptTokens(total, cached) if type(cached) is int else None
 
 
 def is_streamed(hand_over: Request | None) -> bool:
