@@ -11,7 +11,8 @@ from ecshare.router.errors import ApiError
 from ecshare.router.memory import Reservation
 from ecshare.router.middleware import too_large
 
-_SLOWEST_BYTES_A_S = 64 * 1024
+SLOWEST_BYTES_A_S = 64 * 1024
+"""Clients that send a body, or take an answer, more slowly are not waited for."""
 _MAX_TEXT_BYTES = 32 * MIB
 _TEXT_COST = 8
 """Bytes of memory for each byte of JSON, decoded and encoded again. A string with one emoji takes
@@ -77,7 +78,7 @@ async def _received(http: web.Request, config: RouterConfig, reservation: Reserv
                     reservation.take(len(chunk))
                 body += chunk
                 _check_length(len(body), config)
-                deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)
+                deadline.reschedule(latest_s + len(body) / SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
         raise ApiError(408, "The body came too slowly.", code="body_timeout") from exc
     return body
