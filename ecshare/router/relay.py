@@ -33,6 +33,7 @@ _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 _DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
+_NEVER_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
 # may be written to a connection that is being closed.
 _KEEP_IDLE_S = 4.0
@@ -319,8 +320,8 @@ def _unreachable(stage: Stage, engine: Engine, engines: EnginePool) -> Iterator[
     """Map errors of sending a request. Start the engine's cool-down unless it may just be slow."""
     try:
         yield
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no host's name
+        never = isinstance(exc, _NEVER_REACHED)
         if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
             engines.mark_failed(engine)
         reason = f"{engine.url}: {exc or type(exc).__name__}"
