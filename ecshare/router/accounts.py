@@ -23,19 +23,18 @@ class Passed:
 
     num_bytes: int = 0
     is_stream: bool = False
-    _last: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
+    _last: deque[bytes | bytearray] = field(default_factory=lambda: deque(maxlen=_KEPT_CHUNKS))
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes | bytearray) -> None:
         """Note the next chunk."""
         self.num_bytes += len(chunk)
         self._last.append(chunk)
 
     def told(self) -> Request:
         """Return the `usage` and the `kv_transfer_params` that it told, as far as it did."""
-        end = b"".join(self._last)
         if not self.is_stream:
-            return _read(end)
-        lines = _BETWEEN.split(end[-_MAX_END_BYTES:])
+            return _read(self._last[-1]) if self._last else {}
+        lines = _BETWEEN.split(b"".join(self._last)[-_MAX_END_BYTES:])
         events = (_read(line.removeprefix(_FIELD)) for line in reversed(lines) if b"usage" in line)
         return next((event for event in events if event), {})
 
@@ -47,7 +46,7 @@ class _Told(Struct):
     """In the last event of the Responses API."""
 
 
-def _read(json: bytes) -> Request:
+def _read(json: bytes | bytearray) -> Request:
     try:
         told = msgspec.json.decode(json, type=_Told)
     except (ValueError, RecursionError):

@@ -72,7 +72,7 @@ class Answers:
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 stream = _Stream(opening.content, chunks, reply.content_type)
                 return await self._stream(job, stream, concurrent_stage)
-            body = await reply.read()
+            body = await reply.read(job.reservation)
             if lacks_model(reply, body) and not attempt.is_last():
                 raise reply.failure()
         self._count_answer(context, concurrent_stage)

@@ -23,12 +23,18 @@ from ecshare.router.identity import is_inline
 from ecshare.router.job import Job
 from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.metrics import RouterMetrics, Sources
-from ecshare.router.middleware import CONTEXT, end_stream, json_response, request_middleware
+from ecshare.router.middleware import (
+    CONTEXT,
+    end_stream,
+    json_response,
+    request_middleware,
+    send,
+)
 from ecshare.router.model_lists import MODELS, ModelLists
 from ecshare.router.observer import Observer
 from ecshare.router.pages import Pages
 from ecshare.router.probes import Probes, Readiness, engine_state, engine_states
-from ecshare.router.relay import Relay
+from ecshare.router.relay import Relay, answer_bytes
 from ecshare.router.shared_reports import SharedReports
 
 _SHUTDOWN_S = 5.0
@@ -116,19 +122,29 @@ class Router:
         await self.relay.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
-        """Answer a request at one of the doors, streamed or not, within the overall deadline."""
+        """Answer a request at one of the doors. Its answer counts until the client has taken it."""
+        context = http[CONTEXT]
+        with self._memory.reservation() as reservation:
+            try:
+                answer = await self._in_time(path, http, reservation)
+            finally:
+                context.clear()
+            reservation.keep(answer_bytes(answer))
+            return await send(http, answer)
+
+    async def _in_time(
+        self, path: str, http: web.Request, reservation: Reservation
+    ) -> web.StreamResponse:
+        """Return the answer, streamed or not, within the overall deadline."""
         context = http[CONTEXT]
         try:
             async with self.in_flight.begin(self._config.timeout_s):
-                with self._memory.reservation() as reservation:
-                    return await self._answer(path, http, reservation)
+                return await self._answer(path, http, reservation)
         except TimeoutError as exc:
             late = self.in_flight.ending()
             if context.answer is None:
                 raise late from exc
             return await end_stream(context, late)
-        finally:
-            context.clear()
 
     async def _models(self, http: web.Request) -> web.Response:
         return await self._lists.models(http)

@@ -261,7 +261,9 @@ class Flow:
             payload = context.payload(request, work)
 
             async def by(attempt: Attempt) -> Request:
-                return await self._relay.ask(attempt.engine, CHAT, payload, context.headers)
+                return await self._relay.ask(
+                    attempt.engine, CHAT, payload, context.headers, job.reservation
+                )
 
             answer = await self._retries.run(Stage.ENCODE, by, context, work)
             announced.update(plan.announced_media(answer))
@@ -316,7 +318,9 @@ class Flow:
         with limited as place, context.timed(Stage.PREFILL):
             place.take()
             payload = context.payload(plan.prefill_request(door, request), context.work)
-            answer = await self._relay.ask(engine, door.path, payload, context.headers)
+            answer = await self._relay.ask(
+                engine, door.path, payload, context.headers, job.reservation
+            )
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
@@ -396,8 +400,8 @@ def _check_accepted(answer: web.StreamResponse | None) -> None:
         RefusalError: it has.
     """
     if isinstance(answer, web.Response) and 400 <= answer.status < 500:
-        assert isinstance(answer.body, bytes)  # `verbatim` makes no other
-        raise RefusalError(answer.status, answer.body, answer.content_type)
+        assert isinstance(answer.body, bytes | bytearray)  # `verbatim` makes no other
+        raise RefusalError(answer.status, bytes(answer.body), answer.content_type)
 
 
 def _encoding_keys(client: ClientRequest, media: list[Media]) -> dict[str, bytes]:

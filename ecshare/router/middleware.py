@@ -135,8 +135,19 @@ def json_response(status: int, content: object) -> web.Response:
     return verbatim(status, msgspec.json.encode(content), "application/json")
 
 
+async def send(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Return `response` when the client has taken it, all but a little at its end."""
+    context = http[CONTEXT]
+    if not response.prepared:
+        response.headers.update(context.response_headers())
+        context.answer = response  # the client may leave meanwhile
+        await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
 def verbatim(
-    status: int, body: bytes, content_type: str, retry_after: str | None = None
+    status: int, body: bytes | bytearray, content_type: str, retry_after: str | None = None
 ) -> web.Response:
     """Return an engine's answer unchanged."""
     response = web.Response(status=status, body=body, headers={"Content-Type": content_type})

@@ -100,6 +100,6 @@ def _route(request: web.Request) -> str:
 
 async def _note_first_byte(request: web.Request, response: web.StreamResponse) -> None:
     """Note that a streamed answer begins. Others are whole by then."""
-    trace = request.get(_TRACE)
-    if trace is not None and trace.ended_s is None:
+    trace = None if isinstance(response, web.Response) else request.get(_TRACE)
+    if trace is not None:
         trace.first_byte_s = time.monotonic()
