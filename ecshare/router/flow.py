@@ -180,9 +180,7 @@ class Flow:
         except (EngineError, RefusalError) as failure:
             if context.answer is not None or not self._may_be_wrong(encoded, failure):
                 raise
-            # The embeddings may be gone. If they are not, asking E again costs little.
-            self.encoded.forget(encoded.keys)
-            if not encoded.was_known or not may_repeat:
+            if not (encoded.was_known and may_repeat and self._may_encode_again(failure)):
                 raise
             logger.warning("request %s encodes its media again: %s", context.request_id, failure)
         else:
@@ -192,7 +190,13 @@ class Flow:
         self._metrics.count_retry(Stage.ENCODE)
         context.path.clear()
         context.avoided.clear()
-        return await self._through_stages(job, media, may_repeat=False)
+        # The embeddings may be gone, or P and D fail for another reason.
+        with self.encoded.doubted(encoded.keys):
+            return await self._through_stages(job, media, may_repeat=False)
+
+    def _may_encode_again(self, failure: EngineError | RefusalError) -> bool:
+        # A report is refused once. Failures may go on, and must not multiply the load.
+        return isinstance(failure, RefusalError) or self.retry_budget.spend()
 
     def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
         """Return the request that E gets the media of; None: no E serves its model.
