@@ -98,19 +98,19 @@ class Flow:
 
     async def answer(self, job: Job) -> web.StreamResponse:
         """Answer a request that has been read."""
-        media = await self._load(job)
-        job.context.work = prompt_work(job.client, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
         with self.limits.place(Stage.DECODE, job.client.model) as place:
+            media = await self._load(job, place)
+            job.context.work = prompt_work(job.client, media)
             place.take()
             return await self._answer_from(job, media)
 
     async def pass_on(self, job: Job) -> web.StreamResponse:
         """Have one engine do all that the request asks for."""
-        media = await self._complete(job, await self._load(job))
-        # No engine has part of the answer in its caches.
-        job.context.work = prompt_work(job.client, media)._replace(key=b"")
         with self.limits.place(Stage.DECODE, job.client.model) as place:
+            media = await self._complete(job, await self._load(job, place))
+            # No engine has part of the answer in its caches.
+            job.context.work = prompt_work(job.client, media)._replace(key=b"")
             place.take()
             return await self._decode_alone(job, plan.inline_request(job.client, media))
 
@@ -137,8 +137,14 @@ class Flow:
         to_refuse = failure.stage is Stage.DECODE or self._config.when_overloaded == "refuse"
         return failure.is_overload and to_refuse
 
-    async def _load(self, job: Job) -> list[Media]:
-        """Return the request's media, without the bytes that it can do without."""
+    async def _load(self, job: Job, place: Place) -> list[Media]:
+        """Return the request's media, without the bytes that it can do without.
+
+        Raises:
+            ApiError: an item cannot be had.
+            EngineError: `place` cannot be taken now, and so nothing is fetched.
+        """
+        place.check()
         options = plan.encoding_options(self._for_encode(job.client) or job.client)
 
         def is_known(uuid: str) -> bool:
@@ -386,12 +392,15 @@ class Flow:
             EngineError: D failed.
         """
 
+        has_embeddings = bool(job.client.items)
+
         async def by(attempt: Attempt) -> web.StreamResponse:
             not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
             return await self._answers.by(not_last, job, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
-            return failure.status not in _LOST_STATUSES  # else it may be lost for every D
+            # Else an embedding may be lost, for every D.
+            return not has_embeddings or failure.status not in _LOST_STATUSES
 
         work = decode_work(job.context.work, request)
         return await self._retries.run(Stage.DECODE, by, job.context, work, may_move)

@@ -144,6 +144,17 @@ async def test_what_may_be_lost_is_asked_of_no_other_decode(failure: Answer) -> 
         assert sorted("image_url" in json.dumps(body) for body in sent) == [False, True]
 
 
+@pytest.mark.parametrize("failure", [failing(500), failing(503)])
+async def test_of_a_text_nothing_can_be_lost(failure: Answer) -> None:
+    async with fleet(num_d=2) as f:
+        answer_all(f.decoders, FirstFails(failure, decoded))
+        response, _ = await f.post(chat())
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "prefill,decode")
+        one, two = (engine.bodies for engine in f.decoders)
+        assert one == two
+        assert await fallbacks(f) == 0
+
+
 async def test_decode_alone_comes_after_three() -> None:
     async with fleet(num_p=4) as f:
         answer_all(f.prefillers, failing(500))
