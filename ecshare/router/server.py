@@ -91,7 +91,7 @@ def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
 
 async def _log_health(router: Router) -> None:
     """Log which engines do not answer. Nothing depends on it: they may start later."""
-    asked = await router.check_all()
+    asked = await router.health_checks.latest()
     for stage, engine, is_healthy in asked:
         if not is_healthy:
             logger.warning("the %s engine %s does not answer GET /health yet", stage, engine.url)

@@ -329,8 +329,10 @@ async def test_models_and_health() -> None:
         assert (status, health["status"]) == (200, "ok")
         assert [each["url"] for each in health["stages"]["decode"]] == [d.url for d in f.decoders]
         f.d.healthy = False
+        f.clock.now_s += 1
         assert (await f.health())[0] == 200
         f.p.healthy = False
+        f.clock.now_s += 1
         status, health = await f.health()
         assert (status, health["status"]) == (503, "incomplete")
         assert health["stages"]["prefill"][0]["healthy"] is False
