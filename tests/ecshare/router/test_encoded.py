@@ -232,7 +232,8 @@ async def test_a_failure_is_nobody_elses(answer: Answer, status: int) -> None:
         held.let_go.set()
         responses = [(await each)[0] for each in asked]
         assert [response.status for response in responses] == [status, 200, 200]
-        assert len(f.encoders[0].bodies) + len(f.encoders[1].bodies) == 3
+        num_asked = len(f.encoders[0].bodies) + len(f.encoders[1].bodies)
+        assert num_asked == 2, "one of the others asked for both"
         lean = [body for body in f.d.bodies if media_of(body)[-1]["type"] == "image_embeds"]
         assert len(lean) == 2
         for response in responses[1:]:
