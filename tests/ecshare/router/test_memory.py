@@ -207,9 +207,9 @@ async def test_values_count_as_the_memory_that_they_take() -> None:
 
 async def test_text_is_bounded_apart_from_media() -> None:
     async with fleet(0, 0) as f:
-        response, answer = await f.post(chat(user="- " * (17 * MIB)))
+        response, answer = await f.post(chat(user="- " * (9 * MIB)))
         assert response.status == 413
-        assert "32 MiB without its base64" in json.loads(answer)["error"]["message"]
+        assert "16 MiB without its base64" in json.loads(answer)["error"]["message"]
 
 
 @dataclass
