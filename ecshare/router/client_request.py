@@ -14,7 +14,11 @@ Request = dict[str, Any]
 Place = tuple[str | int, ...]
 """The names and indices that lead to a value of a request."""
 
-TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+KV_PARAMS = "kv_transfer_params"
+EC_PARAMS = "ec_transfer_params"
+WISHES = {KV_PARAMS: "kvshare_save", EC_PARAMS: "ecshare_save"}
+"""All that a client may say there: whether its prompt, or its media, are stored."""
+TRANSFER_FIELDS = tuple(WISHES)
 
 MODALITIES = {
     "image_url": "image",
@@ -89,6 +93,16 @@ class ClientRequest(Struct, frozen=True):
         model: str | None = self.request.get("model")
         return model
 
+    @property
+    def wishes(self) -> Request:
+        """Return what it says of being stored, by the field that all engines get it in."""
+        return {name: self.request[name] for name in WISHES if self.request.get(name)}
+
+    def allows(self, name: str) -> bool:
+        """Tell whether KV (`KV_PARAMS`) or embeddings (`EC_PARAMS`) of it may be stored."""
+        wish = self.request.get(name)
+        return not wish or wish[WISHES[name]]
+
     def for_model(self, model: str | None) -> "ClientRequest":
         """Return the same request for another model; None: as it is."""
         if model in (None, self.model):
@@ -125,8 +139,9 @@ class ClientRequest(Struct, frozen=True):
         return value
 
     def with_parts(self, parts: Mapping[MediaItem, Request]) -> Request:
-        """Return the request with other content parts, and without transfer params."""
-        request = {name: self.request[name] for name in self.request if name not in TRANSFER_FIELDS}
+        """Return the request with other content parts, and of transfer params only wishes."""
+        request = {name: self.request[name] for name in self.request if name not in WISHES}
+        request |= self.wishes
         copied: dict[Place, Any] = {(): request}
         for item, part in parts.items():
             *above, last = item.place
@@ -200,10 +215,19 @@ def too_deep() -> ApiError:
 
 def _check_transfers(request: Request) -> None:
     extra = request.get("vllm_xargs")
-    for name in TRANSFER_FIELDS:
+    for name, wish in WISHES.items():
         # vLLM merges vllm_xargs into the dictionary that holds the transfer params.
-        if request.get(name) is not None or (isinstance(extra, dict) and name in extra):
-            raise ApiError(400, f"`{name}` is set by the router.", param=name)
+        if not _is_wish(request.get(name), wish) or (isinstance(extra, dict) and name in extra):
+            message = (
+                f"`{name}` is set by the router. Clients may send {{`{wish}`: true or false}}."
+            )
+            raise ApiError(400, message, param=name)
+
+
+def _is_wish(params: Any, wish: str) -> bool:
+    if params is None:
+        return True
+    return isinstance(params, dict) and params.keys() == {wish} and type(params[wish]) is bool
 
 
 def check_number(items: Sequence[MediaItem], max_items: int, param: str) -> None:

@@ -18,11 +18,17 @@ from aiohttp import web
 from ecshare.router import plan
 from ecshare.router.answers import Answers
 from ecshare.router.chat import CHAT
-from ecshare.router.client_request import ClientRequest, Media, Request
+from ecshare.router.client_request import (
+    EC_PARAMS,
+    KV_PARAMS,
+    ClientRequest,
+    Media,
+    Request,
+)
 from ecshare.router.config import RouterConfig
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
-from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.job import Job
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.metrics import RouterMetrics
@@ -106,7 +112,14 @@ class Flow:
             return await self._answer_from(job, media)
 
     async def pass_on(self, job: Job) -> web.StreamResponse:
-        """Have one engine do all that the request asks for."""
+        """Have one engine do all that the request asks for.
+
+        Raises:
+            ApiError: an item cannot be had, or the engine would not understand a wish.
+        """
+        if job.client.wishes:
+            name = next(iter(job.client.wishes))
+            raise ApiError(400, f"`{name}` is not understood at this path.", param=name)
         with self.limits.place(Stage.DECODE, job.client.model) as place:
             media = await self._complete(job, await self._load(job, place))
             # No engine has part of the answer in its caches.
@@ -205,12 +218,15 @@ class Flow:
         return isinstance(failure, RefusalError) or self.retry_budget.spend()
 
     def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
-        """Return the request that E gets the media of; None: no E serves its model.
+        """Return the request that E gets the media of; None: no E serves its model, or its
+        embeddings must not be stored.
 
         An adapter that no E lists may be one that leaves the encoder as it is, if the operator says
         that all do. Then it is a request for its base model.
         """
         model, encoders = client.model, self._pools[Stage.ENCODE]
+        if not client.allows(EC_PARAMS):
+            return None
         if encoders.serving(model):
             return client
         if model is None or self._config.adapter_encoders == "listed":
@@ -230,7 +246,8 @@ class Flow:
         """Return D's answer; None if D alone is to be asked and the request `is_plain`."""
         context, client = job.context, job.client
         prefillers = self._pools[Stage.PREFILL].serving(client.model)
-        if not prefillers or plan.scores_prompt(client.door, request):
+        is_stored = client.allows(KV_PARAMS) and not plan.scores_prompt(client.door, request)
+        if not prefillers or not is_stored:
             return None if is_plain else await self._decode(job, request)
         if self._config.prefill == "needed":
             context.turns = turns_of(client, media)

@@ -16,6 +16,8 @@ import msgspec
 
 from ecshare.router.chat import CHAT, other_fields, part_with_bytes
 from ecshare.router.client_request import (
+    EC_PARAMS,
+    KV_PARAMS,
     ClientRequest,
     Door,
     Media,
@@ -52,7 +54,8 @@ def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, 
     An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
     can share the items of one request.
     """
-    common = {name: client.request[name] for name in client.door.options if name in client.request}
+    names = (*client.door.options, EC_PARAMS)
+    common = {name: client.request[name] for name in names if name in client.request}
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     return {
         held.uuid: common
@@ -95,7 +98,7 @@ def encoded_request(
     if client.door.takes_metadata:
         return metadata_request(client, media, reports)
     request = inline_request(client, media)
-    return request | {"ec_transfer_params": announced} if announced else request
+    return _with_params(request, EC_PARAMS, announced) if announced else request
 
 
 def metadata_request(
@@ -156,7 +159,12 @@ def scores_prompt(door: Door, request: Request) -> bool:
 
 def decode_request(request: Request, hand_over: Request | None) -> Request:
     """Return the request to D: the client's own sampling, and what P handed over."""
-    return request if hand_over is None else request | {"kv_transfer_params": hand_over}
+    return request if hand_over is None else _with_params(request, KV_PARAMS, hand_over)
+
+
+def _with_params(request: Request, name: str, params: Request) -> Request:
+    """Return the request with transfer params beside the client's own wish."""
+    return request | {name: params | request.get(name, {})}
 
 
 def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
@@ -183,7 +191,7 @@ def reported_metadata(answer: Request) -> Metadata | None:
 
     The key of the report is not compared: vLLM hashes the uuid with the processing options, if any.
     """
-    reports = answer.get("ec_transfer_params")
+    reports = answer.get(EC_PARAMS)
     if not isinstance(reports, dict) or len(reports) != 1:
         return None
     (report,) = reports.values()
@@ -195,7 +203,7 @@ def reported_metadata(answer: Request) -> Metadata | None:
 
 def announced_media(answer: Request) -> Request:
     """Return what E says of its item, in the form that P and D are sent."""
-    reports = answer.get("ec_transfer_params")
+    reports = answer.get(EC_PARAMS)
     return reports if isinstance(reports, dict) else {}
 
 
@@ -218,7 +226,7 @@ def _is_row(value: Any) -> bool:
 
 def reported_hand_over(answer: Request) -> Request | None:
     """Return P's transfer params, which the router does not interpret; None if there are none."""
-    params = answer.get("kv_transfer_params")
+    params = answer.get(KV_PARAMS)
     return params if isinstance(params, dict) and params else None
 
 

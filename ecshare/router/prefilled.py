@@ -34,7 +34,8 @@ _FOR_SAMPLING = frozenset((
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "logit_bias",
     "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "stream",
     "stream_options", "user", "priority", "request_id", "kv_transfer_params", "max_output_tokens",
-    "stop_sequences", "metadata", "store", "include", "echo", "return_token_ids",
+    "ec_transfer_params", "stop_sequences", "metadata", "store", "include", "echo",
+    "return_token_ids",
 ))  # fmt: skip
 
 
