@@ -115,13 +115,23 @@ class ClientRequest(Struct, frozen=True):
         text = self.request.get(self.door.preamble)
         return [{"role": "system", "content": text}] if text else []
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        prompt = self.request.get(self.door.prompt)
+        return (
+            isinstance(prompt, list)
+            and bool(prompt)
+            and all(isinstance(each, dict) for each in prompt)
+        )
+
     def turns_of(self, request: Request) -> list[Any]:
         """Return the messages of `request`, which is this one or differs in media only.
 
         The preamble comes first. A prompt without messages is one message of a user.
         """
         prompt = request.get(self.door.prompt)
-        if isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt):
+        if isinstance(prompt, list) and self.has_messages:
             return [*self.preamble, *prompt]
         return [*self.preamble, {"role": "user", "content": _text(prompt)}]
 

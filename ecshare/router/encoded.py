@@ -71,6 +71,15 @@ class EncodedMedia:
         shared = [uuid for uuid, (_, is_shared) in found.items() if is_shared]
         return Reports(metadata, frozenset(known).union(shared), len(shared) < len(found))
 
+    def knows(self, key: bytes) -> bool:
+        """Tell whether the report under a key is in the index."""
+        return self._index.get(key) is not None
+
+    def avoided(self, known: dict[str, Metadata]) -> Reports:
+        """Return what was found by `known`, and count it: E need not be asked for any of it."""
+        self._num_avoided += len(known)
+        return Reports({**known}, frozenset(known), was_asked=False)
+
     def known(self, keys: Mapping[str, bytes]) -> dict[str, Metadata]:
         """Return the reports that are in the index, by uuid."""
         found = {uuid: self._index.get(key) for uuid, key in keys.items()}

@@ -32,7 +32,7 @@ from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.job import Job
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.metrics import RouterMetrics
-from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
+from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of, with_json_of
 from ecshare.router.relay import Relay
 from ecshare.router.retries import Attempt, Retries, RetryBudget
 from ecshare.router.work import decode_work, item_work, prompt_work
@@ -158,11 +158,13 @@ class Flow:
             EngineError: `place` cannot be taken now, and so nothing is fetched.
         """
         place.check()
+        if not job.client.items:
+            return []
         options = plan.encoding_options(self._for_encode(job.client) or job.client)
 
         def is_known(uuid: str) -> bool:
             key = plan.encoding_key(options, uuid)
-            return job.client.door.takes_metadata and bool(self.encoded.known({uuid: key}))
+            return job.client.door.takes_metadata and self.encoded.knows(key)
 
         blobs = job.context.blobs
         return await self._relay.media.load(job.client.items, blobs, job.reservation, is_known)
@@ -251,6 +253,7 @@ class Flow:
             return None if is_plain else await self._decode(job, request)
         if self._config.prefill == "needed":
             context.turns = turns_of(client, media)
+            request = with_json_of(context.turns, client, request)
             known = self._prefilled.find(context.turns)
             if known is not None:
                 return await self._decode_known(job, request, known)
@@ -300,10 +303,11 @@ class Flow:
         known = self.encoded.known(keys)
         if len(known) == len(keys) and not plan.needs_bytes(client, media, known):
             context.avoided.append(Stage.ENCODE)
-            reports = await self.encoded.reports(keys, {})
+            reports = self.encoded.avoided(known)
         else:
-            media = await self._complete(job, media)
-            keys = _encoding_keys(client, media)
+            if not all(held.url for held in media):
+                media = await self._complete(job, media)
+                keys = _encoding_keys(client, media)
             requests = plan.encode_requests(client, media)
             limited = self.limits.place(Stage.ENCODE, client.model)
             with context.timed(Stage.ENCODE), limited as place:

@@ -58,6 +58,7 @@ class RequestContext:
         """Release what is large: an idle connection still refers to its last request."""
         self.blobs.clear()
         self.passed_on = Passed()
+        self.turns = []
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:

@@ -8,7 +8,7 @@ to be for sampling alone. A wrong guess costs time only: D looks KV up by its ow
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -47,6 +47,8 @@ class Turn(NamedTuple):
     num_chars: int
     has_media: bool
     is_answer: bool
+    json: bytes
+    """The message itself, with names instead of its media."""
 
 
 class Known(NamedTuple):
@@ -89,16 +91,29 @@ def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
     with_media = {client.turn_of(item) for item in client.items}
     turns = []
     for at, message in enumerate(client.turns_of(named)):
-        json = _json(message)
+        json = _json(message, order=None)  # templates may show objects in the client's order
         digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
         is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-        turns.append(Turn(digest, len(json), at in with_media, is_answer))
+        turns.append(Turn(digest, len(json), at in with_media, is_answer, json))
     return turns
 
 
-def _json(value: Any) -> bytes:
+def with_json_of(turns: Sequence[Turn], client: ClientRequest, request: Request) -> Request:
+    """Return `request`, in which the messages without media are JSON already: they are encoded once
+    for all engines.
+    """
+    messages = request.get(client.door.prompt)
+    own = turns[len(client.preamble) :]
+    if not client.has_messages or not isinstance(messages, list) or len(messages) != len(own):
+        return request
+    both = zip(messages, own, strict=True)
+    encoded = [message if turn.has_media else msgspec.Raw(turn.json) for message, turn in both]
+    return request | {client.door.prompt: encoded}
+
+
+def _json(value: Any, order: Literal["deterministic"] | None = "deterministic") -> bytes:
     try:
-        return msgspec.json.encode(value, order="deterministic")
+        return msgspec.json.encode(value, order=order)
     except RecursionError as exc:
         raise too_deep() from exc
 

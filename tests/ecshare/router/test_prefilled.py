@@ -255,6 +255,19 @@ def streaming(text: str) -> Any:
     return answer
 
 
+async def test_messages_reach_all_engines_as_the_client_wrote_them() -> None:
+    """Chat templates may show an object as it is, in the order of its fields."""
+    told = {"role": "tool", "content": "ü", "z": {"b": 1, "a": [None, 1e30]}, "name": "x"}
+    body = chat(picture(PNG))
+    body["messages"] += [told, {"content": "and?", "role": "user"}]
+    async with known(num_e=0) as f:
+        f.p.answer = stored()
+        await ask(f, body)
+        for sent in (*f.p.bodies, *f.d.bodies):
+            assert json.dumps(sent["messages"][1:]) == json.dumps(body["messages"][1:])
+            assert sent["messages"][0]["content"][1].items() >= picture(PNG).items()
+
+
 async def test_p_is_always_asked_where_the_operator_wants_that() -> None:
     async with known(prefill="always") as f:
         f.p.answer = stored()
