@@ -9,8 +9,8 @@ any more.
 import errno
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 
 import aiohttp
 import msgspec
@@ -82,11 +82,15 @@ class Reply:
         Raises:
             EngineError: it breaks off.
         """
-        with _broken_off(self.stage, self.call):
+        try:
             async for chunk in self._response.content.iter_any():
                 self._heard()
                 yield chunk
             self._heard()
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            if self.call is not None:
+                self.call.is_broken = True  # the reader may handle the error within the call
+            raise EngineError(self.stage, f"the answer broke off: {exc}", reached=True) from exc
 
     async def read(self, reservation: Reservation | None = None) -> bytearray:
         """Return the whole body. The memory for it is taken from `reservation`, if there is one.
@@ -212,7 +216,7 @@ class Relay:
             headers["Content-Length"] = str(request.num_bytes)
         work = None if request is None else request.work
         async with self._watched(stage, engine, limits, work) as wait:
-            with _unreachable(stage, engine, engines):
+            try:
                 response = await self._session.request(
                     "GET" if request is None else "POST",
                     engine.url + path,
@@ -221,6 +225,8 @@ class Relay:
                     allow_redirects=False,
                     timeout=self._timeout(limits.total_s),
                 )
+            except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no name
+                raise _not_sent(stage, engine, engines, exc) from exc
             if response.status in _DOWN:
                 engines.mark_failed(engine)
             else:
@@ -334,25 +340,11 @@ def _seconds(retry_after: str | None) -> float | None:
     return float(retry_after) if is_number and retry_after else None
 
 
-@contextmanager
-def _unreachable(stage: Stage, engine: Engine, engines: EnginePool) -> Iterator[None]:
-    """Map errors of sending a request. Start the engine's cool-down unless it may just be slow."""
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no host's name
-        never = isinstance(exc, _NEVER_REACHED)
-        if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
-            engines.mark_failed(engine)
-        reason = f"{engine.url}: {exc or type(exc).__name__}"
-        raise EngineError(stage, reason, reached=not never) from exc
-
-
-@contextmanager
-def _broken_off(stage: Stage, call: Call | None) -> Iterator[None]:
-    """Map the errors of reading an answer."""
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        if call is not None:
-            call.is_broken = True  # whoever reads a stream may handle the error within the call
-        raise EngineError(stage, f"the answer broke off: {exc}", reached=True) from exc
+def _not_sent(stage: Stage, engine: Engine, engines: EnginePool, exc: Exception) -> EngineError:
+    """Return the error of a request that could not be sent because of `exc`. Start the engine's
+    cool-down unless it may just be slow.
+    """
+    never = isinstance(exc, _NEVER_REACHED)
+    if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
+        engines.mark_failed(engine)
+    return EngineError(stage, f"{engine.url}: {exc or type(exc).__name__}", reached=not never)
