@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from ecshare.router.accounts import Passed
 from ecshare.router.call import Call
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
@@ -71,11 +72,13 @@ class Answers:
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 stream = _Stream(opening.content, chunks, reply.content_type)
                 return await self._stream(call, stream, concurrent_stage)
-            body = await reply.read()
+            body = await reply.read(call.reservation)
             if lacks_model(reply, body) and not attempt.is_last():
                 raise reply.failure()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
+        context.passed_on = Passed()
+        context.passed_on.add(body)
         return verbatim(reply.status, body, reply.content_type, reply.retry_after)
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
@@ -96,10 +99,13 @@ class Answers:
             "X-Accel-Buffering": "no",  # nginx would hold the events back
         }
         context.answer = web.StreamResponse(headers=headers | context.response_headers())
+        passed_on = context.passed_on = Passed(is_stream=True)
+        passed_on.add(stream.opening)
         await context.answer.prepare(call.http)
         try:
             await context.answer.write(stream.opening)
             async for chunk in stream.rest:
+                passed_on.add(chunk)
                 await context.answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)

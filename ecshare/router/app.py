@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's routes."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from ecshare.router import openapi
 from ecshare.router.admin import Admin
 from ecshare.router.bodies import read_body
 from ecshare.router.call import Call
-from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.drain import RequestsInFlight
@@ -23,12 +21,25 @@ from ecshare.router.flow import Flow
 from ecshare.router.identity import is_inline
 from ecshare.router.memory import MemoryBudget, Reservation
 from ecshare.router.metrics import RouterMetrics, Sources
-from ecshare.router.middleware import CONTEXT, end_stream, json_response, request_middleware
+from ecshare.router.middleware import (
+    CONTEXT,
+    end_stream,
+    json_response,
+    request_middleware,
+    send,
+)
 from ecshare.router.model_lists import MODELS, ModelLists
 from ecshare.router.observer import Observer
 from ecshare.router.pages import Pages
-from ecshare.router.probes import Probes, Readiness, engine_state, engine_states
-from ecshare.router.relay import Relay
+from ecshare.router.probes import (
+    Checked,
+    HealthChecks,
+    Probes,
+    Readiness,
+    engine_state,
+    engine_states,
+)
+from ecshare.router.relay import Relay, answer_bytes
 from ecshare.router.shared_reports import SharedReports
 
 _SHUTDOWN_S = 5.0
@@ -67,7 +78,7 @@ class Router:
         self._sources = Sources(self.pools, self._memory, self.counts, shows_urls)
         self._metrics = RouterMetrics(self._sources)
         self._observer = Observer(self._metrics)
-        self._health_check: asyncio.Task[list[tuple[Stage, Engine, bool]]] | None = None
+        self.health_checks = HealthChecks(self.pools, self._is_healthy, clock_s)
 
     def application(self) -> web.Application:
         """Return the web application. The relay lives as long as the application runs."""
@@ -116,19 +127,29 @@ class Router:
         await self.relay.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
-        """Answer a request at an endpoint, streamed or not, within the overall deadline."""
+        """Answer a request. Its answer counts until the client has taken it."""
+        context = http[CONTEXT]
+        with self._memory.reservation() as reservation:
+            try:
+                answer = await self._in_time(path, http, reservation)
+            finally:
+                context.clear()
+            reservation.keep(answer_bytes(answer))
+            return await send(http, answer)
+
+    async def _in_time(
+        self, path: str, http: web.Request, reservation: Reservation
+    ) -> web.StreamResponse:
+        """Return the answer, streamed or not, within the overall deadline."""
         context = http[CONTEXT]
         try:
             async with self.in_flight.begin(self._config.timeout_s):
-                with self._memory.reservation() as reservation:
-                    return await self._answer(path, http, reservation)
+                return await self._answer(path, http, reservation)
         except TimeoutError as exc:
             late = self.in_flight.ending()
             if context.answer is None:
                 raise late from exc
             return await end_stream(context, late)
-        finally:
-            context.blobs.clear()  # an idle connection still refers to its last request
 
     async def _models(self, http: web.Request) -> web.Response:
         return await self._lists.models(http)
@@ -140,7 +161,7 @@ class Router:
         """
         key = self._config.status_key
         is_full = key is not None and key.matches(http.headers.get(hdrs.AUTHORIZATION))
-        checked = await self.check_all()
+        checked = await self.health_checks.latest()
         stages = self._shown(checked, is_full=is_full)
         healthy = {engine for _, engine, is_healthy in checked if is_healthy}
         groups = [group for pool in self.pools.values() if (group := pool.serving())]
@@ -162,10 +183,10 @@ class Router:
 
     async def _stages(self) -> dict[str, list[dict[str, Any]]]:
         """Check all engines, and return what is known of them, by stage."""
-        return self._shown(await self.check_all(), is_full=True)
+        return self._shown(await self.health_checks.latest(), is_full=True)
 
     def _shown(
-        self, checked: Iterable[tuple[Stage, Engine, bool]], *, is_full: bool
+        self, checked: Iterable[Checked], *, is_full: bool
     ) -> dict[str, list[dict[str, Any]]]:
         stages: dict[str, list[dict[str, Any]]] = {}
         for stage, engine, healthy in checked:
@@ -178,23 +199,6 @@ class Router:
     def counts(self) -> dict[str, Any]:
         """Return what was counted since the start. docs/metrics.md explains it."""
         return self._flow.counts()
-
-    async def check_all(self) -> list[tuple[Stage, Engine, bool]]:
-        """Check the health of all engines at once; takes a few seconds at most.
-
-        Callers at the same time share one check, so many callers cost the engines no more than one.
-        """
-        if self._health_check is None:
-            self._health_check = asyncio.create_task(self._check_all())
-        return await asyncio.shield(self._health_check)
-
-    async def _check_all(self) -> list[tuple[Stage, Engine, bool]]:
-        engines = [(stage, each) for stage, group in self.pools.items() for each in group]
-        try:
-            answers = await gather_all([self._is_healthy(each) for _, each in engines])
-        finally:
-            self._health_check = None
-        return [(*engine, healthy) for engine, healthy in zip(engines, answers, strict=True)]
 
     async def _is_healthy(self, engine: Engine) -> bool:
         # A hung engine is known to be unhealthy, and would take long to answer.

@@ -33,11 +33,12 @@ class Blobs:
     """The long texts of one request. `add` and `extract` are for the event loop's thread."""
 
     def __init__(self) -> None:
-        self._mark = "x" + secrets.token_hex(16)
+        self._mark = ""  # until there is a text
         self._texts: list[memoryview] = []
 
     def add(self, text: bytes | bytearray | memoryview) -> str:
         """Keep a base64 text without copying it, and return its placeholder."""
+        self._mark = self._mark or "x" + secrets.token_hex(16)
         name = f"{self._mark}{len(self._texts):0{_DIGITS}}"
         self._texts.append(memoryview(text))
         return name
@@ -47,6 +48,8 @@ class Blobs:
 
         Keeps views of `body`, which must not change any more.
         """
+        if len(body) < _BLOCK_BYTES:  # it has no run that would be found
+            return body
         pieces: list[bytes | memoryview] = []
         end = 0
         for first, last in [run async for run in _runs(body)]:
@@ -64,7 +67,7 @@ class Blobs:
 
     def holds(self, text: str) -> bool:
         """Tell whether a string of the JSON contains a placeholder."""
-        return self._mark in text
+        return bool(self._mark) and self._mark in text
 
     def length(self, text: str) -> int:
         """Return how long the text is that a string of the JSON stands for, about."""
@@ -81,6 +84,9 @@ class Blobs:
 
     def pieces(self, json: bytes) -> Iterator[bytes | memoryview]:
         """Yield pieces of encoded JSON, each placeholder replaced by its text."""
+        if not self._mark:
+            yield json
+            return
         head, *rest = json.split(self._mark.encode())
         yield head
         for part in rest:

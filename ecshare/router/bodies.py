@@ -11,8 +11,10 @@ from ecshare.router.errors import ApiError
 from ecshare.router.memory import Reservation
 from ecshare.router.middleware import too_large
 
-_SLOWEST_BYTES_A_S = 64 * 1024
-_MAX_TEXT_BYTES = 32 * MIB
+SLOWEST_BYTES_A_S = 64 * 1024
+"""Clients that send a body, or take an answer, more slowly are not waited for."""
+_MAX_TEXT_BYTES = 16 * MIB
+"""Two million tokens, also where each character of a text is six of its JSON."""
 _TEXT_COST = 8
 """Bytes of memory for each byte of JSON, decoded and encoded again. A string with one emoji takes
 four bytes a character, and the copies in UTF-8 come on top."""
@@ -67,17 +69,17 @@ async def _received(http: web.Request, config: RouterConfig, reservation: Reserv
     length = http.content_length
     if length is not None:
         _check_length(length, config)
-        reservation.take(length)  # refuse at once rather than half-way
+        reservation.expect(length)  # refuse at once rather than half-way
     body = bytearray()
     try:
         async with asyncio.timeout(config.client_timeout_s) as deadline:
             latest_s = deadline.when() or 0.0
             while chunk := await http.content.readany():
-                if length is None:
-                    reservation.take(len(chunk))
+                reservation.take(len(chunk))
                 body += chunk
                 _check_length(len(body), config)
-                deadline.reschedule(latest_s + len(body) / _SLOWEST_BYTES_A_S)
+                if len(body) != length:
+                    deadline.reschedule(latest_s + len(body) / SLOWEST_BYTES_A_S)
     except TimeoutError as exc:
         raise ApiError(408, "The body came too slowly.", code="body_timeout") from exc
     return body

@@ -14,7 +14,11 @@ Request = dict[str, Any]
 FieldPath = tuple[str | int, ...]
 """The names and indices that lead to a value of a request."""
 
-TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+KV_PARAMS = "kv_transfer_params"
+EC_PARAMS = "ec_transfer_params"
+SAVE_OPTIONS = {KV_PARAMS: "kvshare_save", EC_PARAMS: "ecshare_save"}
+"""All that a client may say there: whether its prompt, or its media, are stored."""
+TRANSFER_FIELDS = tuple(SAVE_OPTIONS)
 
 MODALITIES = {
     "image_url": "image",
@@ -89,6 +93,16 @@ class ClientRequest(Struct, frozen=True):
         model: str | None = self.request.get("model")
         return model
 
+    @property
+    def save_params(self) -> Request:
+        """Return what it says of being stored, by the field that all engines get it in."""
+        return {name: self.request[name] for name in SAVE_OPTIONS if self.request.get(name)}
+
+    def allows(self, name: str) -> bool:
+        """Tell whether KV (`KV_PARAMS`) or embeddings (`EC_PARAMS`) of it may be stored."""
+        option = self.request.get(name)
+        return not option or option[SAVE_OPTIONS[name]]
+
     def for_model(self, model: str | None) -> "ClientRequest":
         """Return the same request for another model; None: as it is."""
         if model in (None, self.model):
@@ -101,13 +115,23 @@ class ClientRequest(Struct, frozen=True):
         text = self.request.get(self.endpoint.preamble)
         return [{"role": "system", "content": text}] if text else []
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        prompt = self.request.get(self.endpoint.prompt)
+        return (
+            isinstance(prompt, list)
+            and bool(prompt)
+            and all(isinstance(each, dict) for each in prompt)
+        )
+
     def turns_of(self, request: Request) -> list[Any]:
         """Return the messages of `request`, which is this one or differs in media only.
 
         The preamble comes first. A prompt without messages is one message of a user.
         """
         prompt = request.get(self.endpoint.prompt)
-        if isinstance(prompt, list) and prompt and all(isinstance(each, dict) for each in prompt):
+        if isinstance(prompt, list) and self.has_messages:
             return [*self.preamble, *prompt]
         return [*self.preamble, {"role": "user", "content": _text(prompt)}]
 
@@ -125,8 +149,9 @@ class ClientRequest(Struct, frozen=True):
         return value
 
     def with_parts(self, parts: Mapping[MediaItem, Request]) -> Request:
-        """Return the request with other content parts, and without transfer params."""
-        request = {name: self.request[name] for name in self.request if name not in TRANSFER_FIELDS}
+        """Return the request with other content parts, and of transfer params only `*_save`."""
+        request = {name: self.request[name] for name in self.request if name not in SAVE_OPTIONS}
+        request |= self.save_params
         copied: dict[FieldPath, Any] = {(): request}
         for item, part in parts.items():
             *above, last = item.path
@@ -200,10 +225,21 @@ def too_deep() -> ApiError:
 
 def _check_transfers(request: Request) -> None:
     extra = request.get("vllm_xargs")
-    for name in TRANSFER_FIELDS:
+    for name, option in SAVE_OPTIONS.items():
         # vLLM merges vllm_xargs into the dictionary that holds the transfer params.
-        if request.get(name) is not None or (isinstance(extra, dict) and name in extra):
-            raise ApiError(400, f"`{name}` is set by the router.", param=name)
+        if not _is_save_option(request.get(name), option) or (
+            isinstance(extra, dict) and name in extra
+        ):
+            message = (
+                f"`{name}` is set by the router. Clients may send {{`{option}`: true or false}}."
+            )
+            raise ApiError(400, message, param=name)
+
+
+def _is_save_option(params: Any, option: str) -> bool:
+    if params is None:
+        return True
+    return isinstance(params, dict) and params.keys() == {option} and type(params[option]) is bool
 
 
 def check_number(items: Sequence[MediaItem], max_items: int, param: str) -> None:

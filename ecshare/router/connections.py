@@ -5,11 +5,12 @@ import asyncio
 import logging
 import resource
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
+from ecshare.router.bodies import SLOWEST_BYTES_A_S
 from ecshare.router.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ class Runner(web.AppRunner):
     """Runs an application over connections that are limited in number and in time.
 
     A connection is closed if it sends no complete request head within `client_timeout_s`, counted
-    from its opening or its last answer, or if it accepts no byte of its answer for that long.
-    Beyond `max_connections`, a new connection replaces the oldest that has sent no request yet. If
-    all have, the new one gets a 503 and is closed.
+    from its opening or its last answer, or if it takes nothing of its answer for that long, or
+    takes it more slowly than 64 KiB/s. Beyond `max_connections`, a new connection replaces the
+    oldest that has sent no request yet. If all have, the new one gets a 503 and is closed.
     """
 
     def __init__(
@@ -112,20 +113,26 @@ class _Connection(web.RequestHandler):
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._server = server
         self._writing: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        """Of the answer, when it was last looked whether the client takes it."""
+        self._latest_s = 0.0
+        """When all of them must be sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._server.admit():
             self._server.unused[self] = None
             super().connection_made(transport)
             return
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(_REFUSAL)
-        transport.close()
+        refused = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        refused.write(_REFUSAL)
+        refused.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        loop = asyncio.get_running_loop()
-        self._writing = loop.call_later(self._server.write_timeout_s, self._abort)
+        self._unsent_bytes = self._count_unsent()
+        most_s = self._server.write_timeout_s + self._unsent_bytes / SLOWEST_BYTES_A_S
+        self._latest_s = asyncio.get_running_loop().time() + most_s
+        self._look_later()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -140,6 +147,22 @@ class _Connection(web.RequestHandler):
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._writing = loop.call_later(self._server.write_timeout_s, self._look)
+
+    def _look(self) -> None:
+        """Close the connection unless the client has taken a part of the answer since last time."""
+        before, self._unsent_bytes = self._unsent_bytes, self._count_unsent()
+        is_late = asyncio.get_running_loop().time() >= self._latest_s
+        if self._unsent_bytes < before and not is_late:
+            self._look_later()
+        else:
+            self._abort()
+
+    def _count_unsent(self) -> int:
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
     def _abort(self) -> None:
         self._writing = None

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What E has reported of media, so that it is asked once for each."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import Struct
 
 from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.concurrent import gather_all
+from ecshare.router.errors import EngineError
 from ecshare.router.plan import Metadata
 from ecshare.router.shared_reports import SharedReports
 from ecshare.router.single_flight import SingleFlight
@@ -69,18 +71,44 @@ class EncodedMedia:
         shared = [uuid for uuid, (_, is_shared) in found.items() if is_shared]
         return Reports(metadata, frozenset(known).union(shared), len(shared) < len(found))
 
+    def knows(self, key: bytes) -> bool:
+        """Tell whether the report under a key is in the index."""
+        return self._index.get(key) is not None
+
+    def avoided(self, known: dict[str, Metadata]) -> Reports:
+        """Return what was found by `known`, and count it: E need not be asked for any of it."""
+        self._num_avoided += len(known)
+        return Reports({**known}, frozenset(known), was_asked=False)
+
     def known(self, keys: Mapping[str, bytes]) -> dict[str, Metadata]:
         """Return the reports that are in the index, by uuid."""
         found = {uuid: self._index.get(key) for uuid, key in keys.items()}
         return {uuid: msgspec.json.decode(json) for uuid, json in found.items() if json is not None}
 
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Have E asked for these again."""
-        for key in keys:
+    @contextmanager
+    def doubted(self, keys: Iterable[bytes]) -> Iterator[None]:
+        """Have E asked for these in the block. If an engine fails in the block, what E has not
+        reported again is as known as it was before.
+        """
+        known = {key: (self._index.get(key), key in self._hearsay) for key in keys}
+        for key in known:
             self._index.discard(key)
             self._hearsay.discard(key)
             if self.shared is not None:
                 self._refuted.put(key, None, 1)
+        try:
+            yield
+        except EngineError:
+            for key, (json, is_hearsay) in known.items():
+                self._restore(key, json, is_hearsay=is_hearsay)
+            raise
+
+    def _restore(self, key: bytes, json: bytes | None, *, is_hearsay: bool) -> None:
+        if json is None or key in self._index:
+            return
+        self._index.put(key, json, len(json) + _ENTRY_BYTES)
+        if is_hearsay:
+            self._hearsay.put(key, None, 1)
 
     def confirm(self, keys: Iterable[bytes]) -> None:
         """Note that a request was answered with these reports."""

@@ -74,7 +74,16 @@ def repeated_url(groups: Mapping[str, Iterable[str]]) -> Repeated | None:
 
 
 def _has_host(parts: SplitResult, schemes: tuple[str, ...]) -> bool:
-    return parts.scheme in schemes and bool(_HOST.fullmatch(parts.hostname or ""))
+    host = parts.hostname or ""
+    return parts.scheme in schemes and bool(_HOST.fullmatch(host)) and _can_be_looked_up(host)
+
+
+def _can_be_looked_up(host: str) -> bool:
+    try:
+        host.encode("idna")
+    except UnicodeError:  # a part between the dots is empty, or longer than 63 characters
+        return False
+    return True
 
 
 def _base_path(path: str) -> str:

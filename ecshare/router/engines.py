@@ -4,13 +4,14 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from typing import NamedTuple
 
 _MAX_DOUBLINGS = 6
+_MAX_MODELS = 1000
 _UP = ("up", "doubtful")
 _NOTHING_ASSIGNED: Mapping[str, frozenset[str]] = {}
 USUAL_BOUND = 1.25
@@ -86,6 +87,8 @@ class EnginePool:
         """
         self._bound = bound
         self._ever: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._serving: dict[str | None, tuple[Engine, ...]] = {}
+        """What `serving` has returned since engines or models changed."""
         self.update(urls)
         self._cool_down_s = cool_down_s
         self._clock_s = clock_s
@@ -117,6 +120,7 @@ class EnginePool:
         for engine in self._engines:
             engine.assigned_models = assigned_models.get(engine.url)
             engine.is_draining = engine.url in draining
+        self._serving.clear()
 
     def owns(self, engine: Engine) -> bool:
         """Tell whether `engine` is one of these, or was until it was removed."""
@@ -137,11 +141,19 @@ class EnginePool:
             return "down"
         return "doubtful" if self._is_doubtful(engine) else "up"
 
-    def serving(self, model: str | None = None) -> list[Engine]:
+    def serving(self, model: str | None = None) -> tuple[Engine, ...]:
         """Return the engines that may get requests for `model`, also those that are down now.
 
         If none is known to serve it, these are the engines of which nobody knows. None: all.
         """
+        found = self._serving.get(model)
+        if found is None:
+            if len(self._serving) >= _MAX_MODELS:  # clients choose the names
+                self._serving.clear()
+            found = self._serving[model] = tuple(self._find_serving(model))
+        return found
+
+    def _find_serving(self, model: str | None) -> list[Engine]:
         taking = [engine for engine in self._engines if not engine.is_draining]
         if model is None:
             return taking
@@ -157,6 +169,10 @@ class EnginePool:
         without a key goes to the least busy engine. Among equally busy engines that is the least
         recently used one, so light traffic goes round. Doubtful engines come last.
         """
+        serving = self.serving(work.model)
+        if len(serving) == 1:
+            (only,) = serving
+            return only if only not in excluded and _is_up(only, self._clock_s()) else None
         live = [each for each in self._live(work.model) if each not in excluded]
         if not work.key or not live:
             return next(iter(live), None)
@@ -201,18 +217,10 @@ class EnginePool:
         live = [engine for engine in self.serving(model) if _is_up(engine, now_s)]
         return sorted(live, key=lambda each: (self._is_doubtful(each), *_by_load(each)))
 
-    @contextmanager
-    def lease(self, engine: Engine, tokens: int = 0) -> Iterator[None]:
+    def lease(self, engine: Engine, tokens: int = 0) -> AbstractContextManager[None]:
         """Count one request in flight on `engine`, and its work, while the block runs."""
         self._turn += 1
-        engine.last_turn = self._turn
-        engine.in_flight += 1
-        engine.tokens += tokens
-        try:
-            yield
-        finally:
-            engine.in_flight -= 1
-            engine.tokens -= tokens
+        return _Lease(engine, tokens, self._turn)
 
     def mark_failed(self, engine: Engine) -> None:
         """Start the cool-down of `engine`: until it ends, the engine gets no request."""
@@ -264,11 +272,31 @@ class EnginePool:
 
     def set_listed(self, engine: Engine, models: Mapping[str, str | None]) -> None:
         """Remember which models `engine` lists, adapters with their base models."""
-        engine.listed = models
+        if engine.listed != models:
+            engine.listed = models
+            self._serving.clear()
 
     def set_streams(self, engine: Engine, *, streams: bool) -> None:
         """Remember whether `engine` stores KV while it computes."""
         engine.streams = streams
+
+
+class _Lease(AbstractContextManager[None]):
+    """One request of an engine. A class: it is quicker than a generator, and each call has one."""
+
+    def __init__(self, engine: Engine, tokens: int, turn: int) -> None:
+        self._engine = engine
+        self._tokens = tokens
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        self._engine.last_turn = self._turn
+        self._engine.in_flight += 1
+        self._engine.tokens += self._tokens
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.in_flight -= 1
+        self._engine.tokens -= self._tokens
 
 
 def name_of(stage: Stage, engine: Engine) -> str:

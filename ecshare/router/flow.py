@@ -19,14 +19,20 @@ from ecshare.router import plan
 from ecshare.router.answers import Answers
 from ecshare.router.call import Call
 from ecshare.router.chat import CHAT
-from ecshare.router.client_request import ClientRequest, Media, Request
+from ecshare.router.client_request import (
+    EC_PARAMS,
+    KV_PARAMS,
+    ClientRequest,
+    Media,
+    Request,
+)
 from ecshare.router.config import RouterConfig
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
-from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.metrics import RouterMetrics
-from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of
+from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of, with_json_of
 from ecshare.router.relay import Relay
 from ecshare.router.retries import Attempt, Retries, RetryBudget
 from ecshare.router.work import decode_work, item_work, prompt_work
@@ -98,19 +104,26 @@ class Flow:
 
     async def answer(self, call: Call) -> web.StreamResponse:
         """Answer a request that has been read."""
-        media = await self._load(call)
-        call.context.work = prompt_work(call.client, media)
         # Every request ends at D. One that D has no room for must not keep E and P busy before.
         with self.limits.place(Stage.DECODE, call.client.model) as place:
+            media = await self._load(call, place)
+            call.context.work = prompt_work(call.client, media)
             place.take()
             return await self._answer_from(call, media)
 
     async def pass_on(self, call: Call) -> web.StreamResponse:
-        """Have one engine do all that the request asks for."""
-        media = await self._complete(call, await self._load(call))
-        # No engine has part of the answer in its caches.
-        call.context.work = prompt_work(call.client, media)._replace(key=b"")
+        """Have one engine do all that the request asks for.
+
+        Raises:
+            ApiError: an item cannot be had, or the engine would not understand `*_save`.
+        """
+        if call.client.save_params:
+            name = next(iter(call.client.save_params))
+            raise ApiError(400, f"`{name}` is not understood at this path.", param=name)
         with self.limits.place(Stage.DECODE, call.client.model) as place:
+            media = await self._complete(call, await self._load(call, place))
+            # No engine has part of the answer in its caches.
+            call.context.work = prompt_work(call.client, media)._replace(key=b"")
             place.take()
             return await self._decode_alone(call, plan.inline_request(call.client, media))
 
@@ -137,13 +150,21 @@ class Flow:
         to_refuse = failure.stage is Stage.DECODE or self._config.when_overloaded == "refuse"
         return failure.is_overload and to_refuse
 
-    async def _load(self, call: Call) -> list[Media]:
-        """Return the request's media, without the bytes that it can do without."""
+    async def _load(self, call: Call, place: Place) -> list[Media]:
+        """Return the request's media, without the bytes that it can do without.
+
+        Raises:
+            ApiError: an item cannot be had.
+            EngineError: `place` cannot be taken now, and so nothing is fetched.
+        """
+        place.check()
+        if not call.client.items:
+            return []
         options = plan.encoding_options(self._for_encode(call.client) or call.client)
 
         def is_known(uuid: str) -> bool:
             key = plan.encoding_key(options, uuid)
-            return call.client.endpoint.takes_metadata and bool(self.encoded.known({uuid: key}))
+            return call.client.endpoint.takes_metadata and self.encoded.knows(key)
 
         blobs = call.context.blobs
         return await self._relay.media.load(call.client.items, blobs, call.reservation, is_known)
@@ -180,9 +201,7 @@ class Flow:
         except (EngineError, RefusalError) as failure:
             if context.answer is not None or not self._may_be_wrong(encoded, failure):
                 raise
-            # The embeddings may be gone. If they are not, asking E again costs little.
-            self.encoded.forget(encoded.keys)
-            if not encoded.was_known or not may_repeat:
+            if not (encoded.was_known and may_repeat and self._may_encode_again(failure)):
                 raise
             logger.warning("request %s encodes its media again: %s", context.request_id, failure)
         else:
@@ -192,15 +211,24 @@ class Flow:
         self._metrics.count_retry(Stage.ENCODE)
         context.path.clear()
         context.avoided.clear()
-        return await self._through_stages(call, media, may_repeat=False)
+        # The embeddings may be gone, or P and D fail for another reason.
+        with self.encoded.doubted(encoded.keys):
+            return await self._through_stages(call, media, may_repeat=False)
+
+    def _may_encode_again(self, failure: EngineError | RefusalError) -> bool:
+        # A report is refused once. Failures may go on, and must not multiply the load.
+        return isinstance(failure, RefusalError) or self.retry_budget.spend()
 
     def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
-        """Return the request that E gets the media of; None: no E serves its model.
+        """Return the request that E gets the media of; None: no E serves its model, or its
+        embeddings must not be stored.
 
         An adapter that no E lists may be one that leaves the encoder as it is, if the operator says
         that all do. Then it is a request for its base model.
         """
         model, encoders = client.model, self._pools[Stage.ENCODE]
+        if not client.allows(EC_PARAMS):
+            return None
         if encoders.serving(model):
             return client
         if model is None or self._config.adapter_encoders == "listed":
@@ -220,17 +248,21 @@ class Flow:
         """Return D's answer; None if D alone is to be asked and the request `is_plain`."""
         context, client = call.context, call.client
         prefillers = self._pools[Stage.PREFILL].serving(client.model)
-        if not prefillers or plan.scores_prompt(client.endpoint, request):
+        is_stored = client.allows(KV_PARAMS) and not plan.scores_prompt(client.endpoint, request)
+        if not prefillers or not is_stored:
             return None if is_plain else await self._decode(call, request)
         if self._config.prefill == "needed":
             context.turns = turns_of(client, media)
+            request = with_json_of(context.turns, client, request)
             known = self._prefilled.find(context.turns)
             if known is not None:
                 return await self._decode_known(call, request, known)
         answer = await self._prefill(call, request)
-        if isinstance(answer, web.StreamResponse):
-            return answer
-        return await self._decode(call, answer)
+        if not isinstance(answer, web.StreamResponse):
+            answer = await self._decode(call, answer)
+        if answer.status == 200:
+            self._prefilled.note_answered(context.turns, context.passed_on.num_bytes)
+        return answer
 
     async def _decode_known(self, call: Call, request: Request, known: Known) -> web.StreamResponse:
         """Return D's answer to a prompt that is stored, or nearly."""
@@ -242,7 +274,8 @@ class Flow:
             self._prefilled.forget(context.turns)
             raise
         if answer.status == 200:
-            self._prefilled.note_decoded(context.turns, known)
+            self._prefilled.note_decoded(context.turns, known, context.passed_on.told())
+            self._prefilled.note_answered(context.turns, context.passed_on.num_bytes)
         return answer
 
     async def _encode(self, call: Call, client: ClientRequest, media: list[Media]) -> _Encoded:
@@ -258,7 +291,9 @@ class Flow:
             payload = context.payload(request, work)
 
             async def by(attempt: Attempt) -> Request:
-                return await self._relay.ask(attempt.engine, CHAT, payload, context.headers)
+                return await self._relay.ask(
+                    attempt.engine, CHAT, payload, context.headers, call.reservation
+                )
 
             answer = await self._retries.run(Stage.ENCODE, by, context, work)
             announced.update(plan.announced_media(answer))
@@ -268,10 +303,11 @@ class Flow:
         known = self.encoded.known(keys)
         if len(known) == len(keys) and not plan.needs_bytes(client, media, known):
             context.avoided.append(Stage.ENCODE)
-            reports = await self.encoded.reports(keys, {})
+            reports = self.encoded.avoided(known)
         else:
-            media = await self._complete(call, media)
-            keys = _encoding_keys(client, media)
+            if not all(held.url for held in media):
+                media = await self._complete(call, media)
+                keys = _encoding_keys(client, media)
             requests = plan.encode_requests(client, media)
             limited = self.limits.place(Stage.ENCODE, client.model)
             with context.timed(Stage.ENCODE), limited as place:
@@ -313,7 +349,9 @@ class Flow:
         with limited as place, context.timed(Stage.PREFILL):
             place.take()
             payload = context.payload(plan.prefill_request(endpoint, request), context.work)
-            answer = await self._relay.ask(engine, endpoint.path, payload, context.headers)
+            answer = await self._relay.ask(
+                engine, endpoint.path, payload, context.headers, call.reservation
+            )
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
@@ -347,7 +385,8 @@ class Flow:
                     return plan.decode_request(request, hand_over)
             answer = await answering
             if not prefilling.done() and answer.status == 200:
-                self._prefilled.note_done_first(call.context.turns)
+                told = call.context.passed_on.told()
+                self._prefilled.note_done_first(call.context.turns, told)
             return answer
         finally:
             for task in (prefilling, answering):
@@ -374,12 +413,15 @@ class Flow:
             EngineError: D failed.
         """
 
+        has_embeddings = bool(call.client.items)
+
         async def by(attempt: Attempt) -> web.StreamResponse:
             not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
             return await self._answers.by(not_last, call, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
-            return failure.status not in _LOST_STATUSES  # else it may be lost for every D
+            # Else an embedding may be lost, for every D.
+            return not has_embeddings or failure.status not in _LOST_STATUSES
 
         work = decode_work(call.context.work, request)
         return await self._retries.run(Stage.DECODE, by, call.context, work, may_move)
@@ -392,8 +434,8 @@ def _check_accepted(answer: web.StreamResponse | None) -> None:
         RefusalError: it has.
     """
     if isinstance(answer, web.Response) and 400 <= answer.status < 500:
-        assert isinstance(answer.body, bytes)  # `verbatim` makes no other
-        raise RefusalError(answer.status, answer.body, answer.content_type)
+        assert isinstance(answer.body, bytes | bytearray)  # `verbatim` makes no other
+        raise RefusalError(answer.status, bytes(answer.body), answer.content_type)
 
 
 def _encoding_keys(client: ClientRequest, media: list[Media]) -> dict[str, bytes]:

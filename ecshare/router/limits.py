@@ -9,6 +9,7 @@ from ecshare.router.engines import Engine, EnginePool, Stage
 from ecshare.router.errors import EngineError
 
 Engines = frozenset[Engine]
+_ANY: Engines = frozenset()
 
 
 class StageLimits:
@@ -48,11 +49,22 @@ class StageLimits:
         Raises:
             EngineError: the stage is full.
         """
+        engines = self.check(stage, model)
+        self._used[stage][engines] += 1
+        return engines
+
+    def check(self, stage: Stage, model: str | None) -> Engines:
+        """Return the engines that may serve one more request; empty: there is no limit.
+
+        Raises:
+            EngineError: the stage is full.
+        """
+        if not self._limits[stage]:
+            return _ANY
         engines = frozenset(self._pools[stage].serving(model))
         if self._is_full(stage, engines):
             reason = "as many requests are there as may be"
             raise EngineError(stage, reason, reached=True).note_overload()
-        self._used[stage][engines] += 1
         return engines
 
     def _free(self, stage: Stage, engines: Engines) -> None:
@@ -73,7 +85,7 @@ class StageLimits:
         # A stage without an engine that is up fails by itself, and says so.
         number = self._limits[stage] * max(1, self._pools[stage].num_up(engines))
         used = self._used[stage].items()
-        return 0 < number <= sum(count for group, count in used if group <= engines)
+        return number <= sum(count for group, count in used if group <= engines)
 
 
 class Place:
@@ -85,6 +97,14 @@ class Place:
         self._model = model
         self.engines: Engines | None = None
         """The engines that may serve the request, once the place is taken."""
+
+    def check(self) -> None:
+        """Check that the place could be taken now.
+
+        Raises:
+            EngineError: the stage is full.
+        """
+        self._limits.check(self._stage, self._model)
 
     def take(self) -> None:
         """Take the place, unless it is taken already.

@@ -94,8 +94,10 @@ class MediaLoader:
         """
         distinct = {(item.modality, item.source): item for item in items}
         budget = _Budget(self._config.max_media_bytes, reservation)
-        loads = [self._load(item, blobs, budget, is_enough) for item in distinct.values()]
-        loaded = dict(zip(distinct, await gather_all(loads), strict=True))
+        loaded = await _small_ones(distinct, blobs)
+        others = {place: item for place, item in distinct.items() if place not in loaded}
+        loads = [self._load(item, blobs, budget, is_enough) for item in others.values()]
+        loaded |= zip(others, await gather_all(loads), strict=True)
         return [loaded[item.modality, item.source] for item in items]
 
     async def complete(
@@ -213,6 +215,29 @@ class MediaLoader:
         if allowed and url.host.lower() not in allowed:
             return "its host is not one that this server may fetch from"
         return None
+
+
+async def _small_ones(
+    items: Mapping[tuple[str, str], MediaItem], blobs: Blobs
+) -> dict[tuple[str, str], Media]:
+    """Return those of the items that are inline and small, hashed one by one: many of them at once
+    would block the event loop as one large item would.
+
+    Raises:
+        ApiError: one holds no valid base64; names it.
+    """
+    small = {}
+    num_hashed = 0
+    for place, item in items.items():
+        length = blobs.length(item.source) if is_inline(item.source) else _HASHED_ON_THE_LOOP + 1
+        if length > _HASHED_ON_THE_LOOP:
+            continue
+        if num_hashed and num_hashed + length > _HASHED_ON_THE_LOOP:
+            await asyncio.sleep(0)
+            num_hashed = 0
+        num_hashed += length
+        small[place] = await _identified(item, item.source, blobs)
+    return small
 
 
 async def _identified(item: MediaItem, url: str, blobs: Blobs) -> Media:

@@ -62,6 +62,12 @@ class Reservation:
                 retry_after_s=_RETRY_AFTER_S,
             )
 
+    def keep(self, num_bytes: int) -> None:
+        """Release all but `num_bytes` of what is reserved."""
+        released = max(0, self.held_bytes - num_bytes)
+        self.held_bytes -= released
+        self._memory.used_bytes -= released
+
     def take(self, num_bytes: int) -> None:
         """Reserve so much more.
 

@@ -6,7 +6,7 @@ is read when somebody asks for the metrics. Labels have values of ours only, nev
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,7 +20,11 @@ from ecshare.router.trace import OUTCOMES, STATUSES, Call, Trace
 
 PREFIX = "ecshare_router"
 
+M = TypeVar("M", Counter, Histogram)
+
 _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+
+_EVENTS = ("asked", "avoided", "lost")
 
 Counts = Mapping[str, Any]
 """What /health tells beside the engines."""
@@ -36,6 +40,21 @@ class Sources(NamedTuple):
     """Whether engines' urls are among the metrics."""
 
 
+class _Series(Generic[M]):
+    """The series of one metric, looked up once each."""
+
+    def __init__(self, metric: M) -> None:
+        self._metric: M = metric
+        self._children: dict[tuple[str, ...], M] = {}
+
+    def of(self, *values: str) -> M:
+        """Return the series with these labels."""
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._metric.labels(*values)
+        return child
+
+
 class RouterMetrics:
     """All metrics of one router. Belongs to the event loop's thread."""
 
@@ -46,12 +65,12 @@ class RouterMetrics:
         self._registry.register(_State(self, sources))
         ProcessCollector(registry=self._registry)
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}_{name}", what, labels, registry=self._registry)
+        def counter(name: str, what: str, *labels: str) -> _Series[Counter]:
+            return _Series(Counter(f"{PREFIX}_{name}", what, labels, registry=self._registry))
 
-        def histogram(name: str, what: str, *labels: str) -> Histogram:
+        def histogram(name: str, what: str, *labels: str) -> _Series[Histogram]:
             options: dict[str, Any] = {"registry": self._registry, "buckets": _BUCKETS_S}
-            return Histogram(f"{PREFIX}_{name}", what, labels, **options)
+            return _Series(Histogram(f"{PREFIX}_{name}", what, labels, **options))
 
         self._answers = counter("answers", "Requests of clients.", "route", "status")
         self._errors = counter("errors", "Errors that clients got, by kind.", "kind")
@@ -69,38 +88,38 @@ class RouterMetrics:
 
     def _expect_calls(self, stage: Stage, engine: str) -> None:
         for outcome in OUTCOMES:
-            self._calls.labels(stage, engine, outcome)
+            self._calls.of(stage, engine, outcome)
         for metric in (self._call_s, self._call_begin_s, self._retries):
-            metric.labels(stage)
+            metric.of(stage)
 
     def expect(self, route: str) -> None:
         """Show the series of a route from the start: a rate misses the rise of one that is late."""
         for status in STATUSES:
-            self._answers.labels(route, status)
+            self._answers.of(route, status)
 
     def observe_request(self, route: str, trace: Trace) -> None:
         """Count a request that has ended."""
-        self._answers.labels(route, trace.status).inc()
+        self._answers.of(route, trace.status).inc()
         if trace.error:
-            self._errors.labels(trace.error).inc()
+            self._errors.of(trace.error).inc()
         if route in SPLIT and trace.status == "2xx" and trace.ended_s is not None:
             path = ",".join(trace.path)
-            self._request_s.labels(path).observe(trace.ended_s - trace.began_s)
+            self._request_s.of(path).observe(trace.ended_s - trace.began_s)
             if trace.first_byte_s is not None:
-                self._begin_s.labels(path).observe(trace.first_byte_s - trace.began_s)
+                self._begin_s.of(path).observe(trace.first_byte_s - trace.began_s)
 
     def observe_call(self, call: Call) -> None:
         """Count a call of an engine that has ended."""
-        self._calls.labels(call.stage, call.engine, call.outcome).inc()
+        self._calls.of(call.stage, call.engine, call.outcome).inc()
         if call.outcome != "ok" or call.ended_s is None:
             return
-        self._call_s.labels(call.stage).observe(call.ended_s - call.began_s)
+        self._call_s.of(call.stage).observe(call.ended_s - call.began_s)
         if call.first_byte_s is not None:
-            self._call_begin_s.labels(call.stage).observe(call.first_byte_s - call.began_s)
+            self._call_begin_s.of(call.stage).observe(call.first_byte_s - call.began_s)
 
     def count_retry(self, stage: Stage) -> None:
         """Count that a stage is asked again for one request."""
-        self._retries.labels(stage).inc()
+        self._retries.of(stage).inc()
 
     def exposed(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics as text and its content type, in a format that `accept` names."""
@@ -125,7 +144,7 @@ class _State(Collector):
                 CounterMetricFamily,
                 name,
                 "Work that an engine was asked for, and that it was spared.",
-                {(event,): counts[name][event] for event in ("asked", "avoided")},
+                {(event,): counts[name][event] for event in _EVENTS if event in counts[name]},
                 "event",
             )
         yield from _of_indexes({name: counts[name] for name in ("encodes", "prefills")})

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
+from ecshare.router.accounts import Passed
 from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.client_request import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
@@ -47,9 +48,17 @@ class RequestContext:
     """What P has to do for it."""
     answer: web.StreamResponse | None = None
     """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
+    passed_on: Passed = field(default_factory=Passed)
+    """D's answer, as far as the client got it."""
     blobs: Blobs = field(default_factory=Blobs)
     error: str = ""
     """The kind of the error that the client gets, for the metrics."""
+
+    def clear(self) -> None:
+        """Release what is large: an idle connection still refers to its last request."""
+        self.blobs.clear()
+        self.passed_on = Passed()
+        self.turns = []
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
@@ -127,8 +136,19 @@ def json_response(status: int, content: object) -> web.Response:
     return verbatim(status, msgspec.json.encode(content), "application/json")
 
 
+async def send(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Return `response` when the client has taken it, all but a little at its end."""
+    context = http[CONTEXT]
+    if not response.prepared:
+        response.headers.update(context.response_headers())
+        context.answer = response  # the client may leave meanwhile
+        await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
 def verbatim(
-    status: int, body: bytes, content_type: str, retry_after: str | None = None
+    status: int, body: bytes | bytearray, content_type: str, retry_after: str | None = None
 ) -> web.Response:
     """Return an engine's answer unchanged."""
     response = web.Response(status=status, body=body, headers={"Content-Type": content_type})

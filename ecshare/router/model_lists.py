@@ -69,7 +69,7 @@ class ModelLists:
         _check_accepted(reply, body)
         return _cards(body) if reply.status == 200 else None
 
-    async def _ask(self, stage: Stage, engine: Engine, headers: Headers) -> tuple[Reply, bytes]:
+    async def _ask(self, stage: Stage, engine: Engine, headers: Headers) -> tuple[Reply, bytearray]:
         limits = TimeLimits(TIMEOUT_S)
         async with self._relay.call(engine, MODELS, None, headers, limits) as reply:
             body = await reply.read()
@@ -89,17 +89,17 @@ class ModelLists:
             raise EngineError(Stage.DECODE, reason, reached=True)
 
 
-def _check_accepted(reply: Reply, body: bytes) -> None:
+def _check_accepted(reply: Reply, body: bytearray) -> None:
     """Check that an engine serves the client.
 
     Raises:
         RefusalError: it does not.
     """
     if reply.status in (401, 403):
-        raise RefusalError(reply.status, body, reply.content_type)
+        raise RefusalError(reply.status, bytes(body), reply.content_type)
 
 
-def _cards(body: bytes) -> Cards | None:
+def _cards(body: bytearray) -> Cards | None:
     """Return the models in a list, None if it is none."""
     try:
         models = msgspec.json.decode(body, type=_List).data[:_MAX_MODELS]

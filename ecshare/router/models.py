@@ -6,7 +6,7 @@ name of its base model as its `parent`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -126,7 +126,7 @@ class ServedModels:
     def _of(self, engine: Engine) -> _Listing:
         return self._listings.setdefault(engine, _Listing())
 
-    def _decoders(self) -> list[Engine]:
+    def _decoders(self) -> Sequence[Engine]:
         return self._pools[Stage.DECODE].serving()
 
     def _knows(self, model: str | None) -> bool:

@@ -3,8 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,22 +45,13 @@ class Observer:
         """Return the latest completions, the newest first, also those that are on their way."""
         return [trace.shown() for trace in reversed(self._recent)]
 
-    @contextmanager
-    def call(self, stage: Stage, engine: Engine) -> Iterator[Call]:
+    def call(self, stage: Stage, engine: Engine) -> AbstractContextManager[Call]:
         """Observe a call of an engine while the block runs."""
         call = Call(stage, name_of(stage, engine))
         trace = _CURRENT.get()
         if trace is not None:
             trace.add(call)
-        try:
-            yield call
-        except BaseException as exc:
-            call.end(exc)
-            raise
-        else:
-            call.end(None)
-        finally:
-            self._metrics.observe_call(call)
+        return _Observed(call, self._metrics)
 
     def _middleware(self) -> Middleware:
         @web.middleware
@@ -92,6 +82,21 @@ class Observer:
         self._metrics.observe_request(route, trace)
 
 
+class _Observed(AbstractContextManager[Call]):
+    """A call that is counted when it has ended."""
+
+    def __init__(self, call: Call, metrics: RouterMetrics) -> None:
+        self._call = call
+        self._metrics = metrics
+
+    def __enter__(self) -> Call:
+        return self._call
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        self._call.end(exc)
+        self._metrics.observe_call(self._call)
+
+
 def _route(request: web.Request) -> str:
     """Return the path of the route. A client's own path is never a label."""
     resource = request.match_info.route.resource
@@ -100,6 +105,6 @@ def _route(request: web.Request) -> str:
 
 async def _note_first_byte(request: web.Request, response: web.StreamResponse) -> None:
     """Note that a streamed answer begins. Others are whole by then."""
-    trace = request.get(_TRACE)
-    if trace is not None and trace.ended_s is None:
+    trace = None if isinstance(response, web.Response) else request.get(_TRACE)
+    if trace is not None:
         trace.first_byte_s = time.monotonic()

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from ecshare.router.chat import CHAT
-from ecshare.router.client_request import TRANSFER_FIELDS
+from ecshare.router.client_request import SAVE_OPTIONS, TRANSFER_FIELDS
 from ecshare.router.endpoints import (
     COMPLETIONS_ENDPOINT,
     MESSAGES_ENDPOINT,
@@ -48,6 +48,16 @@ _COMMON: Json = {
     "stream": {"type": ["boolean", "null"]},
     **{name: {"type": "null", "description": "The router sets it."} for name in TRANSFER_FIELDS},
 }
+_STORED = _COMMON | {
+    name: {
+        "anyOf": [
+            {"type": "null"},
+            _object((option,), **{option: {"type": "boolean"}}) | {"additionalProperties": False},
+        ],
+        "description": "Whether engines store what they compute. The router sets all else.",
+    }
+    for name, option in SAVE_OPTIONS.items()
+}
 _TEXT_PART = _object(("type", "text"), type={"const": "text"}, text={"type": "string"})
 _SOUND_PART = _object(
     ("type", "input_audio"),
@@ -74,22 +84,22 @@ _SCHEMAS: dict[str, Json] = {
     ),
     "ChatCompletion": _object(
         ("messages",),
-        **_COMMON,
+        **_STORED,
         messages={"type": "array", "minItems": 1, "items": _ref("Message")},
     ),
     "Completion": _object(
-        ("prompt",), **_COMMON, prompt={"anyOf": [{"type": "string"}, {"type": "array"}]}
+        ("prompt",), **_STORED, prompt={"anyOf": [{"type": "string"}, {"type": "array"}]}
     ),
     "Response": _object(
         ("input",),
-        **_COMMON,
+        **_STORED,
         input={"anyOf": [{"type": "string"}, {"type": "array"}]},
         previous_response_id={"type": "null", "description": "Responses are not kept."},
         background={"enum": [None, False]},
     ),
     "Conversation": _object(
         ("messages",),
-        **_COMMON,
+        **_STORED,
         messages={
             "type": "array",
             "minItems": 1,

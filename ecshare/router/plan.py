@@ -10,12 +10,14 @@ compute the same prompt tokens: templates may use tools, tool_choice, response_f
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ecshare.router.chat import CHAT, other_fields, part_with_bytes
 from ecshare.router.client_request import (
+    EC_PARAMS,
+    KV_PARAMS,
     ClientRequest,
     Endpoint,
     Media,
@@ -52,9 +54,8 @@ def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, 
     An embedding does not depend on the rest of the prompt. So E needs no text, and several encoders
     can share the items of one request.
     """
-    common = {
-        name: client.request[name] for name in client.endpoint.options if name in client.request
-    }
+    names = (*client.endpoint.options, EC_PARAMS)
+    common = {name: client.request[name] for name in names if name in client.request}
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
     return {
         held.uuid: common
@@ -97,7 +98,7 @@ def encoded_request(
     if client.endpoint.takes_metadata:
         return metadata_request(client, media, reports)
     request = inline_request(client, media)
-    return request | {"ec_transfer_params": announced} if announced else request
+    return _with_params(request, EC_PARAMS, announced) if announced else request
 
 
 def metadata_request(
@@ -160,7 +161,12 @@ def scores_prompt(endpoint: Endpoint, request: Request) -> bool:
 
 def decode_request(request: Request, hand_over: Request | None) -> Request:
     """Return the request to D: the client's own sampling, and what P handed over."""
-    return request if hand_over is None else request | {"kv_transfer_params": hand_over}
+    return request if hand_over is None else _with_params(request, KV_PARAMS, hand_over)
+
+
+def _with_params(request: Request, name: str, params: Request) -> Request:
+    """Return the request with transfer params beside what the client says of saves."""
+    return request | {name: params | request.get(name, {})}
 
 
 def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:
@@ -187,7 +193,7 @@ def reported_metadata(answer: Request) -> Metadata | None:
 
     The key of the report is not compared: vLLM hashes the uuid with the processing options, if any.
     """
-    reports = answer.get("ec_transfer_params")
+    reports = answer.get(EC_PARAMS)
     if not isinstance(reports, dict) or len(reports) != 1:
         return None
     (report,) = reports.values()
@@ -199,7 +205,7 @@ def reported_metadata(answer: Request) -> Metadata | None:
 
 def announced_media(answer: Request) -> Request:
     """Return what E says of its item, in the form that P and D are sent."""
-    reports = answer.get("ec_transfer_params")
+    reports = answer.get(EC_PARAMS)
     return reports if isinstance(reports, dict) else {}
 
 
@@ -222,7 +228,7 @@ def _is_row(value: Any) -> bool:
 
 def reported_hand_over(answer: Request) -> Request | None:
     """Return P's transfer params, which the router does not interpret; None if there are none."""
-    params = answer.get("kv_transfer_params")
+    params = answer.get(KV_PARAMS)
     return params if isinstance(params, dict) and params else None
 
 
@@ -250,6 +256,25 @@ def _num_prompt_tokens(usage: Any) -> int | None:
     counts = [usage.get("prompt_tokens", usage.get("input_tokens")), *(each or 0 for each in apart)]
     numbers = [count for count in counts if type(count) is int]
     return sum(numbers) if len(numbers) == len(counts) else None
+
+
+class PromptTokens(NamedTuple):
+    """The tokens of a prompt, and how many of them an engine had or loaded: in whole blocks."""
+
+    total: int
+    cached: int
+
+
+def prompt_tokens(answer: Request) -> PromptTokens | None:
+    """Return what an answer's usage tells of its prompt; None: it does not tell."""
+    usage = answer.get("usage")
+    total = _num_prompt_tokens(usage)
+    if total is None or not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    of = details.get("cached_tokens") if isinstance(details, dict) else None
+    cached = usage.get("cache_read_input_tokens") if of is None else of
+    return PromptTokens(total, cached) if type(cached) is int else None
 
 
 def is_streamed(hand_over: Request | None) -> bool:

@@ -8,7 +8,7 @@ to be for sampling alone. A wrong guess costs time only: D looks KV up by its ow
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +23,8 @@ _ENTRY_BYTES = 500
 _CHARS_A_TOKEN = 4
 _KEPT_S = 3600.0
 """P is asked again after so long: the store may have lost the KV, and D may store none."""
+_MUCH = 0.5
+"""D was not served by the store if it has computed more than this share of a known prompt."""
 _ON_ITS_WAY_S = 10.0
 """So long after P's answer D is told what P announced, and waits for it. Later D finds it."""
 
@@ -32,7 +34,8 @@ _FOR_SAMPLING = frozenset((
     "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "logit_bias",
     "max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "stream",
     "stream_options", "user", "priority", "request_id", "kv_transfer_params", "max_output_tokens",
-    "stop_sequences", "metadata", "store", "include", "echo", "return_token_ids",
+    "ec_transfer_params", "stop_sequences", "metadata", "store", "include", "echo",
+    "return_token_ids",
 ))  # fmt: skip
 
 
@@ -43,6 +46,9 @@ class Turn(NamedTuple):
     """Of this message and all that decides the tokens up to its end."""
     num_chars: int
     has_media: bool
+    is_answer: bool
+    json: bytes
+    """The message itself, with names instead of its media."""
 
 
 class Known(NamedTuple):
@@ -54,10 +60,12 @@ class Known(NamedTuple):
     """What P announced, if it may still be on its way."""
 
 
-class _Stored(Struct, frozen=True):
+class _Stored(Struct):
     missing_chars: int
     hand_over: Request
     stored_s: float
+    answer_bytes: int = 0
+    """The size of D's answer to it, as D has sent it."""
 
 
 def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
@@ -83,15 +91,29 @@ def turns_of(client: ClientRequest, media: Sequence[Media]) -> list[Turn]:
     with_media = {client.turn_of(item) for item in client.items}
     turns = []
     for at, message in enumerate(client.turns_of(named)):
-        json = _json(message)
+        json = _json(message, order=None)  # templates may show objects in the client's order
         digest = hashlib.sha256(digest + hashlib.sha256(json).digest()).digest()
-        turns.append(Turn(digest, len(json), at in with_media))
+        is_answer = isinstance(message, dict) and message.get("role") == "assistant"
+        turns.append(Turn(digest, len(json), at in with_media, is_answer, json))
     return turns
 
 
-def _json(value: Any) -> bytes:
+def with_json_of(turns: Sequence[Turn], client: ClientRequest, request: Request) -> Request:
+    """Return `request`, in which the messages without media are JSON already: they are encoded once
+    for all engines.
+    """
+    messages = request.get(client.endpoint.prompt)
+    own = turns[len(client.preamble) :]
+    if not client.has_messages or not isinstance(messages, list) or len(messages) != len(own):
+        return request
+    both = zip(messages, own, strict=True)
+    encoded = [message if turn.has_media else msgspec.Raw(turn.json) for message, turn in both]
+    return request | {client.endpoint.prompt: encoded}
+
+
+def _json(value: Any, order: Literal["deterministic"] | None = "deterministic") -> bytes:
     try:
-        return msgspec.json.encode(value, order="deterministic")
+        return msgspec.json.encode(value, order=order)
     except RecursionError as exc:
         raise too_deep() from exc
 
@@ -110,16 +132,22 @@ class PrefilledPrompts:
         self._clock_s = clock_s
         self._num_asked = 0
         self._num_avoided = 0
+        self._num_lost = 0
 
     def find(self, turns: list[Turn]) -> Known | None:
-        """Return what is known of a prompt; None: P is to be asked."""
-        new_chars = 0
+        """Return what is known of a prompt; None: P is to be asked.
+
+        D's own answer to a known prompt is not new: D has it or has stored it, and to compute it
+        once more takes a small part of the time that the answer took.
+        """
+        new_chars = answer_chars = 0
         for turn in reversed(turns):
             stored = self._index.get(turn.digest)
             if stored is not None:
-                return self._known(stored, new_chars)
+                return self._known(stored, new_chars - min(answer_chars, stored.answer_bytes))
             new_chars += turn.num_chars
-            if turn.has_media or new_chars > self._max_new_chars:
+            answer_chars = turn.num_chars if turn.is_answer else 0
+            if turn.has_media or new_chars - answer_chars > self._max_new_chars:
                 break
         return None
 
@@ -141,16 +169,41 @@ class PrefilledPrompts:
         else:
             self._put(turns, _CHARS_A_TOKEN * num_missing, hand_over)
 
-    def note_decoded(self, turns: list[Turn], known: Known) -> None:
-        """Note that D has answered a known prompt, and so stored what was new of it, if it does."""
+    def note_decoded(self, turns: list[Turn], known: Known, answer: Request) -> None:
+        """Note D's `answer` to a known prompt. D has stored what was new of it, if it does.
+
+        If D has computed far more than that, the prompt is forgotten: the store has lost it, or is
+        too slow for D to load from.
+        """
         self._num_avoided += 1
-        if self._index.get(turns[-1].digest) is None:
+        tokens = plan.prompt_tokens(answer)
+        if tokens is not None and self._has_computed_much(tokens):
+            self._num_lost += 1
+            self.forget(turns)
+        elif self._index.get(turns[-1].digest) is None:
             self._put(turns, known.missing_chars, {})
 
-    def note_done_first(self, turns: list[Turn]) -> None:
-        """Note that D has answered before P: it had the prompt, or has stored it, if it does."""
-        if turns:
-            self._put(turns, 0, {})
+    def _has_computed_much(self, tokens: plan.PromptTokens) -> bool:
+        computed = tokens.total - tokens.cached
+        is_more_than_new = computed * _CHARS_A_TOKEN > self._max_new_chars
+        return is_more_than_new and computed > _MUCH * tokens.total
+
+    def note_done_first(self, turns: list[Turn], answer: Request) -> None:
+        """Note that D has answered before P, if its `answer` tells that it has stored the prompt or
+        had it.
+        """
+        tokens = plan.prompt_tokens(answer)
+        num_missing = plan.num_missing_tokens(answer)
+        if num_missing is None and tokens is not None and not self._has_computed_much(tokens):
+            num_missing = max(0, tokens.total - 1 - tokens.cached)
+        if turns and num_missing is not None:
+            self._put(turns, _CHARS_A_TOKEN * num_missing, {})
+
+    def note_answered(self, turns: list[Turn], num_bytes: int) -> None:
+        """Note the size of D's answer, as it was sent, to a prompt that may be known now."""
+        stored = self._index.get(turns[-1].digest) if turns else None
+        if stored is not None:
+            stored.answer_bytes = num_bytes
 
     def forget(self, turns: list[Turn]) -> None:
         """Have P asked for this prompt again."""
@@ -162,6 +215,7 @@ class PrefilledPrompts:
         return {
             "asked": self._num_asked,
             "avoided": self._num_avoided,
+            "lost": self._num_lost,
             "remembered": len(self._index),
             "memory": self._index.num_bytes,
             "evicted": self._index.num_evicted,

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/live`, `/ready` and `/status`: what process managers and operators ask."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import hdrs, web
 
+from ecshare.router.concurrent import gather_all
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.engines import Engine, EnginePool, Stage, name_of
 from ecshare.router.errors import ApiError
@@ -68,6 +70,61 @@ class Readiness:
         if not await self._is_healthy(engine):
             raise _UnusableError
         return True
+
+
+class Checked(NamedTuple):
+    """An engine, and whether it has answered its /health."""
+
+    stage: Stage
+    engine: Engine
+    is_healthy: bool
+
+
+class HealthChecks:
+    """Whether all engines answer their /health. Belongs to the event loop's thread.
+
+    Callers share one check, and its result for a second: nobody can have engines asked more often.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[Stage, EnginePool],
+        is_healthy: Callable[[Engine], Coroutine[Any, Any, bool]],
+        clock_s: Callable[[], float],
+    ) -> None:
+        """`is_healthy` asks an engine and takes a few seconds at most."""
+        self._pools = pools
+        self._is_healthy = is_healthy
+        self._clock_s = clock_s
+        self._checking: asyncio.Task[list[Checked]] | None = None
+        self._checked: list[Checked] = []
+        self._checked_s = float("-inf")
+
+    async def latest(self) -> list[Checked]:
+        """Return the result of a check that is a second old at most; takes a few seconds."""
+        if self._is_fresh():
+            return self._checked
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._check())
+        return await asyncio.shield(self._checking)
+
+    def _is_fresh(self) -> bool:
+        asked = [(each.stage, each.engine) for each in self._checked]
+        return asked == self._engines() and self._clock_s() - self._checked_s < _FRESH_S
+
+    def _engines(self) -> list[tuple[Stage, Engine]]:
+        return [(stage, each) for stage, group in self._pools.items() for each in group]
+
+    async def _check(self) -> list[Checked]:
+        engines = self._engines()
+        try:
+            answers = await gather_all([self._is_healthy(each) for _, each in engines])
+        finally:
+            self._checking = None
+        both = zip(engines, answers, strict=True)
+        self._checked = [Checked(*engine, is_healthy) for engine, is_healthy in both]
+        self._checked_s = self._clock_s()
+        return self._checked
 
 
 class Probes:

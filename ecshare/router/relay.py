@@ -9,11 +9,12 @@ any more.
 import errno
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
 from ecshare.router.addresses import may_connect
 from ecshare.router.blobs import Payload
@@ -23,6 +24,7 @@ from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError, RefusalError
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
+from ecshare.router.memory import Reservation
 from ecshare.router.observer import Observer
 from ecshare.router.trace import Call
 from ecshare.store.integrity import TOKEN_HEADER
@@ -31,8 +33,11 @@ CONNECT_TIMEOUT_S = 5.0
 _HEALTH_TIMEOUT_S = 2.0
 _PROBE_TIMEOUT_S = 4.0  # longer: requests move to other engines if it fails
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_ANSWER_COST = 2
+"""Bytes of memory for each byte of an answer: it is copied once more when it is sent."""
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 _DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
+_NEVER_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
 # may be written to a connection that is being closed.
 _KEEP_IDLE_S = 4.0
@@ -77,24 +82,31 @@ class Reply:
         Raises:
             EngineError: it breaks off.
         """
-        with _broken_off(self.stage, self.call):
+        try:
             async for chunk in self._response.content.iter_any():
                 self._heard()
                 yield chunk
             self._heard()
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            if self.call is not None:
+                self.call.is_broken = True  # the reader may handle the error within the call
+            raise EngineError(self.stage, f"the answer broke off: {exc}", reached=True) from exc
 
-    async def read(self) -> bytes:
-        """Return the whole body.
+    async def read(self, reservation: Reservation | None = None) -> bytearray:
+        """Return the whole body. The memory for it is taken from `reservation`, if there is one.
 
         Raises:
+            ApiError: there is no memory for it.
             EngineError: it breaks off or is far too large.
         """
         body = bytearray()
         async for chunk in self.chunks():
+            if reservation is not None:
+                reservation.take(len(chunk) * _ANSWER_COST)
             body += chunk
             if len(body) > _MAX_ANSWER_BYTES:
                 raise EngineError(self.stage, "the answer is too large", reached=True)
-        return bytes(body)
+        return body
 
 
 class _ForbiddenAddressError(OSError):
@@ -204,7 +216,7 @@ class Relay:
             headers["Content-Length"] = str(request.num_bytes)
         work = None if request is None else request.work
         async with self._watched(stage, engine, limits, work) as wait:
-            with _unreachable(stage, engine, engines):
+            try:
                 response = await self._session.request(
                     "GET" if request is None else "POST",
                     engine.url + path,
@@ -213,6 +225,8 @@ class Relay:
                     allow_redirects=False,
                     timeout=self._timeout(limits.total_s),
                 )
+            except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no name
+                raise _not_sent(stage, engine, engines, exc) from exc
             if response.status in _DOWN:
                 engines.mark_failed(engine)
             else:
@@ -249,11 +263,17 @@ class Relay:
                 raise EngineError(stage, f"{engine.url} {exc}", reached=True) from exc
 
     async def ask(
-        self, engine: Engine, path: str, request: Payload, headers: Mapping[str, str]
+        self,
+        engine: Engine,
+        path: str,
+        request: Payload,
+        headers: Mapping[str, str],
+        reservation: Reservation | None = None,
     ) -> Request:
         """Return the JSON object of an encode or prefill engine, within the stage's time limit.
 
         Raises:
+            ApiError: there is no memory for the answer in `reservation`.
             RefusalError: the engine answered 4xx.
             EngineError: there was no usable answer.
         """
@@ -261,7 +281,7 @@ class Relay:
         limits = TimeLimits(limit_s, limit_s)
         try:
             async with self.call(engine, path, request, headers, limits) as reply:
-                body = await reply.read()
+                body = await reply.read(reservation)
         except EngineError as failure:
             timed_out = isinstance(failure.__cause__, TimeoutError | SilentError)
             if failure.reached and timed_out and not engine.is_hung:
@@ -270,7 +290,7 @@ class Relay:
         if reply.failed or lacks_model(reply, body):
             raise reply.failure()
         if reply.status >= 400:
-            raise RefusalError(reply.status, body, reply.content_type)
+            raise RefusalError(reply.status, bytes(body), reply.content_type)
         try:
             return msgspec.json.decode(body, type=Request)
         except (ValueError, RecursionError) as exc:  # also where it is no UTF-8
@@ -294,7 +314,13 @@ class Relay:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=CONNECT_TIMEOUT_S)
 
 
-def lacks_model(reply: Reply, body: bytes) -> bool:
+def answer_bytes(answer: web.StreamResponse) -> int:
+    """Return the memory that an answer takes until it is sent."""
+    body = answer.body if isinstance(answer, web.Response) else None
+    return len(body) * _ANSWER_COST if isinstance(body, bytes | bytearray) else 0
+
+
+def lacks_model(reply: Reply, body: bytes | bytearray) -> bool:
     """Tell whether an engine says that it does not serve the model of a request.
 
     It may have unloaded it a moment ago, or not list its models. It has no error to tell of a path
@@ -314,25 +340,11 @@ def _seconds(retry_after: str | None) -> float | None:
     return float(retry_after) if is_number and retry_after else None
 
 
-@contextmanager
-def _unreachable(stage: Stage, engine: Engine, engines: EnginePool) -> Iterator[None]:
-    """Map errors of sending a request. Start the engine's cool-down unless it may just be slow."""
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        never = isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
-            engines.mark_failed(engine)
-        reason = f"{engine.url}: {exc or type(exc).__name__}"
-        raise EngineError(stage, reason, reached=not never) from exc
-
-
-@contextmanager
-def _broken_off(stage: Stage, call: Call | None) -> Iterator[None]:
-    """Map the errors of reading an answer."""
-    try:
-        yield
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        if call is not None:
-            call.is_broken = True  # whoever reads a stream may handle the error within the call
-        raise EngineError(stage, f"the answer broke off: {exc}", reached=True) from exc
+def _not_sent(stage: Stage, engine: Engine, engines: EnginePool, exc: Exception) -> EngineError:
+    """Return the error of a request that could not be sent because of `exc`. Start the engine's
+    cool-down unless it may just be slow.
+    """
+    never = isinstance(exc, _NEVER_REACHED)
+    if never or not isinstance(exc, TimeoutError):  # the monitor finds engines that hang
+        engines.mark_failed(engine)
+    return EngineError(stage, f"{engine.url}: {exc or type(exc).__name__}", reached=not never)

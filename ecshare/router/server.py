@@ -2,7 +2,6 @@
 """The router process: listens, logs which engines answer, and stops on a signal."""
 
 import asyncio
-import gc
 import logging
 import signal
 import time
@@ -16,11 +15,10 @@ from ecshare.router.admin import make_admin_runner
 from ecshare.router.app import Router, make_runner
 from ecshare.router.config import RouterConfig
 from ecshare.router.connections import fitting_connections, raise_open_files
+from ecshare.router.loop import relieve_collector
 from ecshare.store.errors import ConfigError
 
 logger = logging.getLogger("ecshare.router")
-
-_YOUNG_OBJECTS = 10_000
 
 
 async def serve(config: RouterConfig) -> None:
@@ -44,7 +42,7 @@ async def serve(config: RouterConfig) -> None:
     try:
         await _listen(runner, config.host, config.port, "--host {} --port {}")
         logger.info("listening on http://%s:%d", config.host, config.port)
-        _relieve_collector()
+        relieve_collector()
         async with _administered(router, config):
             logging_health = asyncio.create_task(_log_health(router))
             await stop.wait()
@@ -79,17 +77,6 @@ async def _administered(router: Router, config: RouterConfig) -> AsyncIterator[N
         await runner.cleanup()
 
 
-def _relieve_collector() -> None:
-    """Have the garbage collector look at new objects only, and less often.
-
-    To look at all modules takes it some milliseconds, in which no request moves. Requests leave it
-    little to find: their memory is freed with their last reference.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS)
-
-
 def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
     """Return the config with as many connections as the limit on open files allows."""
     open_files = raise_open_files()
@@ -104,7 +91,7 @@ def _with_fitting_connections(config: RouterConfig) -> RouterConfig:
 
 async def _log_health(router: Router) -> None:
     """Log which engines do not answer. Nothing depends on it: they may start later."""
-    asked = await router.check_all()
+    asked = await router.health_checks.latest()
     for stage, engine, is_healthy in asked:
         if not is_healthy:
             logger.warning("the %s engine %s does not answer GET /health yet", stage, engine.url)

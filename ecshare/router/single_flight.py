@@ -3,28 +3,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Success(Generic[T]):
-    result: T
-
-
 class SingleFlight(Generic[K, T]):
     """Lets one caller work while the others wait for its result.
 
     The work is part of the caller's own task: it ends with it, and uses its memory. If that caller
-    is cancelled, one of those that wait works instead. If its work fails, each of them works by
-    itself, so that nobody gets a failure that is another's. Belongs to the event loop's thread.
+    is cancelled or its work fails, one of those that wait works instead, so that nobody gets a
+    failure that is another's. Belongs to the event loop's thread.
     """
 
     def __init__(self) -> None:
-        self._flights: dict[K, asyncio.Future[_Success[T] | None]] = {}
+        self._flights: dict[K, asyncio.Future[T]] = {}
         self.num_waiting = 0
         """Callers that wait for another one now."""
 
@@ -43,11 +37,10 @@ class SingleFlight(Generic[K, T]):
             if not flight.done():
                 return await work()
             if not flight.cancelled():
-                success = flight.result()
-                return await work() if success is None else success.result
+                return flight.result()
         return await self._lead(key, work, loop.create_future())
 
-    async def _wait(self, flight: "asyncio.Future[_Success[T] | None]", patience_s: float) -> None:
+    async def _wait(self, flight: "asyncio.Future[T]", patience_s: float) -> None:
         self.num_waiting += 1
         try:
             await asyncio.wait((flight,), timeout=max(0.0, patience_s))
@@ -55,19 +48,16 @@ class SingleFlight(Generic[K, T]):
             self.num_waiting -= 1
 
     async def _lead(
-        self, key: K, work: Callable[[], Awaitable[T]], flight: "asyncio.Future[_Success[T] | None]"
+        self, key: K, work: Callable[[], Awaitable[T]], flight: "asyncio.Future[T]"
     ) -> T:
         self._flights[key] = flight
         try:
             result = await work()
-        except asyncio.CancelledError:
-            flight.cancel()
-            raise
         except BaseException:
-            flight.set_result(None)  # not the error: its traceback would keep this request's memory
+            flight.cancel()  # without the error: its traceback would keep this request's memory
             raise
         else:
-            flight.set_result(_Success(result))
+            flight.set_result(result)
             return result
         finally:
             del self._flights[key]

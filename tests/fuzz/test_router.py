@@ -18,7 +18,7 @@ from hypothesis.strategies import DrawFn
 
 from ecshare.router import plan
 from ecshare.router.chat import CHAT_ENDPOINT, MEDIA_FIELDS, read_chat
-from ecshare.router.client_request import TRANSFER_FIELDS, ClientRequest, Media
+from ecshare.router.client_request import SAVE_OPTIONS, TRANSFER_FIELDS, ClientRequest, Media
 from ecshare.router.engine_urls import engine_url
 from ecshare.router.errors import ApiError
 from ecshare.router.identity import identity, inline_url, is_inline
@@ -89,7 +89,17 @@ URLS = [
     *("http://127.0.0.1:1/x", "file:///etc/passwd", " data:;base64,AAAA", "data:;base64,\ud800"),
 ]
 SOUNDS = [{"data": "AAAA", "format": form} for form in ("wav", "w,av", "wav;base64", "x" * 33)]
-TRANSFERS: list[Any] = [None, {}, {"kvshare": {"streamed": True}}, 0, False, "", []]
+TRANSFERS: list[Any] = [
+    None,
+    {},
+    {"kvshare_save": True},
+    {"ecshare_save": 1},
+    {"kvshare": {"streamed": True}},
+    0,
+    False,
+    "",
+    [],
+]
 XARGS = [{name: None} for name in TRANSFER_FIELDS] + [[["kv_transfer_params", 1]], "x", None]
 
 held = st.sampled_from([{"url": url} for url in URLS] + URLS + SOUNDS + [None, {}]) | values
@@ -168,8 +178,10 @@ def media_of(chat: ClientRequest) -> list[Media]:
 
 def check_sent(request: dict[str, Any], media: Sequence[Media]) -> None:
     extra = request.get("vllm_xargs")
-    for name in TRANSFER_FIELDS:
-        assert name not in request
+    for name, option in SAVE_OPTIONS.items():
+        assert name not in request or (
+            request[name].keys() == {option} and request[name][option] is True
+        )
         assert not isinstance(extra, dict) or name not in extra
     uuids = {each.uuid for each in media}
     for part in media_parts(request):

@@ -329,8 +329,10 @@ async def test_models_and_health() -> None:
         assert (status, health["status"]) == (200, "ok")
         assert [each["url"] for each in health["stages"]["decode"]] == [d.url for d in f.decoders]
         f.d.healthy = False
+        f.clock.now_s += 1
         assert (await f.health())[0] == 200
         f.p.healthy = False
+        f.clock.now_s += 1
         status, health = await f.health()
         assert (status, health["status"]) == (503, "incomplete")
         assert health["stages"]["prefill"][0]["healthy"] is False
@@ -347,3 +349,51 @@ async def test_the_model_list_is_asked_for_now_and_then() -> None:
         assert response.status == 200
         response, _ = await f.post({"messages": [{"role": "user", "content": "no model named"}]})
         assert response.status == 200
+
+
+KV, EC = (
+    {"kv_transfer_params": {"kvshare_save": True}},
+    {"ec_transfer_params": {"ecshare_save": True}},
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_wish_to_be_stored_reaches_every_engine(stream: bool) -> None:
+    async with fleet() as f:
+        for _ in range(2):  # P streams the second time
+            await f.post(chat(picture(PNG), stream=stream, **KV, **EC))
+        assert f.e.bodies[0]["ec_transfer_params"] == {"ecshare_save": True}
+        assert "kv_transfer_params" not in f.e.bodies[0]
+        for sent in f.p.bodies:
+            assert sent == sent | KV | EC
+        for sent in f.d.bodies:
+            assert sent["kv_transfer_params"].keys() == {"kvshare", "kvshare_save"}
+
+
+async def test_a_wish_to_be_stored_reaches_a_decode_that_is_alone() -> None:
+    async with fleet(hand_over="after") as f:
+        f.p.answer = failing(500)
+        await f.post(chat(picture(PNG_2), **KV, **EC))
+        assert f.d.bodies[-1]["kv_transfer_params"] == {"kvshare_save": True}
+
+
+async def test_what_must_not_be_stored_is_computed_by_those_who_need_it() -> None:
+    """E and P work for what others load from the store."""
+    async with fleet() as f:
+        no = {"ec_transfer_params": {"ecshare_save": False}}
+        response, _ = await f.post(chat(picture(PNG), **no))
+        assert response.headers["x-ecshare-path"] == "prefill,decode"
+        assert f.p.bodies[0]["ec_transfer_params"] == no["ec_transfer_params"]
+        no = {"kv_transfer_params": {"kvshare_save": False}}
+        response, _ = await f.post(chat(picture(PNG), **no))
+        assert response.headers["x-ecshare-path"] == "encode,decode"
+        assert f.d.bodies[1]["kv_transfer_params"] == no["kv_transfer_params"]
+
+
+async def test_a_wish_that_no_engine_understands_is_refused() -> None:
+    async with fleet() as f:
+        response, answer = await f.post({"model": "m", "input": "x"} | KV, path="/v1/embeddings")
+        assert (response.status, json.loads(answer)["error"]["param"]) == (
+            400,
+            "kv_transfer_params",
+        )

@@ -122,6 +122,10 @@ def test_parts_that_could_borrow_another_identity_are_refused(part: object) -> N
     [
         {"kv_transfer_params": {"remote_host": "evil"}},
         {"ec_transfer_params": {"peer_host": "evil"}},
+        {"kv_transfer_params": {}},
+        {"kv_transfer_params": {"kvshare_save": 1}},
+        {"kv_transfer_params": {"kvshare_save": True, "kvshare": {"num_tokens": 9}}},
+        {"ec_transfer_params": {"kvshare_save": True}},
         {"vllm_xargs": {"kv_transfer_params": "x"}},
     ],
 )

@@ -90,6 +90,25 @@ async def test_a_client_that_does_not_read_is_left() -> None:
             await ended.wait()
 
 
+async def test_a_client_that_reads_slowly_gets_all() -> None:
+    large = b" " * 40_000_000
+
+    async def answer_much(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=large, content_type="application/json")
+
+    async with fleet(0, 0, client_timeout_s=0.4) as f:
+        f.d.answer = answer_much
+        body = json.dumps(chat()).encode()
+        request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        async with connected(f.url, request) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+            received = 0
+            while received < len(large) and (part := await reader.read(500_000)):
+                received += len(part)
+                await asyncio.sleep(len(part) / 20e6)  # it is slow: 20 MB/s
+        assert received == len(large)
+
+
 async def test_a_client_beyond_the_limit_is_503_and_others_go_on() -> None:
     async with fleet(0, 0, max_connections=2) as f, connected(f.url, GET) as (first, writer):
         assert (await answer(first))[0] == 200
@@ -105,6 +124,20 @@ async def test_a_client_beyond_the_limit_is_503_and_others_go_on() -> None:
         assert await first.read() == b""
         async with connected(f.url, GET) as (fourth, _):
             assert (await answer(fourth))[0] == 200
+
+
+async def test_a_router_of_its_own_refuses_them_too() -> None:
+    """On the event loop that it prefers."""
+    one = ("sh", "-c", 'exec "$0" "$@" --max-connections=1')
+    async with (
+        FakeEngine(decoded).serving() as engine,
+        router_process(engine.url, *one) as router,
+        connected(f":{router.port}", GET) as (first, _),
+    ):
+        assert (await answer(first))[0] == 200
+        async with connected(f":{router.port}", GET) as (second, _):
+            assert (await answer(second))[0] == 503
+    assert "Traceback" not in router.log
 
 
 async def test_silent_connections_make_room() -> None:

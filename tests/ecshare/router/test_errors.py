@@ -359,6 +359,13 @@ async def test_decode_failing_on_the_pictures_is_passed_on() -> None:
         assert len(f.d.bodies) == 2
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+async def test_an_engine_whose_host_is_no_name_is_one_that_cannot_be_reached(host: str) -> None:
+    async with fleet(0, 0, 0, decoders_more=(f"http://{host}:8003",)) as f:
+        status, error = await refusal(f, chat())
+        assert (status, error["code"]) == (503, "engine_unreachable")
+
+
 async def test_unreachable_decode_is_503_with_retry_after() -> None:
     gone = "http://127.0.0.1:9"
     async with fleet(0, 0, 0, decoders_more=(gone,), cool_down_s=7.0) as f:

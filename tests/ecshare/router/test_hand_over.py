@@ -116,10 +116,34 @@ async def test_times_tell_of_p_where_it_was_done() -> None:
         )
 
 
+def telling(num_cached: int | None) -> Answer:
+    """Answer as D does that had so much of its prompt; None: it does not tell."""
+
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if num_cached is None:
+            return await decoded(http, body)
+        usage = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": num_cached}}
+        told = json.dumps({"choices": [], "usage": usage}).encode()
+        if not body.get("stream"):
+            return web.Response(body=told, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for event in (*EVENTS[:-1], b"data: " + told + b"\n\n", EVENTS[-1]):
+            await response.write(event)
+        return response
+
+    return answer
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_d_that_is_done_first_needs_no_p(stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_cached", "path"), [(992, "decode"), (16, "prefill,decode"), (None, "prefill,decode")]
+)
+async def test_d_that_is_done_first_needs_no_p_again_if_it_had_the_prompt(
+    num_cached: int | None, path: str, stream: bool
+) -> None:
     async with known() as f:
-        asked, p, d = await both_asked(f, prefilled, decoded, stream=stream)
+        asked, p, d = await both_asked(f, prefilled, telling(num_cached), stream=stream)
         d.let_go.set()
         response, _ = await asked
         assert response.status == 200
@@ -127,7 +151,7 @@ async def test_d_that_is_done_first_needs_no_p(stream: bool) -> None:
         await asyncio.wait_for(p.left.wait(), SOON_S)
         f.p.answer, f.d.answer = prefilled, decoded
         response, _ = await f.post(chat(picture(PNG), stream=stream))
-        assert response.headers["x-ecshare-path"] == "decode", "P would find nothing to do again"
+        assert response.headers["x-ecshare-path"] == path
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,12 +8,15 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from ecshare.router.chat import CHAT
 from ecshare.router.engines import EnginePool, Stage
 from ecshare.router.errors import EngineError
 from ecshare.router.limits import StageLimits
 from tests.ecshare.router.fake_engine import (
     EVENTS,
+    LOOPBACK,
     PNG,
     PNG_2,
     Clock,
@@ -25,6 +28,7 @@ from tests.ecshare.router.fake_engine import (
     failing,
     fleet,
     hang_up,
+    listening,
     picture,
 )
 from tests.waiting import until
@@ -81,6 +85,26 @@ async def test_one_more_than_decode_may_have_keeps_nobody_busy(option: str, stre
             assert [len(engine.bodies) for engine in (f.e, f.p, f.d)] == [1, 1, 1]
         response, body = await f.post(another(stream=stream))
         assert body == (b"".join(EVENTS) if stream else b'{"choices":  []}')
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_a_request_that_decode_has_no_room_for_fetches_nothing(path: str) -> None:
+    fetched = []
+
+    async def serve(http: web.Request) -> web.Response:
+        fetched.append(http.path)
+        return web.Response(body=PNG)
+
+    app = web.Application()
+    app.router.add_get("/a.png", serve)
+    options: dict[str, Any] = {"max_decodes": 1, "allow_media_networks": LOOPBACK}
+    async with listening(app) as media, fleet(**options) as f:
+        request = chat({"type": "image_url", "image_url": {"url": media + "/a.png"}})
+        async with one_inside(f, f.d):
+            assert (await f.post(request, path=path))[0].status == 429
+            assert not fetched
+        assert (await f.post(request, path=path))[0].status == 200
+        assert fetched
 
 
 async def test_a_request_that_waits_in_prefill_counts_for_decode() -> None:

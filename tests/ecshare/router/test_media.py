@@ -8,11 +8,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from ecshare.router import media as media_module
+from ecshare.router.blobs import Blobs
+from ecshare.router.client_request import MediaItem
+from ecshare.router.config import RouterConfig
 from ecshare.router.identity import identity
+from ecshare.router.memory import MemoryBudget
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
     PNG,
@@ -271,3 +276,28 @@ async def test_large_inline_media_are_hashed_off_the_event_loop(
         assert response.status == 200
     assert threads
     assert (threading.main_thread() in threads) is on_the_loop
+
+
+async def test_others_go_on_while_many_small_media_are_hashed() -> None:
+    class Others:
+        """Counts how often the event loop gets to others."""
+
+        turns = 0
+
+        async def go_on(self) -> None:
+            while True:
+                self.turns += 1
+                await asyncio.sleep(0)
+
+    number = 32
+    url = data_url(bytes(300_000))
+    items = [MediaItem(("messages", 0, n), "image_url", url + "A" * 4 * n) for n in range(number)]
+    others, memory = Others(), MemoryBudget(2**30)
+    async with aiohttp.ClientSession() as session:
+        loader = media_module.MediaLoader(RouterConfig(decoders=()), session)
+        beside = asyncio.create_task(others.go_on())
+        with memory.reservation() as reservation:
+            loaded = await loader.load(items, Blobs(), reservation)
+        beside.cancel()
+    assert len({held.uuid for held in loaded}) == number
+    assert others.turns >= number - 1

@@ -25,6 +25,7 @@ from ecshare.router.errors import ApiError
 from ecshare.router.memory import MemoryBudget
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
+    STATUS_KEY,
     Answer,
     FakeEngine,
     Fleet,
@@ -116,6 +117,36 @@ async def test_requests_beyond_the_memory_are_429_until_others_end(is_chunked: b
         assert (await f.post(body()))[0].status == 200
 
 
+async def test_answers_count_until_their_clients_have_them() -> None:
+    large = b" " * (40 * MIB)
+
+    async def answer_much(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=large, content_type="application/json")
+
+    async def used_bytes(f: Fleet) -> int:
+        headers = {"Authorization": f"Bearer {STATUS_KEY}"}
+        async with f.client.get(f.url + "/status", headers=headers) as response:
+            return int((await response.json())["memory"])
+
+    async def is_free() -> bool:
+        return await used_bytes(f) == 0
+
+    async with fleet(0, 0, max_in_flight_bytes=120 * MIB) as f, asyncio.timeout(20):
+        f.d.answer = answer_much
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
+        body = json.dumps(chat()).encode()
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+        writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert await used_bytes(f) >= 40 * MIB
+        assert (await f.post(chat()))[0].status == 429
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert await reader.readexactly(len(large)) == large
+        await until(is_free)
+        assert (await f.post(chat()))[0].status == 200
+        writer.close()
+
+
 async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
     async with (
         fleet(0, 0, max_in_flight_bytes=6 * MIB) as f,
@@ -176,9 +207,9 @@ async def test_values_count_as_the_memory_that_they_take() -> None:
 
 async def test_text_is_bounded_apart_from_media() -> None:
     async with fleet(0, 0) as f:
-        response, answer = await f.post(chat(user="- " * (17 * MIB)))
+        response, answer = await f.post(chat(user="- " * (9 * MIB)))
         assert response.status == 413
-        assert "32 MiB without its base64" in json.loads(answer)["error"]["message"]
+        assert "16 MiB without its base64" in json.loads(answer)["error"]["message"]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 """P is asked only if there is something to prefill."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.ecshare.router.fake_engine import (
     EVENTS,
     PNG,
     PNG_2,
+    STATUS_KEY,
     Fleet,
     Held,
     chat,
@@ -24,6 +26,7 @@ from tests.waiting import until
 
 ALL = "encode,prefill,decode"
 TOKENS = 100
+KEY = {"Authorization": f"Bearer {STATUS_KEY}"}
 HAND_OVER = {"kvshare": {"num_tokens": TOKENS - 1, "size": 1}}
 
 
@@ -175,6 +178,94 @@ async def test_no_new_text_goes_past_prefill_where_none_may() -> None:
         await ask(f, talk("one"))
         assert await ask(f, talk("one", "a", "b"))
         assert not await ask(f, talk("one"))
+
+
+def answering(text: str, cached: int | None, details: str = "prompt_tokens_details") -> Any:
+    """Answer as D does, and tell how much of the prompt it had or loaded, unless that is None."""
+    usage = {
+        "prompt_tokens": TOKENS,
+        details: cached if cached is None else {"cached_tokens": cached},
+    }
+    choice = {"message": {"role": "assistant", "content": text}}
+
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.json_response({"choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        event = json.dumps({"choices": [], "usage": usage}).encode()
+        for each in (*EVENTS[:-1], b"data: " + event + b"\n\n", EVENTS[-1]):
+            await response.write(each)
+        return response
+
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_decode_has_computed_is_prefilled_again(stream: bool) -> None:
+    """The store has lost it, or D finds that it is too slow to load from."""
+    async with known(max_new_chars=100) as f:
+        f.p.answer = stored()
+        await ask(f, talk("one", stream=stream))
+        f.clock.now_s += 60
+        f.d.answer = answering("well", TOKENS // 3)
+        assert not await ask(f, talk("one", stream=stream))
+        assert (await f.health())[1]["prefills"]["lost"] == 1
+        assert await ask(f, talk("one", stream=stream))
+        async with f.client.get(f.url + "/metrics", headers=KEY) as answer:
+            assert 'ecshare_router_prefills_total{event="lost"} 1.0' in await answer.text()
+
+
+@pytest.mark.parametrize(("cached", "max_new_chars"), [(TOKENS - 32, 0), (0, 400), (None, 0)])
+async def test_a_prompt_that_decode_has_loaded_stays_known(
+    cached: int | None, max_new_chars: int
+) -> None:
+    """What D computes of the last block, or may compute, is no loss. Nor is what nobody knows."""
+    async with known(max_new_chars=max_new_chars) as f:
+        f.p.answer = stored()
+        await ask(f, talk("one"))
+        f.d.answer = answering("well", cached)
+        for _ in range(2):
+            assert not await ask(f, talk("one"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decodes_own_answer_is_no_new_text(stream: bool) -> None:
+    long = "well " * 100
+    async with known(max_new_chars=100) as f:
+        f.p.answer, f.d.answer = stored(), answering(long, None)
+        if stream:
+            f.d.answer = streaming(long)
+        await ask(f, talk("one", stream=stream))
+        assert await ask(f, talk("one", long * 50, "why?")), "longer than what D has said"
+        assert not await ask(f, talk("one", long, "why?"))
+        assert not await ask(f, talk("one", long, "why?", long, "so?")), "nor is the next one"
+        assert await ask(f, talk("one", long, "why? " * 30))
+
+
+def streaming(text: str) -> Any:
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for word in text.split():
+            event = {"choices": [{"delta": {"content": word + " "}}]}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        return response
+
+    return answer
+
+
+async def test_messages_reach_all_engines_as_the_client_wrote_them() -> None:
+    """Chat templates may show an object as it is, in the order of its fields."""
+    told = {"role": "tool", "content": "ü", "z": {"b": 1, "a": [None, 1e30]}, "name": "x"}
+    body = chat(picture(PNG))
+    body["messages"] += [told, {"content": "and?", "role": "user"}]
+    async with known(num_e=0) as f:
+        f.p.answer = stored()
+        await ask(f, body)
+        for sent in (*f.p.bodies, *f.d.bodies):
+            assert json.dumps(sent["messages"][1:]) == json.dumps(body["messages"][1:])
+            assert sent["messages"][0]["content"][1].items() >= picture(PNG).items()
 
 
 async def test_p_is_always_asked_where_the_operator_wants_that() -> None:

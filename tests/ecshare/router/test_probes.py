@@ -82,6 +82,19 @@ async def test_asking_often_asks_the_engines_no_more_often() -> None:
         assert len(probes) == 1
 
 
+async def test_asking_for_all_engines_often_asks_them_no_more_often() -> None:
+    async with fleet() as f:
+        asked: list[str] = []
+        f.e.on_health = lambda: asked.append("e")
+        for _ in range(5):
+            assert (await f.health(key=None))[0] == 200
+        assert len(asked) == 1
+        f.e.healthy = False
+        f.clock.now_s += 1.0
+        assert (await f.health(key=None))[0] == 503
+        assert len(asked) == 2
+
+
 async def test_status_is_for_those_who_have_the_key() -> None:
     async with fleet(num_p=2, num_d=2) as f:
         for headers in (None, {"Authorization": "Bearer wrong"}, {"Authorization": ""}):

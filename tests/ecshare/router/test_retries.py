@@ -144,6 +144,17 @@ async def test_what_may_be_lost_is_asked_of_no_other_decode(failure: Answer) -> 
         assert sorted("image_url" in json.dumps(body) for body in sent) == [False, True]
 
 
+@pytest.mark.parametrize("failure", [failing(500), failing(503)])
+async def test_of_a_text_nothing_can_be_lost(failure: Answer) -> None:
+    async with fleet(num_d=2) as f:
+        answer_all(f.decoders, FirstFails(failure, decoded))
+        response, _ = await f.post(chat())
+        assert (response.status, response.headers["x-ecshare-path"]) == (200, "prefill,decode")
+        one, two = (engine.bodies for engine in f.decoders)
+        assert one == two
+        assert await fallbacks(f) == 0
+
+
 async def test_decode_alone_comes_after_three() -> None:
     async with fleet(num_p=4) as f:
         answer_all(f.prefillers, failing(500))
@@ -169,6 +180,29 @@ async def test_an_outage_is_not_answered_by_twice_the_load() -> None:
         for _ in range(300):
             assert (await f.post(chat()))[0].status == 200
         assert 300 + 100 < sum(asked(f.prefillers)) <= 300 + 100 + 30
+
+
+async def test_an_outage_is_no_reason_to_encode_all_again() -> None:
+    async with fleet(retry_share=0.1, cool_down_s=0.001, hand_over="after") as f:
+        await f.post(chat(picture(PNG)))
+        f.p.answer = failing(500)
+        for _ in range(200):
+            assert (await f.post(chat(picture(PNG))))[0].headers["x-ecshare-path"] == "decode"
+        assert 100 < len(f.e.bodies) - 1 <= 100 + 20
+        f.p.answer, num_before = prefilled, len(f.e.bodies)
+        await f.post(chat(picture(PNG)))
+        assert len(f.e.bodies) == num_before, "it is known as before"
+
+
+async def test_what_encode_cannot_report_again_stays_known() -> None:
+    async with fleet(hand_over="after") as f:
+        await f.post(chat(picture(PNG)))
+        f.e.answer = f.p.answer = failing(500)
+        assert (await f.post(chat(picture(PNG))))[0].headers["x-ecshare-path"] == "decode"
+        assert len(f.e.bodies) == 2
+        f.p.answer = prefilled
+        await f.post(chat(picture(PNG)))
+        assert len(f.e.bodies) == 2
 
 
 def test_a_budget_is_a_share_of_requests_and_a_little() -> None:
