@@ -160,8 +160,8 @@ OPTIONS = (
     Option(
         "--max-new-chars",
         "most text, in characters of its JSON, that decode computes itself behind a prompt that "
-        "is stored, such as the next turn of a conversation: the answer and the question since "
-        "then; 0: only prompts that are stored whole go past prefill",
+        "is stored, such as the next question of a conversation; decode's own answers do not "
+        "count; 0: only prompts that are stored whole go past prefill",
         "N",
         natural,
         default="1000",

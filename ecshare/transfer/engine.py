@@ -119,7 +119,9 @@ class TransferEngine:
         self._on_thread_start = on_thread_start
         self._copies = self._threads("ecshare-copy")
         self._loads = self._threads("ecshare-load")
-        self._client = StoreClient(self._store, config.io_timeout_s)
+        # No request waits longer than `wait_s` for an answer: a store that needs longer is down.
+        answer_timeout_s = min(config.wait_s, config.io_timeout_s)
+        self._client = StoreClient(self._store, config.io_timeout_s, answer_timeout_s)
         self._gaps = Gaps(self.host, self._client, self._integrity)
         self._saver = Saver(self.host, self._client, self._copies, self._integrity)
         self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity, self._gaps)

@@ -37,13 +37,17 @@ class StoreClient:
     Ownership: the I/O thread. Any thread may read `open_breakers`.
     """
 
-    def __init__(self, store: ObjectStore, timeout_s: float) -> None:
+    def __init__(
+        self, store: ObjectStore, timeout_s: float, answer_timeout_s: float | None = None
+    ) -> None:
         """Use `store`, which the engine closes. An operation has failed after `timeout_s`.
 
-        This is the only limit that decides: of any store, also of one that would never answer.
+        `answer_timeout_s`: the same for look-ups, which move no object; by default as for others.
+        These limits alone decide: of any store, also of one that would never answer.
         """
         self._store = store
         self._timeout_s = timeout_s
+        self._answer_timeout_s = timeout_s if answer_timeout_s is None else answer_timeout_s
         self._reads = CircuitBreaker("loads and look-ups")
         self._writes = CircuitBreaker("saves")
         self.damaged = DamagedKeys()
@@ -113,11 +117,13 @@ class StoreClient:
             # The store may have gone while this waited for its turn. A note has no breaker: it
             # follows a failure that was counted. And a full disk may have room for it.
             with nullcontext() if priority is Priority.NOTE else breaker.attempt(_VERDICTS):
+                moves_object = is_write or cost_bytes
+                timeout_s = self._timeout_s if moves_object else self._answer_timeout_s
                 try:
-                    async with asyncio.timeout(self._timeout_s):
+                    async with asyncio.timeout(timeout_s):
                         return await call(self._store)
                 except TimeoutError as exc:
-                    raise StoreBusy(f"the store took longer than {self._timeout_s:g} s") from exc
+                    raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc
 
     async def note(self, key: Key, body: Buffer) -> None:
         """Write a small object in place of what is there. It waits for no save.

@@ -58,10 +58,12 @@ class Stalled:
         self._ends.set()
 
 
-async def left(client: StoreClient, priority: Priority = Priority.LOAD) -> Stalled:
+async def left(
+    client: StoreClient, priority: Priority = Priority.LOAD, cost_bytes: int = 0
+) -> Stalled:
     """Begin an operation whose job then stops waiting."""
     operation = Stalled()
-    job = asyncio.create_task(client.ask(operation, priority))
+    job = asyncio.create_task(client.ask(operation, priority, cost_bytes))
     await operation.has_begun.wait()
     job.cancel()
     await asyncio.wait([job])
@@ -167,6 +169,23 @@ async def test_a_store_that_never_answers_is_gone(tmp_path: Path, is_waited_for:
         else:
             await left(client)
     await until(lambda: client.open_breakers == {"read"} and not client.operations)
+    await store.close()
+
+
+async def test_a_store_that_is_too_slow_to_be_asked_may_still_move_objects(tmp_path: Path) -> None:
+    """Requests wait for answers less long than for objects."""
+    store = open_store(StoreConfig(url=f"{tmp_path}/store"), "options")
+    client = StoreClient(store, timeout_s=30, answer_timeout_s=0.01)
+    with pytest.raises(StoreBusy, match=r"the store took longer than 0\.01 s"):
+        await client.ask(stalls, Priority.LOOK_UP)
+    operation = await left(client, Priority.LOAD, cost_bytes=1)
+    save = await left(client, Priority.SAVE)
+    with pytest.raises(StoreBusy, match=r"the store took longer than 0\.01 s"):
+        await client.ask(stalls, Priority.POLL)
+    assert len(client.operations) == 2
+    operation.ends(answers)
+    save.ends(answers)
+    await until(lambda: not client.operations)
     await store.close()
 
 
