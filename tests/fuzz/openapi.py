@@ -49,7 +49,8 @@ def fitting(schema: Any) -> st.SearchStrategy[Any]:
         case {"anyOf": each}:
             return st.one_of([fitting(one) for one in each])
         case {"type": "object"}:
-            return _objects(schema.get("properties", {}), set(schema.get("required", ())))
+            whole = _objects(schema.get("properties", {}), set(schema.get("required", ())))
+            return whole if schema.get("additionalProperties") is False else _with_extras(whole)
         case {"type": "array"}:
             items = fitting(schema.get("items"))
             return st.lists(items, min_size=schema.get("minItems", 0), max_size=4)
@@ -62,7 +63,10 @@ def fitting(schema: Any) -> st.SearchStrategy[Any]:
 def _objects(properties: dict[str, Any], required: set[str]) -> st.SearchStrategy[Any]:
     each = {name: fitting(schema) for name, schema in properties.items()}
     optional = {name: value for name, value in each.items() if name not in required}
-    whole = st.fixed_dictionaries({name: each[name] for name in required}, optional=optional)
+    return st.fixed_dictionaries({name: each[name] for name in required}, optional=optional)
+
+
+def _with_extras(whole: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.builds(lambda extra, own: extra | own, _extras, whole)
 
 
