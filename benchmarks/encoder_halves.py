@@ -150,6 +150,7 @@ class Halves:
             NotStored: the connector would have it encoded.
         """
         request = request_for(identifier, num_embeds)
+        self._free()
         start_s = perf_counter()
         # vLLM was seen to ask again about once a millisecond.
         wait_until(lambda: self._is_ready(request), _GIVE_UP_S)
@@ -166,6 +167,12 @@ class Halves:
         """Stop both halves."""
         self.worker.close()
         self.scheduler.shutdown()
+
+    def _free(self) -> None:
+        """Tell both halves that vLLM's own encoder cache has nothing any more."""
+        step = step_of()
+        step.free_encoder_mm_hashes = list(self._model.encoder_cache)
+        self._execute(step)
 
     def _is_ready(self, request: Request) -> bool:
         """Ask, and end the step without scheduling anything if the answer is no."""
