@@ -259,8 +259,10 @@ class LoadOrCompute:
         self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, *, is_alone: bool
     ) -> int:
         """Return how many chunks may be loaded, if the store may be slow for all that is known."""
+        if self._loads[Tier.STORE].line is not None:
+            return len(chunks)
         where = _filled(chunks, tiers)
-        if self._loads[Tier.STORE].line is not None or Tier.STORE not in where:
+        if Tier.STORE not in where:
             return len(chunks)
         first = where.index(Tier.STORE)
         if not is_alone:

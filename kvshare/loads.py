@@ -51,6 +51,8 @@ class Finished:
     """Blocks that were not filled: a request keeps what lies before its first one of them."""
     lost: set[ChunkKey] = field(default_factory=set)
     """Chunks that could not be loaded, for these requests or for some that go on."""
+    misfits: set[ChunkKey] = field(default_factory=set)
+    """Those of `lost` of which an object has arrived whose blocks are laid out in another way."""
 
 
 @dataclass(slots=True)
@@ -181,8 +183,6 @@ class Loads:
         self._num_writing = 0  # load threads
         self._nobody_writes = threading.Condition(self._lock)
         self._knows_of_layout = False
-        self.has_misfits = False
-        """An object has arrived whose blocks were laid out in another way; for others to reset."""
         self._finished = Finished()
 
     def start(self, order: LoadOrder, key_of: Callable[[Piece], Key]) -> None:
@@ -284,7 +284,8 @@ class Loads:
             if not is_here:
                 self._absent(load, number, done.outcome)
             elif not wanted.num_served:
-                self.has_misfits |= wanted.misfit == _OTHER_LAYOUT
+                if wanted.misfit == _OTHER_LAYOUT:
+                    self._finished.misfits.add(load.pieces[number].key)
                 self._failed(load, number, wanted.misfit or Outcome.CORRUPT.value)
             elif place < wanted.num_served:
                 self._filled(load, number)

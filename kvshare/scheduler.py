@@ -377,6 +377,7 @@ class KVScheduler:
         first = 0 if failed else loading.num_sound
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
+        if first:
             self._misfits.end()
         if first == len(loading.chunks):
             self._stats.add("tokens/loaded", loading.num_tokens)

@@ -122,6 +122,7 @@ class KVWorker:
         self._invalid_blocks: set[int] = set()
         self._lost: set[ChunkKey] = set()
         self._not_saved: set[ChunkKey] = set()
+        self._has_misfits = False
         self._tells_idle = False
         self._saves = saves
         self._may_load = loads
@@ -282,6 +283,7 @@ class KVWorker:
             finished = self._loads.take_finished()
         self._invalid_blocks |= finished.invalid_blocks
         self._lost |= finished.lost
+        self._has_misfits |= bool(finished.misfits)
         return finished
 
     def _make_up_for(self, key: Key, moved: Sequence[Moved]) -> None:
@@ -305,10 +307,8 @@ class KVWorker:
             return None
         not_saved, ended = frozenset(self._not_saved), dict(self._num_ended)
         lost = not_saved.union(self._lost)
-        has_misfits = self._loads is not None and self._loads.has_misfits
-        report = Report(lost, self._tells_idle, ended, saves_fail, not_saved, has_misfits)
-        if self._loads is not None:
-            self._loads.has_misfits = False
+        report = Report(lost, self._tells_idle, ended, saves_fail, not_saved, self._has_misfits)
+        self._has_misfits = False
         self._lost.clear()
         self._not_saved.clear()
         self._num_ended.clear()

@@ -69,6 +69,16 @@ async def decoded(http: web.Request, body: dict[str, Any]) -> web.StreamResponse
     return response
 
 
+async def break_in_the_stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """A decode engine whose connection ends within the stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(http)
+    await response.write(EVENTS[0])
+    assert http.transport is not None
+    http.transport.close()
+    return response
+
+
 async def hang_up(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     assert http.transport is not None
     http.transport.close()

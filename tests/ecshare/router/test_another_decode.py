@@ -15,6 +15,7 @@ from tests.ecshare.router.fake_engine import (
     Answer,
     FakeEngine,
     Fleet,
+    break_in_the_stream,
     chat,
     decoded,
     failing,
@@ -48,15 +49,6 @@ async def break_in_the_body(http: web.Request, body: dict[str, Any]) -> web.Stre
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(http)
     await response.write(b'{"choices"')
-    assert http.transport is not None
-    http.transport.close()
-    return response
-
-
-async def break_in_the_stream(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(http)
-    await response.write(EVENTS[0])
     assert http.transport is not None
     http.transport.close()
     return response

@@ -22,6 +22,7 @@ from tests.ecshare.router.fake_engine import (
     Answer,
     FakeEngine,
     Fleet,
+    break_in_the_stream,
     chat,
     data_url,
     failing,
@@ -378,16 +379,8 @@ async def test_errors_have_the_shape_of_the_endpoint(path: str) -> None:
 async def test_a_stream_that_breaks_off_ends_in_the_shape_of_the_endpoint(
     path: str, end: bytes
 ) -> None:
-    async def breaking(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        await response.write(EVENTS[0])
-        assert http.transport is not None
-        http.transport.close()
-        return response
-
     async with fleet() as f:
-        f.d.answer = breaking
+        f.d.answer = break_in_the_stream
         _, content = await f.post(BODIES[path](stream=True), path=path)
         assert content.startswith(EVENTS[0] + end)
 
