@@ -33,6 +33,7 @@ from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.save_policy import Sightings, requested_save
+from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.recent import Recent
@@ -181,6 +182,9 @@ class EncoderScheduler:
         identifier = request.mm_features[index].identifier
         item = self._items.get(identifier)
         self._phantoms.pop(identifier, None)
+        if item is not None and request.request_id in item.waiters:
+            seconds = time.monotonic() - item.waiters[request.request_id]
+            add_span(request, "ecshare.item", seconds, found=item.phase.name.lower())
         if item is not None and item.phase is Phase.READY:
             self._loads[item.identifier] = LoadOrder(item.identifier, item.object_key)
             self._loading[item.object_key] = None

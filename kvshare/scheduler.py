@@ -17,6 +17,7 @@ from ecshare.plugin.compat import is_named_by_request, option
 from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
+from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import Kind, object_key, tp_size_key
 from ecshare.transfer.engine import TransferEngine
@@ -32,7 +33,7 @@ from kvshare.lookups import Lookups, Search
 from kvshare.messages import Orders, Piece, Report, announcement
 from kvshare.misfits import Misfits
 from kvshare.pieces import Pieces
-from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.prefix import Chunk, ChunkKey, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy, is_for_decode
@@ -183,7 +184,10 @@ class KVScheduler:
             return None
         if not search.is_weighed:
             self._weigh(request, search)
-        return max(0, covered_tokens(request, search.found) - num_computed_tokens)
+            num_tokens = _num_after(request, search.found, num_computed_tokens)
+            seconds = self._clock_s() - search.begun_s
+            add_span(request, "kvshare.look_up", seconds, tokens=num_tokens)
+        return _num_after(request, search.found, num_computed_tokens)
 
     def _weigh(self, request: Request, search: Search) -> None:
         """Leave of what was found what is worth loading."""
@@ -379,19 +383,26 @@ class KVScheduler:
             self._stored.add(chunk.key)
         if first:
             self._misfits.end()
-        if first == len(loading.chunks):
-            self._stats.add("tokens/loaded", loading.num_tokens)
+        is_whole = first == len(loading.chunks)
+        num_tokens = (
+            loading.num_tokens
+            if is_whole
+            else max(0, loading.chunks[first].start_tokens - loading.start_tokens)
+        )
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            add_span(tracked.progress.request, "kvshare.load", seconds, tokens=num_tokens)
+        if num_tokens:
+            self._stats.add("tokens/loaded", num_tokens)
+        if is_whole:
             if self._choice is not None:
                 self._choice.loaded(loading.chunks, loading.tiers, loading.start_tokens, seconds)
             return
-        num_tokens = loading.chunks[first].start_tokens - loading.start_tokens
-        if num_tokens > 0:
-            self._stats.add("tokens/loaded", num_tokens)
         # Nobody waited to see whether those after it were sound: save all of them again.
         for chunk in loading.chunks[first:]:
             self._stored.discard(chunk.key)
-        if request_id in self._tracked:
-            self._tracked[request_id].load_failed = True
+        if tracked is not None:
+            tracked.load_failed = True
 
     def _num_handed_over(self, tracked: _Tracked) -> int:
         """Return how many tokens of the prompt are stored or on their way, as far as is known."""
@@ -443,6 +454,11 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
+
+
+def _num_after(request: Request, found: Sequence[Chunk], num_computed_tokens: int) -> int:
+    """Return how many tokens after `num_computed_tokens` the chunks that were found hold."""
+    return max(0, covered_tokens(request, found) - num_computed_tokens)
 
 
 def _log_start(

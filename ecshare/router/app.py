@@ -77,7 +77,13 @@ class Router:
         shows_urls = config.status_key is not None
         self._sources = Sources(self.pools, self._memory, self.counts, shows_urls)
         self._metrics = RouterMetrics(self._sources)
-        self._observer = Observer(self._metrics)
+        # Imported by need: it needs the extra [otel].
+        self._spans = None
+        if config.otlp_traces_endpoint is not None:
+            from ecshare.router.spans import Spans
+
+            self._spans = Spans.exported_to(config.otlp_traces_endpoint)
+        self._observer = Observer(self._metrics, self._spans)
         self.health_checks = HealthChecks(self.pools, self._is_healthy, clock_s)
 
     def application(self) -> web.Application:
@@ -125,6 +131,8 @@ class Router:
             await shared.close()
         await self._lists.close()
         await self.relay.close()
+        if self._spans is not None:
+            await self._spans.close()
 
     async def _serve(self, path: str, http: web.Request) -> web.StreamResponse:
         """Answer a request. Its answer counts until the client has taken it."""

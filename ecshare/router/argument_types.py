@@ -8,7 +8,9 @@ Raises:
 """
 
 import argparse
+import importlib.util
 import ipaddress
+import re
 
 import msgspec
 
@@ -45,6 +47,19 @@ def key(text: str) -> Secret:
         return read_secret(text)
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def collector(text: str) -> str:
+    """Return the url of an OpenTelemetry collector."""
+    try:
+        importlib.util.find_spec("opentelemetry.exporter.otlp.proto.grpc")
+    except ModuleNotFoundError as exc:
+        raise argparse.ArgumentTypeError(
+            "spans need ecshare's extra [otel] (pip install opentelemetry-exporter-otlp)"
+        ) from exc
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must look like http://host:4317")
+    return text
 
 
 def token(text: str) -> str:

@@ -59,6 +59,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     admin: AdminConfig | None = None
     adapter_encoders: Literal["listed", "base"] = "listed"
     access_log: bool = False
+    otlp_traces_endpoint: str | None = None
     store: StoreConfig | None = None
     router_token: str = ""
     """The secret by which engines behind a RouterGate recognise this router."""

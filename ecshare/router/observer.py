@@ -3,9 +3,10 @@
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -15,6 +16,9 @@ from ecshare.router.engines import Engine, Stage, name_of
 from ecshare.router.metrics import RouterMetrics
 from ecshare.router.middleware import CONTEXT
 from ecshare.router.trace import Call, Trace
+
+if TYPE_CHECKING:
+    from ecshare.router.spans import Spans
 
 _MAX_REQUESTS = 100
 _NO_ROUTE = "none"
@@ -27,8 +31,10 @@ _TRACE: web.RequestKey[Trace] = web.RequestKey("trace", Trace)
 class Observer:
     """Counts and remembers what a router does. Belongs to the event loop's thread."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, spans: "Spans | None" = None) -> None:
+        """`spans`: None where none are exported."""
         self._metrics = metrics
+        self._spans = spans
         self._recent: deque[Trace] = deque(maxlen=_MAX_REQUESTS)
 
     def attach(self, app: web.Application) -> None:
@@ -45,13 +51,27 @@ class Observer:
         """Return the latest completions, the newest first, also those that are on their way."""
         return [trace.shown() for trace in reversed(self._recent)]
 
-    def call(self, stage: Stage, engine: Engine) -> AbstractContextManager[Call]:
+    @contextmanager
+    def call(self, stage: Stage, engine: Engine) -> Iterator[Call]:
         """Observe a call of an engine while the block runs."""
         call = Call(stage, name_of(stage, engine))
         trace = _CURRENT.get()
         if trace is not None:
             trace.add(call)
-        return _Observed(call, self._metrics)
+        span = None
+        if self._spans is not None and trace is not None and trace.span is not None:
+            span, call.headers = self._spans.begin_call(call, trace.span)
+        failure: BaseException | None = None
+        try:
+            yield call
+        except BaseException as exc:
+            failure = exc
+            raise
+        finally:
+            call.end(failure)
+            self._metrics.observe_call(call)
+            if self._spans is not None and span is not None:
+                self._spans.end_call(span, call)
 
     def _middleware(self) -> Middleware:
         @web.middleware
@@ -61,6 +81,8 @@ class Observer:
             is_completion = route in SPLIT
             if is_completion:
                 self._recent.append(trace)
+                if self._spans is not None:
+                    trace.span = self._spans.begin_request(route, request.headers)
             before = _CURRENT.set(trace if is_completion else None)
             status = None
             self._metrics.num_in_progress += 1
@@ -80,21 +102,9 @@ class Observer:
         trace.path, trace.avoided = tuple(context.path), tuple(context.avoided)
         trace.end(status, context.error)
         self._metrics.observe_request(route, trace)
-
-
-class _Observed(AbstractContextManager[Call]):
-    """A call that is counted when it has ended."""
-
-    def __init__(self, call: Call, metrics: RouterMetrics) -> None:
-        self._call = call
-        self._metrics = metrics
-
-    def __enter__(self) -> Call:
-        return self._call
-
-    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
-        self._call.end(exc)
-        self._metrics.observe_call(self._call)
+        if self._spans is not None and trace.span is not None:
+            self._spans.end_request(trace.span, trace, status)
+            trace.span = None
 
 
 def _route(request: web.Request) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ecshare import __version__
 from ecshare.router.argument_types import (
+    collector,
     count,
     engine,
     key,
@@ -325,6 +326,14 @@ OPTIONS = (
         key,
     ),
     Option("--access-log", "log one line per request", is_switch=True),
+    Option(
+        "--otlp-traces-endpoint",
+        "an OpenTelemetry collector that gets a span of each completion and of each call of an "
+        "engine for it, by gRPC, or as OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says; engines that are "
+        "given the same option add their own",
+        "URL",
+        collector,
+    ),
     Option(
         "--router-key",
         "key that this router shares with engines behind a RouterGate, as env:NAME or "

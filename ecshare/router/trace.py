@@ -7,10 +7,13 @@ those of `time.monotonic`.
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecshare.router.engines import Stage
 from ecshare.router.errors import EngineError, RefusalError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 OUTCOMES = ("ok", "refused", "failed", "cancelled")
 """How a call of an engine may end. `refused`: a 4xx answer. `cancelled`: nobody waited for it."""
@@ -36,6 +39,8 @@ class Call:
     is_broken: bool = False
     """Whether the answer broke off."""
     outcome: str = "running"
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent to the engine: they name the call's span, where spans are exported."""
 
     def note_head(self, status: int, *, is_stream: bool) -> None:
         """Note the head of the answer. The head of a stream arrives before any token is there."""
@@ -80,6 +85,8 @@ class Trace:
     """The kind of the error that the client got."""
     path: tuple[Stage, ...] = ()
     avoided: tuple[Stage, ...] = ()
+    span: "Span | None" = None
+    """The request's span, where spans are exported."""
 
     def add(self, call: Call) -> None:
         """Remember a call, unless there are too many."""

@@ -17,6 +17,8 @@ import anthropic
 import openai
 import pytest
 
+from lab.servers import collector as collectors
+from lab.servers.collector import CollectedSpan, Collector
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
@@ -40,6 +42,7 @@ class Fleet(NamedTuple):
     p: EngineProcess
     d: EngineProcess
     root: Path
+    collector: Collector
 
     def plain_tokens(self, *content: dict[str, Any]) -> list[int]:
         return ask(self.plain, self.plain.model, list(content)).tokens
@@ -55,11 +58,23 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with pytest.MonkeyPatch.context() as environment, Collector.listening() as collector:
+        for name, value in collectors.ENVIRONMENT.items():
+            environment.setenv(name, value)
+        yield collector
+
+
+@pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+    engine: StartEngine,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
+    collector: Collector,
 ) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     store = f"file://{root}/store"
+    traced = f"--otlp-traces-endpoint={collector.endpoint}"
 
     def stage(name: str) -> EngineProcess:
         # A host cache of its own: what it has comes from the store.
@@ -68,10 +83,10 @@ def fleet(
         kv = kv_argument("both", store, chunk_tokens=2 * BLOCK, **options)
         arguments = (f"--block-size={BLOCK}", "--enable-mm-embeds", "--mm-processor-cache-gb=0")
         tells = {"VLLM_SERVER_DEV_MODE": "1"}
-        return engine(name, *arguments, ec, kv, environment=tells, runner=runner)
+        return engine(name, *arguments, ec, kv, traced, environment=tells, runner=runner)
 
-    e = engine("e", ec_argument("producer", store, host_cache_dir=f"{root}/e-host"))
-    fleet = Fleet(engine("plain"), e, stage("p"), stage("d"), root)
+    e = engine("e", ec_argument("producer", store, host_cache_dir=f"{root}/e-host"), traced)
+    fleet = Fleet(engine("plain"), e, stage("p"), stage("d"), root, collector)
     for each in fleet[:4]:
         each.wait_ready()
     return fleet
@@ -170,7 +185,7 @@ def test_a_coordinator_of_llm_d_needs_no_router(fleet: Fleet, returned: bool) ->
 def router(fleet: Fleet) -> Iterator[RouterProcess]:
     engines = {"encoder": [fleet.e], "prefiller": [fleet.p], "decoder": [fleet.d]}
     # Beside P, D may answer first: P's request is cancelled then.
-    options = ["--hand-over=after"]
+    options = ["--hand-over=after", f"--otlp-traces-endpoint={fleet.collector.endpoint}"]
     with RouterProcess("router", LOGS / __name__, engines, options) as router:
         router.wait_ready()
         yield router
@@ -262,6 +277,42 @@ def test_every_endpoint_gives_the_answer_of_a_plain_engine(
     assert answer == expected
     other, _ = ask_at(fleet.plain, model, 2)
     assert answer != other, "the answer does not depend on the prompt: no test"
+
+
+def test_one_trace_tells_what_router_engines_and_connectors_did(
+    fleet: Fleet, router: RouterProcess
+) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    content: Any = [text("what is traced"), picture(50), STORY, QUESTION]
+    with client_of(router) as client:
+        client.chat.completions.create(
+            model=fleet.plain.model,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=2,
+            extra_headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"},
+        )
+
+    def under(span: CollectedSpan) -> list[CollectedSpan]:
+        return [each for each in got if each.parent_id == span.span_id]
+
+    def of(stage: str) -> dict[str, CollectedSpan]:
+        """What an engine and its connectors did in the call of a stage."""
+        (call,) = [each for each in under(whole) if each.name == f"ecshare.{stage}"]
+        return {each.name: each for each in under(call)}
+
+    got = fleet.collector.trace(
+        trace_id, lambda spans: [each.name for each in spans].count("llm_request") == 3
+    )
+    (whole,) = [each for each in got if each.name == "POST /v1/chat/completions"]
+    e, p, d = of("encode"), of("prefill"), of("decode")
+    assert e["ecshare.item"].attributes["ecshare.item.found"] == "absent"
+    assert p["ecshare.item"].attributes["ecshare.item.found"] == "ready"
+    assert p["kvshare.look_up"].attributes["kvshare.look_up.tokens"] == 0
+    assert "kvshare.load" not in p
+    num_tokens = p["llm_request"].attributes["gen_ai.usage.prompt_tokens"]
+    assert d["kvshare.look_up"].attributes["kvshare.look_up.tokens"] == num_tokens - 1
+    assert d["kvshare.load"].attributes["kvshare.load.tokens"] == num_tokens - 1
+    assert 0 < d["kvshare.load"].seconds < d["llm_request"].seconds
 
 
 # The program `vllm bench serve`; vLLM's command line lacks the metadata of the CPU build.

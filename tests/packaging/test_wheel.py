@@ -211,6 +211,18 @@ def test_the_router_runs_on_little(wheel: str, empty: Empty, tmp_path: Path) -> 
             assert json.load(reply) == answer
 
 
+def test_spans_need_the_extra_for_them_alone(wheel: str, empty: Empty) -> None:
+    arguments = ("--decoder=http://127.0.0.1:9", "--otlp-traces-endpoint=http://127.0.0.1:9")
+    begins = f"from ecshare.router.arguments import parse_arguments as p; p({arguments!r})"
+    begins += "; from ecshare.router.spans import Spans; Spans.exported_to('http://127.0.0.1:9')"
+    empty.install(f"{wheel}[router]", *PINNED)
+    ran = empty.run("-c", begins)
+    assert ran.returncode == 2
+    assert "[otel]" in ran.stderr.splitlines()[-1]
+    empty.install(f"{wheel}[otel]", *PINNED)
+    _checked(empty.run("-c", begins))
+
+
 def test_the_extra_for_s3_leaves_boto3_as_it_is(
     wheel: str, empty: Empty, seaweed: SeaweedFS
 ) -> None:

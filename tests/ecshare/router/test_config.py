@@ -138,6 +138,10 @@ def test_the_defaults_are_the_structs() -> None:
         ("--decoder http://d --max-items 0", "--max-items: '0' must be a whole number of at"),
         ("--decoder http://d --max-items x", "--max-items: 'x' must be a whole number of at"),
         (
+            "--decoder http://d --otlp-traces-endpoint collector.example:4317",
+            "--otlp-traces-endpoint: 'collector.example:4317' must look like http://host:4317",
+        ),
+        (
             "--decoder http://d --allow-media-network x",
             "--allow-media-network: 'x' must be a network like 10.0.0.0/8",
         ),

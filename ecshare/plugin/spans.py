@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of connectors in the traces of requests, where vLLM exports traces.
+
+vLLM's --otlp-traces-endpoint sets up the process's exporter, and gives each request that comes with
+a `traceparent` its headers. Without either nothing happens here, and nothing is imported.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ecshare.plugin.compat import option
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def add_span(request: "Request", name: str, seconds: float, **attributes: str | int) -> None:
+    """Add a span that ends now and has taken `seconds` to the trace of `request`, if it has one.
+
+    `attributes` are called like `name` and what they are given as. Does no I/O: vLLM's exporter has
+    a bounded queue and a thread.
+    """
+    headers: dict[str, str] | None = option(request, "trace_headers")
+    if not headers:
+        return
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    end_ns = time.time_ns()
+    above = TraceContextTextMapPropagator().extract(headers, Context())
+    named: dict[str, Any] = {f"{name}.{each}": value for each, value in attributes.items()}
+    span = trace.get_tracer("ecshare").start_span(
+        name, above, start_time=end_ns - int(seconds * 1e9), attributes=named
+    )
+    span.end(end_ns)
