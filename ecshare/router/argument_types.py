@@ -8,9 +8,12 @@ Raises:
 """
 
 import argparse
+import functools
 import importlib.util
 import ipaddress
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -22,13 +25,26 @@ from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.integrity import read_key, router_token
 
+T = TypeVar("T")
 
+
+def _telling(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Have argparse show the message of what `read` raises. It would hide it otherwise."""
+
+    @functools.wraps(read)
+    def reading(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from exc
+
+    return reading
+
+
+@_telling
 def engine(text: str) -> str:
     """Return the url of an engine, as `engine_url` does."""
-    try:
-        return engine_url(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return engine_url(text)
 
 
 def network(text: str) -> Network:
@@ -41,12 +57,10 @@ def network(text: str) -> Network:
         ) from exc
 
 
+@_telling
 def key(text: str) -> Secret:
     """Return a key that is named as env:NAME or file:PATH."""
-    try:
-        return read_secret(text)
-    except ConfigError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return read_secret(text)
 
 
 def collector(text: str) -> str:
@@ -62,6 +76,7 @@ def collector(text: str) -> str:
     return text
 
 
+@_telling
 def token(text: str) -> str:
     """Return what engines recognise the router by that has the key that `text` names, or none."""
     if text == "none":
@@ -69,21 +84,17 @@ def token(text: str) -> str:
     if not text.startswith(("env:", "file:")):
         # Command lines are visible to every user of this host, so the message does not repeat it.
         raise argparse.ArgumentTypeError("name the key as env:NAME or file:/path")
-    try:
-        return router_token(read_key(text, "the key"))
-    except ConfigError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return router_token(read_key(text, "the key"))
 
 
+@_telling
 def store(text: str) -> StoreConfig:
     """Return where a store is, from its url or the JSON of its options."""
     try:
         options = msgspec.json.decode(text) if text.startswith("{") else {"url": text}
-        return parse(StoreConfig, options, "the store")
     except msgspec.DecodeError as exc:
-        raise argparse.ArgumentTypeError(f"the store's options are no JSON: {exc}") from exc
-    except ConfigError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from exc
+        raise ConfigError(f"the store's options are no JSON: {exc}") from exc
+    return parse(StoreConfig, options, "the store")
 
 
 def positive(text: str) -> float:

@@ -36,7 +36,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_in_flight_bytes: int = 2048 * MIB
     max_index_bytes: int = 128 * MIB
     prefill: Literal["needed", "always"] = "needed"
-    max_new_chars: int = 1000
+    max_new_tokens: int = 250
     max_items: int = 64
     max_connections: int = 4096
     hand_over: Literal["streamed", "after"] = "streamed"

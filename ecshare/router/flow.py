@@ -88,7 +88,7 @@ class Flow:
             metrics.count_retry,
             keeps_affinity=config.balance == "affinity",
         )
-        self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_chars, clock_s)
+        self._prefilled = PrefilledPrompts(config.max_index_bytes, config.max_new_tokens, clock_s)
         self.encoded = EncodedMedia(config.max_index_bytes, config.stage_timeout_s)
 
     def counts(self) -> dict[str, Any]:

@@ -159,13 +159,14 @@ OPTIONS = (
         default="needed",
     ),
     Option(
-        "--max-new-chars",
-        "most text, in characters of its JSON, that decode computes itself behind a prompt that "
-        "is stored, such as the next question of a conversation; decode's own answers do not "
-        "count; 0: only prompts that are stored whole go past prefill",
+        "--max-new-tokens",
+        "most tokens that decode computes itself behind a prompt that is stored, such as the "
+        "next question of a conversation; of text that is new they are estimated, one for four "
+        "characters; decode's own answers do not count; 0: only prompts that are stored whole go "
+        "past prefill",
         "N",
         natural,
-        default="1000",
+        default="250",
     ),
     Option(
         "--store",

@@ -125,10 +125,10 @@ def _without_media(part: Request) -> Request:
 class PrefilledPrompts:
     """A bounded index of what is stored, for all requests. Belongs to the event loop's thread."""
 
-    def __init__(self, max_bytes: int, max_new_chars: int, clock_s: Callable[[], float]) -> None:
-        """`max_new_chars`: how much text D may compute itself."""
+    def __init__(self, max_bytes: int, max_new_tokens: int, clock_s: Callable[[], float]) -> None:
+        """`max_new_tokens`: how much text D may compute itself, estimated."""
         self._index: BoundedCache[bytes, _Stored] = BoundedCache(_MAX_ENTRIES, max_bytes)
-        self._max_new_chars = max_new_chars
+        self._max_new_chars = _CHARS_A_TOKEN * max_new_tokens
         self._clock_s = clock_s
         self._num_asked = 0
         self._num_avoided = 0

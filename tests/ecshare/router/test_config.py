@@ -21,7 +21,7 @@ def test_every_option_arrives() -> None:
         "--allow-media-network fd00::1 --timeout-s 30 --stage-timeout-s 4.5 "
         "--first-byte-timeout-s 9 --media-timeout-s 2 --cool-down-s 1 --access-log "
         "--hand-over after --max-index-mb 2 --store s3://bucket/prefix "
-        "--prefill always --max-new-chars 0 --when-overloaded decode --retry-share 0 "
+        "--prefill always --max-new-tokens 0 --when-overloaded decode --retry-share 0 "
         "--max-encodes 1 --max-prefills 2 --max-decodes 3 --drain-s 0.5 --balance load "
         "--adapter-encoders base"
     )
@@ -48,7 +48,7 @@ def test_every_option_arrives() -> None:
         hand_over="after",
         max_index_bytes=2 * 1024 * 1024,
         prefill="always",
-        max_new_chars=0,
+        max_new_tokens=0,
         when_overloaded="decode",
         retry_share=0.0,
         max_encodes=1,

@@ -131,14 +131,14 @@ async def test_another_text_or_picture_is_another_prompt() -> None:
     ],
 )
 async def test_what_p_has_not_stored_whole_is_prefilled_again(answer: Any) -> None:
-    async with known(max_new_chars=0) as f:
+    async with known(max_new_tokens=0) as f:
         f.p.answer = answer
         assert await ask(f, chat())
         assert await ask(f, chat())
 
 
 async def test_decode_computes_the_few_tokens_that_p_has_not_stored() -> None:
-    async with known(max_new_chars=100) as f:
+    async with known(max_new_tokens=25) as f:
         f.p.answer = stored(TOKENS - 1 - 25)
         await ask(f, talk("one"))
         assert not await ask(f, talk("one"))
@@ -148,7 +148,7 @@ async def test_decode_computes_the_few_tokens_that_p_has_not_stored() -> None:
 
 
 async def test_a_short_next_turn_goes_straight_to_decode() -> None:
-    async with known(max_new_chars=400) as f:
+    async with known(max_new_tokens=100) as f:
         f.p.answer = stored()
         await ask(f, talk("a long question " * 100))
         said = ["a long question " * 100]
@@ -162,7 +162,7 @@ async def test_a_short_next_turn_goes_straight_to_decode() -> None:
 
 
 async def test_a_long_next_turn_and_one_with_a_picture_are_prefilled() -> None:
-    async with known(max_new_chars=400) as f:
+    async with known(max_new_tokens=100) as f:
         f.p.answer = stored()
         await ask(f, talk("one"))
         assert await ask(f, talk("one", "a", "long " * 100))
@@ -173,7 +173,7 @@ async def test_a_long_next_turn_and_one_with_a_picture_are_prefilled() -> None:
 
 
 async def test_no_new_text_goes_past_prefill_where_none_may() -> None:
-    async with known(max_new_chars=0) as f:
+    async with known(max_new_tokens=0) as f:
         f.p.answer = stored()
         await ask(f, talk("one"))
         assert await ask(f, talk("one", "a", "b"))
@@ -204,7 +204,7 @@ def answering(text: str, cached: int | None, details: str = "prompt_tokens_detai
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_that_decode_has_computed_is_prefilled_again(stream: bool) -> None:
     """The store has lost it, or D finds that it is too slow to load from."""
-    async with known(max_new_chars=100) as f:
+    async with known(max_new_tokens=25) as f:
         f.p.answer = stored()
         await ask(f, talk("one", stream=stream))
         f.clock.now_s += 60
@@ -216,12 +216,12 @@ async def test_a_prompt_that_decode_has_computed_is_prefilled_again(stream: bool
             assert 'ecshare_router_prefills_total{event="lost"} 1.0' in await answer.text()
 
 
-@pytest.mark.parametrize(("cached", "max_new_chars"), [(TOKENS - 32, 0), (0, 400), (None, 0)])
+@pytest.mark.parametrize(("cached", "max_new_tokens"), [(TOKENS - 32, 0), (0, 100), (None, 0)])
 async def test_a_prompt_that_decode_has_loaded_stays_known(
-    cached: int | None, max_new_chars: int
+    cached: int | None, max_new_tokens: int
 ) -> None:
     """What D computes of the last block, or may compute, is no loss. Nor is what nobody knows."""
-    async with known(max_new_chars=max_new_chars) as f:
+    async with known(max_new_tokens=max_new_tokens) as f:
         f.p.answer = stored()
         await ask(f, talk("one"))
         f.d.answer = answering("well", cached)
@@ -232,7 +232,7 @@ async def test_a_prompt_that_decode_has_loaded_stays_known(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_decodes_own_answer_is_no_new_text(stream: bool) -> None:
     long = "well " * 100
-    async with known(max_new_chars=100) as f:
+    async with known(max_new_tokens=25) as f:
         f.p.answer, f.d.answer = stored(), answering(long, None)
         if stream:
             f.d.answer = streaming(long)

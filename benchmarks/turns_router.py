@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router, but the engines of a stage take turns: what benchmarks.balance compares it with.
+
+python -m benchmarks.turns_router OPTIONS
+"""
+
+from collections.abc import Collection
+
+from ecshare.router import __main__, app
+from ecshare.router.engines import Engine, EnginePool, Work
+
+
+class Turns(EnginePool):
+    """Chooses the engine that has waited longest, whatever there is to do."""
+
+    def choose(self, excluded: Collection[Engine] = (), work: Work | None = None) -> Engine | None:
+        """Return it, of those that are available and not `excluded`; None: there is none."""
+        live = [each for each in self.ranked(len(self)) if each not in excluded]
+        return min(live, key=lambda each: each.last_turn, default=None)
+
+
+if __name__ == "__main__":
+    app.EnginePool = Turns  # type: ignore[attr-defined]
+    __main__.main()
