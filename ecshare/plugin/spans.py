@@ -5,6 +5,7 @@ vLLM's --otlp-traces-endpoint sets up the process's exporter, and gives each req
 a `traceparent` its headers. Without either nothing happens here, and nothing is imported.
 """
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from ecshare.plugin.compat import option
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 def add_span(request: "Request", name: str, seconds: float, **attributes: str | int) -> None:
@@ -23,14 +26,22 @@ def add_span(request: "Request", name: str, seconds: float, **attributes: str | 
     headers: dict[str, str] | None = option(request, "trace_headers")
     if not headers:
         return
+    try:
+        _add(
+            headers, name, seconds, {f"{name}.{each}": value for each, value in attributes.items()}
+        )
+    except Exception:  # noqa: BLE001 — a half would give up, and nobody would do that for a span
+        logger.debug("no span %s", name, exc_info=True)
+
+
+def _add(headers: dict[str, str], name: str, seconds: float, attributes: dict[str, Any]) -> None:
     from opentelemetry import trace
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     end_ns = time.time_ns()
     above = TraceContextTextMapPropagator().extract(headers, Context())
-    named: dict[str, Any] = {f"{name}.{each}": value for each, value in attributes.items()}
     span = trace.get_tracer("ecshare").start_span(
-        name, above, start_time=end_ns - int(seconds * 1e9), attributes=named
+        name, above, start_time=end_ns - int(seconds * 1e9), attributes=attributes
     )
     span.end(end_ns)

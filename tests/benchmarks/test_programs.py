@@ -31,6 +31,7 @@ EXCUSE = "cannot use S3"
         pytest.param("encoder_first_token", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("kv_engines", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("epd", marks=[pytest.mark.engine, pytest.mark.models]),
+        pytest.param("balance", marks=[pytest.mark.engine, pytest.mark.models]),
     ],
 )
 def test_every_row_has_numbers(program: str, tmp_path: Path) -> None:
