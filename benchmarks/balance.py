@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_load import cpu_s_of, start_in
 from benchmarks.measure import in_turn, percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
 from lab.servers.engines import SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
 from lab.servers.openai_client import ask, counters, picture
-from lab.servers.proc import cpu_s
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 
@@ -72,11 +72,7 @@ class Fleet:
     def cpu_s(self, name: str) -> float:
         """Return the CPU seconds that all engines and one router have used until now."""
         engines = [each for stage in self.engines.values() for each in stage]
-        return sum(
-            cpu_s(process)
-            for server in (self.routers[name], *engines)
-            for process in server.processes()
-        )
+        return cpu_s_of((self.routers[name], *engines))
 
     def prompt_tokens(self) -> dict[str, float]:
         """Return how many tokens of prompts D has had until now, by where they came from."""
@@ -128,10 +124,8 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
     with ExitStack() as stack:
 
         def start(name: str, *connectors: str) -> EngineProcess:
-            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, ROOM, *connectors))
-            stack.callback(engine.stop)
-            engine.start()
-            return engine
+            arguments = (*SMALL_ENGINE, ROOM, *connectors)
+            return start_in(stack, EngineProcess(name, model, folder, arguments))
 
         def engine(stage: str, number: int) -> EngineProcess:
             name = f"{stage}-{number}"

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.engine_load import PLAIN
+from benchmarks.engine_load import PLAIN, start_in
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.hostcache.folder import SHM
@@ -79,9 +79,7 @@ def started(
             engine = EngineProcess(
                 f"engine-{number}", model, folder, (*SMALL_ENGINE, *extra), DEVELOPER
             )
-            stack.callback(engine.stop)
-            engine.start()
-            engines[name] = engine
+            engines[name] = start_in(stack, engine)
         for engine in engines.values():
             engine.wait_ready()
         yield engines

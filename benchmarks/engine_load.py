@@ -3,18 +3,33 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Table
 from lab.servers.engines import EngineProcess
+from lab.servers.proc import cpu_s
+from lab.servers.processes import Server
 
 PLAIN = "no connector"
 CLIENTS = 4
 
 AskOne = Callable[[EngineProcess], None]
 """Send one request, of a kind that no engine has met, and wait for its answer."""
+
+
+def start_in(stack: ExitStack, engine: EngineProcess) -> EngineProcess:
+    """Start an engine, which ends with `stack`. It is not ready yet."""
+    stack.callback(engine.stop)
+    engine.start()
+    return engine
+
+
+def cpu_s_of(servers: Iterable[Server]) -> float:
+    """Return the CPU seconds that all processes of these servers have used until now."""
+    return sum(cpu_s(process) for server in servers for process in server.processes())
 
 
 def throughput(

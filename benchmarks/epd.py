@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_load import cpu_s_of, start_in
 from benchmarks.measure import in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
@@ -35,7 +36,6 @@ from lab.servers.engines import (
 )
 from lab.servers.example_proxy import ExampleProxy
 from lab.servers.openai_client import Answer, RequestFailed, ask, picture, question
-from lab.servers.proc import cpu_s
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 
@@ -58,8 +58,7 @@ class Stack:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that all its processes have used until now."""
-        servers: tuple[Server, ...] = (self.front, *self.engines)
-        return sum(cpu_s(process) for server in servers for process in server.processes())
+        return cpu_s_of((self.front, *self.engines))
 
 
 @dataclass(frozen=True)
@@ -112,10 +111,7 @@ def _stacks(folder: Path, proxy: Path | None) -> Iterator[tuple[dict[str, Stack]
     with ExitStack() as stack:
 
         def start(name: str, *extra: str) -> EngineProcess:
-            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra))
-            stack.callback(engine.stop)
-            engine.start()
-            return engine
+            return start_in(stack, EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra)))
 
         plain = start("plain")
         started = {OURS: _our_engines(folder, start)}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import s3fs
 
-from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
+from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, start_in, throughput
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen2
@@ -105,10 +105,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[tuple[EngineProcess, d
 
         def start(name: str, *extra: str) -> EngineProcess:
             arguments = *SMALL_ENGINE, *SHAPE, *extra
-            engine = EngineProcess(name, model, folder, arguments, ONE_CORE)
-            stack.callback(engine.stop)
-            engine.start()
-            return engine
+            return start_in(stack, EngineProcess(name, model, folder, arguments, ONE_CORE))
 
         def pair(name: str, *arguments: str, num_stored: Callable[[], int]) -> Pair:
             first, second = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router, but the engines of a stage take turns: what benchmarks.balance compares it with.
 
-python -m benchmarks.turns_router OPTIONS
+It takes the router's options: `python -m benchmarks.turns_router OPTIONS`.
 """
 
 from collections.abc import Collection

@@ -33,7 +33,7 @@ from kvshare.lookups import Lookups, Search
 from kvshare.messages import Orders, Piece, Report, announcement
 from kvshare.misfits import Misfits
 from kvshare.pieces import Pieces
-from kvshare.prefix import Chunk, ChunkKey, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy, is_for_decode
@@ -184,10 +184,14 @@ class KVScheduler:
             return None
         if not search.is_weighed:
             self._weigh(request, search)
-            num_tokens = _num_after(request, search.found, num_computed_tokens)
-            seconds = self._clock_s() - search.begun_s
-            add_span(request, "kvshare.look_up", seconds, tokens=num_tokens)
-        return _num_after(request, search.found, num_computed_tokens)
+            self._trace_look_up(request, search)
+        return max(0, covered_tokens(request, search.found) - num_computed_tokens)
+
+    def _trace_look_up(self, request: Request, search: Search) -> None:
+        start_tokens = self._tracked[request.request_id].start_tokens
+        num_tokens = max(0, covered_tokens(request, search.found) - start_tokens)
+        seconds = self._clock_s() - search.begun_s
+        add_span(request, "kvshare.look_up", seconds, tokens=num_tokens)
 
     def _weigh(self, request: Request, search: Search) -> None:
         """Leave of what was found what is worth loading."""
@@ -454,11 +458,6 @@ class KVScheduler:
                 progress.block_ids = [list(ids) for ids in new.block_ids]
                 end = new.num_computed_tokens + num_scheduled[new.req_id]
                 yield from self._saves.computed(progress, new.num_computed_tokens, end)
-
-
-def _num_after(request: Request, found: Sequence[Chunk], num_computed_tokens: int) -> int:
-    """Return how many tokens after `num_computed_tokens` the chunks that were found hold."""
-    return max(0, covered_tokens(request, found) - num_computed_tokens)
 
 
 def _log_start(

@@ -27,9 +27,7 @@ def add_span(request: "Request", name: str, seconds: float, **attributes: str | 
     if not headers:
         return
     try:
-        _add(
-            headers, name, seconds, {f"{name}.{each}": value for each, value in attributes.items()}
-        )
+        _add(headers, name, seconds, attributes)
     except Exception:  # noqa: BLE001 — a half would give up, and nobody would do that for a span
         logger.debug("no span %s", name, exc_info=True)
 
@@ -40,8 +38,9 @@ def _add(headers: dict[str, str], name: str, seconds: float, attributes: dict[st
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     end_ns = time.time_ns()
+    named = {f"{name}.{each}": value for each, value in attributes.items()}
     above = TraceContextTextMapPropagator().extract(headers, Context())
     span = trace.get_tracer("ecshare").start_span(
-        name, above, start_time=end_ns - int(seconds * 1e9), attributes=attributes
+        name, above, start_time=end_ns - int(seconds * 1e9), attributes=named
     )
     span.end(end_ns)

@@ -3,9 +3,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -51,27 +52,17 @@ class Observer:
         """Return the latest completions, the newest first, also those that are on their way."""
         return [trace.shown() for trace in reversed(self._recent)]
 
-    @contextmanager
-    def call(self, stage: Stage, engine: Engine) -> Iterator[Call]:
+    def call(self, stage: Stage, engine: Engine) -> AbstractContextManager[Call]:
         """Observe a call of an engine while the block runs."""
         call = Call(stage, name_of(stage, engine))
         trace = _CURRENT.get()
         if trace is not None:
             trace.add(call)
-        span = None
+        end_span = None
         if self._spans is not None and trace is not None and trace.span is not None:
             span, call.headers = self._spans.begin_call(call, trace.span)
-        failure: BaseException | None = None
-        try:
-            yield call
-        except BaseException as exc:
-            failure = exc
-            raise
-        finally:
-            call.end(failure)
-            self._metrics.observe_call(call)
-            if self._spans is not None and span is not None:
-                self._spans.end_call(span, call)
+            end_span = partial(self._spans.end_call, span, call)
+        return _Observed(call, self._metrics, end_span)
 
     def _middleware(self) -> Middleware:
         @web.middleware
@@ -105,6 +96,26 @@ class Observer:
         if self._spans is not None and trace.span is not None:
             self._spans.end_request(trace.span, trace, status)
             trace.span = None
+
+
+class _Observed(AbstractContextManager[Call]):
+    """A call that is counted when it has ended. A class: it is quicker than a generator."""
+
+    def __init__(
+        self, call: Call, metrics: RouterMetrics, end_span: Callable[[], None] | None
+    ) -> None:
+        self._call = call
+        self._metrics = metrics
+        self._end_span = end_span
+
+    def __enter__(self) -> Call:
+        return self._call
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        self._call.end(exc)
+        self._metrics.observe_call(self._call)
+        if self._end_span is not None:
+            self._end_span()
 
 
 def _route(request: web.Request) -> str:

@@ -195,7 +195,8 @@ class Relay:
                 yield reply
             return
         with self._observer.call(stage, engine) as call:
-            headers = {**headers, **call.headers}
+            if call.headers:
+                headers = {**headers, **call.headers}
             async with self._send(stage, engine, path, request, headers, limits) as reply:
                 call.note_head(reply.status, is_stream=reply.is_stream)
                 reply.call = call

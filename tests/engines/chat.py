@@ -118,6 +118,9 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
+QUESTION = text("what is to be seen here, and where?")
+
+
 def picture(seed: int, uuid: str | None = None, size: int = 224) -> dict[str, Any]:
     """Return a picture item; each `seed` gives another picture."""
     return _item("image", client.picture(seed, size), uuid)

@@ -9,7 +9,15 @@ import pytest
 
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import announced, ask, counts, passed_on, picture, text, wait_until
+from tests.engines.chat import (
+    QUESTION,
+    announced,
+    ask,
+    counts,
+    passed_on,
+    picture,
+    wait_until,
+)
 from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
 
@@ -18,7 +26,6 @@ pytestmark = [pytest.mark.engine, on_each_runner]
 TAKES_EITHER = ("--enable-mm-embeds", "--mm-processor-cache-gb=0")
 # Small as they are, more than the engine's own encoder cache holds.
 _MANY_PICTURES = 150
-QUESTION = text("what is to be seen here, and where?")
 
 
 class Fleet(NamedTuple):

@@ -8,12 +8,11 @@ import pytest
 
 from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import announced, ask, counting, counts, passed_on, picture, text
+from tests.engines.chat import QUESTION, announced, ask, counting, counts, passed_on, picture
 from tests.releases import needs_encoder_metrics
 
 pytestmark = [pytest.mark.engine, needs_encoder_metrics]
 
-QUESTION = text("what is to be seen here, and where?")
 TWO_RANKS = "--tensor-parallel-size=2"
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 ENCODED, LOADED, SAVED = (f"ecshare_items/{event}" for event in ("encoded", "loaded", "saved"))

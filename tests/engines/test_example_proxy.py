@@ -15,7 +15,7 @@ import pytest
 from lab.servers.engines import EngineProcess, ec_argument, kv_argument
 from lab.servers.example_proxy import ExampleProxy
 from tests.conftest import LOGS, StartEngine
-from tests.engines.chat import ask, counting, picture, text
+from tests.engines.chat import QUESTION, ask, counting, picture, text
 
 SCRIPT = os.environ.get("ECSHARE_TEST_EPD_PROXY", "")
 pytestmark = [
@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 STORY = text("Tell me a story about the sea, the wind and the stars. " * 8)
-QUESTION = text("what is to be seen here, and where?")
 
 
 class Fleet(NamedTuple):

@@ -17,6 +17,7 @@ from lab.servers.processes import LOOPBACK
 from lab.servers.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import (
+    QUESTION,
     Answer,
     announced,
     ask,
@@ -33,7 +34,6 @@ from tests.releases import needs_encoder_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.s3, needs_encoder_metrics, on_each_runner]
 
-QUESTION = text("what is to be seen here, and where?")
 ENCODED, LOADED = "ecshare_items/encoded", "ecshare_items/loaded"
 SHOWS_VIDEOS = '--limit-mm-per-prompt={"image": 4, "video": 1}'
 LARGE = 644

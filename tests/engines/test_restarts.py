@@ -8,13 +8,11 @@ import pytest
 
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument
 from tests.conftest import StartEngine
-from tests.engines.chat import ask, counting, picture, text
+from tests.engines.chat import QUESTION, ask, counting, picture
 from tests.engines.runners import on_each_runner
 from tests.releases import needs_encoder_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics, on_each_runner]
-
-QUESTION = text("what is to be seen here, and where?")
 
 
 def test_what_was_encoded_before_a_restart_is_loaded(

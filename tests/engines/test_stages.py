@@ -23,7 +23,17 @@ from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argu
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 from tests.conftest import LOGS, StartEngine
-from tests.engines.chat import Answer, announced, ask, counting, passed_on, picture, stored_kv, text
+from tests.engines.chat import (
+    QUESTION,
+    Answer,
+    announced,
+    ask,
+    counting,
+    passed_on,
+    picture,
+    stored_kv,
+    text,
+)
 from tests.engines.runners import V2_IN_THE_GATE, on
 from tests.releases import ANNOUNCES_AT_EVERY_ENDPOINT, HAS_ENCODER_METRICS
 
@@ -33,7 +43,6 @@ pytestmark = [pytest.mark.engine, on(pytest.param("v1", marks=pytest.mark.models
 BLOCK = 32
 LOADED, FAILED = "ecshare_items/loaded", "kvshare_blocks/failed"
 STORY = text("Tell me a story about the sea, the wind and the stars. " * 8)
-QUESTION = text("what is to be seen here, and where?")
 
 
 class Fleet(NamedTuple):
