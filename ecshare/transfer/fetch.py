@@ -54,6 +54,9 @@ _PAUSE_GROWTH = 1.6
 # one after such a pause.
 _NOTE_EVERY = 4
 _LONG_PAUSE_S = 0.1
+# Another process of this host may publish a guessed object so long after the first look for it: the
+# engine that asks may need a whole step to ask again.
+_GUESS_WAIT_S = 0.02
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -166,10 +169,15 @@ class Fetcher:
         Raises:
             StoreError, TimeoutError: it cannot be fetched by `deadline_s`.
         """
-        if not job.is_announced:
+        if job.is_announced:
+            with self._poll_rate.joined() as member:
+                return await self._fetch_awaited(job, deadline_s, member)
+        try:
             return await self._fetch(job, deadline_s)
-        with self._poll_rate.joined() as member:
-            return await self._fetch_awaited(job, deadline_s, member)
+        except ObjectMissing:
+            if not job.is_guess or not await self._watch.appears(job.key, _GUESS_WAIT_S):
+                raise
+            return await self._fetch(job, deadline_s)
 
     async def _fetch_awaited(self, job: Fetch, deadline_s: float, member: Member) -> _Served:
         """As `serve`, for an announced object: while it is missing, ask until the deadline.

@@ -117,7 +117,7 @@ class Fetch(Job[StoredObject], frozen=True):
     `may_be_given_up`: with `is_announced`: the job ends as soon as there is a note that the object
     will not be stored. Anybody who can write to the store can leave such a note.
     `is_guess`: no look-up has seen it in the store. Loads of objects that exist must not wait for
-    it.
+    it. If it is missing, the host cache is watched for it for 20 ms more.
     `in_store`: other hosts will need it as well. An object that only the host cache has counts as
     missing until the store has it.
     `use`: called with the object on a load thread, which then releases it. The job ends only after

@@ -278,6 +278,22 @@ def test_an_announced_object_is_waited_for_on_both_tiers(
     assert len(store.gets) > asked
 
 
+def test_a_guessed_object_that_a_neighbour_publishes_a_moment_later_is_found(
+    store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecshare.transfer.fetch._GUESS_WAIT_S", 20.0)
+    reader, neighbour = start("same"), start("same")
+    assert finish(reader, Fetch(KEY, 30)).outcome is Outcome.MISSING
+    asked = len(store.gets)
+    reader.submit(Fetch(KEY, 30, is_guess=True))
+    assert until_answered(reader) == []
+    publish(neighbour)
+    (done,) = reader.drain(10)
+    assert [moved.tier for moved in done.moved] == [Tier.HOST]
+    release(done)
+    assert len(store.gets) == asked + 1
+
+
 def test_what_other_hosts_need_is_missing_until_the_store_has_it(
     store: Scripted, start: Start
 ) -> None:
