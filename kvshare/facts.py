@@ -108,12 +108,14 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
     chunk_blocks: int = 1,
     layer_sets: Sequence[Any] = (),
     stored_dtype: str = "auto",
+    compression: str = "none",
 ) -> Namespace:
     """Return the namespace of this engine's KV; options as for `encoder_namespace`.
 
     `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
-    together, and what they look back to, as JSON can hold it. `stored_dtype`: the option. The block
-    hashes themselves contain tokens, media identifiers, LoRA names and cache_salt.
+    together, and what they look back to, as JSON can hold it. `stored_dtype`, `compression`: the
+    options. The block hashes themselves contain tokens, media identifiers, LoRA names and
+    cache_salt.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     # The same picture gives other embeddings, so other KV, under other options.
@@ -133,8 +135,11 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }
-    if stored_dtype != "auto":  # engines without the option keep the namespace that they had
+    # Engines without these options keep the namespace that they had.
+    if stored_dtype != "auto":
         facts |= {"stored_dtype": stored_dtype}
+    if compression != "none":
+        facts |= {"compression": compression}
     return Namespace.of(Kind.KV, facts)
 
 

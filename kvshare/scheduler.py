@@ -126,6 +126,7 @@ class KVScheduler:
                 chunk_blocks=facts.grid.chunk_blocks,
                 layer_sets=[each.facts for each in facts.layer_sets],
                 stored_dtype=config.stored_dtype,
+                compression=config.compression,
             ),
             write=facts.saves,
             mark_of=lambda found: tp_size_key(found.kind, found.digest, facts.tp_size),

@@ -19,6 +19,7 @@ from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Done, GiveUp, Handle, Moved, Outcome, Put, Tier
 from ecshare.transfer.load_streams import LoadStreams
+from ecshare.transfer.packing import ZSTD, Packing
 from ecshare.transfer.staging import Slab, Staging, is_gpu
 from kvshare import float8
 from kvshare.blocks import BlockCaches, Erase
@@ -155,6 +156,7 @@ class KVWorker:
             OPTIONS_PATH,
             write=role.is_kv_producer,
             device=vllm_config.device_config.device,
+            packing=Packing(f"{OPTIONS_PATH}.compression") if config.compression == ZSTD else None,
         )
         return cls(
             config, shape, rank, engine, saves=role.is_kv_producer, loads=role.is_kv_consumer

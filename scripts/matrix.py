@@ -44,7 +44,14 @@ TESTS = (
     "tests/kvshare",
 )
 TWO_RELEASES = "tests/engines/test_two_releases.py"
-APART_FROM = ("tests/engines/test_demo.py", "tests/engines/test_examples.py", TWO_RELEASES)
+# What they check of a release others check too, or it is ours alone: minutes for nothing.
+APART_FROM = (
+    "tests/engines/test_demo.py",
+    "tests/engines/test_examples.py",
+    "tests/engines/test_gpu_kit.py",
+    "tests/engines/test_kv_float8.py",
+    TWO_RELEASES,
+)
 # As in the Makefile: engines take all cores themselves.
 PARTS = {
     "unit": ("-m", "not engine", "-n", "2", "--dist", "loadfile"),

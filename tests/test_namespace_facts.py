@@ -74,6 +74,11 @@ def test_kv_in_8_bits_is_apart(base: VllmConfig) -> None:
     assert kv_namespace(base, "", stored_dtype="auto").digest == kv(base)
 
 
+def test_compressed_kv_is_apart(base: VllmConfig) -> None:
+    assert kv_namespace(base, "", compression="zstd").digest != kv(base)
+    assert kv_namespace(base, "", compression="none").digest == kv(base)
+
+
 @both
 def test_the_method_of_video_pruning_separates(vlm: Path, namespace: Digest) -> None:
     config = configure(vlm, video_pruning_rate=0.5)

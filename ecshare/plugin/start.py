@@ -11,6 +11,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Key
 from ecshare.transfer.devices import device_selector
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.packing import Packing
 
 
 def start_with_namespace(
@@ -43,27 +44,36 @@ def start_with_namespace(
 
 
 def start_engine(
-    config: StoreConfig, path: str, *, write: bool, device: str | torch.device | None
+    config: StoreConfig,
+    path: str,
+    *,
+    write: bool,
+    device: str | torch.device | None,
+    packing: Packing | None = None,
 ) -> TransferEngine:
     """As `start_with_namespace`, for a worker, which gets the keys of objects with its orders.
 
-    `device`: the worker's, as vLLM names it, and the calling thread's current one.
+    `device`: the worker's, as vLLM names it, and the calling thread's current one. `packing`: how
+    objects are packed in the store.
 
     Raises:
         ConfigError: as `start_with_namespace`.
     """
     selector = device_selector(torch.device(device)) if device is not None else None
-    with _opened(config, path, selector) as engine:
+    with _opened(config, path, selector, packing) as engine:
         engine.probe(write=write)
     return engine
 
 
 @contextmanager
 def _opened(
-    config: StoreConfig, path: str, on_thread_start: Callable[[], object] | None = None
+    config: StoreConfig,
+    path: str,
+    on_thread_start: Callable[[], object] | None = None,
+    packing: Packing | None = None,
 ) -> Iterator[TransferEngine]:
     """Open an engine; close it if the body fails."""
-    engine = TransferEngine(config, path, on_thread_start=on_thread_start)
+    engine = TransferEngine(config, path, packing=packing, on_thread_start=on_thread_start)
     try:
         yield engine
     except BaseException:

@@ -163,7 +163,7 @@ def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | No
             attributes do not fit into the prologue.
     """
     raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
-    problem = _invalid_reason(spec)
+    problem = invalid_reason(spec)
     if problem:
         raise ValueError(f"cannot seal: {problem}")
     if len(raw) != PROLOGUE_BYTES + spec.num_bytes:
@@ -271,7 +271,7 @@ def _spec(header: _Header) -> TensorSpec:
         shape=header.tensor.shape,
         attributes=_attributes(header.metadata.attributes),
     )
-    problem = _invalid_reason(spec)
+    problem = invalid_reason(spec)
     if problem:
         raise ObjectCorrupt(f"corrupt object: {problem}")
     return spec
@@ -284,7 +284,7 @@ def _attributes(text: str) -> dict[str, JSON]:
         raise ObjectCorrupt(f"corrupt object: malformed attributes, {exc}") from exc
 
 
-def _invalid_reason(spec: TensorSpec) -> str | None:
+def invalid_reason(spec: TensorSpec) -> str | None:
     """Why no object may have this spec, or None."""
     if spec.dtype not in ITEM_BYTES:
         return f"unknown dtype {spec.dtype[:32]!r}"

@@ -53,6 +53,7 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.lookup import Locator
+from ecshare.transfer.packing import Packing
 from ecshare.transfer.save import Saver
 from ecshare.transfer.start_up import StartUp
 from ecshare.transfer.stats import Stats
@@ -96,11 +97,13 @@ class TransferEngine:
         path: str,
         *,
         store: ObjectStore | None = None,
+        packing: Packing | None = None,
         on_thread_start: Callable[[], object] | None = None,
     ) -> None:
         """Open the store of `config`, unless `store` is given, and start the thread.
 
         `path`: where the user wrote the options, for messages. The engine closes the store.
+        `packing`: how objects are packed in the store; see Packing.
         `on_thread_start`: called first in each thread that copies slabs, runs a job's `use` or
         releases a slab; see `device_selector`.
 
@@ -123,8 +126,10 @@ class TransferEngine:
         answer_timeout_s = min(config.wait_s, config.io_timeout_s)
         self._client = StoreClient(self._store, config.io_timeout_s, answer_timeout_s)
         self._gaps = Gaps(self.host, self._client, self._integrity)
-        self._saver = Saver(self.host, self._client, self._copies, self._integrity)
-        self._fetcher = Fetcher(self.host, self._client, self._loads, self._integrity, self._gaps)
+        self._saver = Saver(self.host, self._client, self._copies, self._integrity, packing)
+        self._fetcher = Fetcher(
+            self.host, self._client, self._loads, self._integrity, self._gaps, packing
+        )
         self._locator = Locator(self.host, self._client)
         self._loop = asyncio.new_event_loop()
         self._serving: set[Handle[Any]] = set()

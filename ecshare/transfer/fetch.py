@@ -25,6 +25,7 @@ from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.host_watch import HostWatch
 from ecshare.transfer.jobs import Accepts, Fetch, Moved, StoredObject, Tier
+from ecshare.transfer.packing import Packing
 from ecshare.transfer.poll_rate import Member, PollRate
 from ecshare.transfer.priority import Priority
 from ecshare.transfer.removal import Allowance, Removal
@@ -135,20 +136,23 @@ class Fetcher:
     Ownership: the I/O thread; verification and `use` run on `loads`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 — all that the engine lends it
         self,
         host: HostCache,
         client: StoreClient,
         loads: Executor,
         integrity: Integrity | None,
         gaps: Gaps,
+        packing: Packing | None = None,
     ) -> None:
-        """Use what the engine owns."""
+        """Use what the engine owns. `packing`: objects may be packed in the store; None: they are
+        not."""
         self._host = host
         self._client = client
         self._loads = loads
         self._integrity = integrity
         self._gaps = gaps
+        self._packing = packing
         # Of what is read, not whether something is: every object may be damaged on its way.
         self._damage_breaker = CircuitBreaker("loads")
         self._removal = Removal(client, loads, integrity, Allowance())
@@ -365,12 +369,20 @@ class Fetcher:
         sealed = unseal(
             incoming.body, job.key, integrity=self._integrity, streamed=incoming.checksum
         )
+        num_bytes, publish = len(sealed.payload), incoming.publish
+        unpacked = None
+        if self._packing is not None:
+            unpacked = self._packing.unpack(sealed, job.key, job.limit_bytes, self._integrity)
+        if unpacked is not None:
+            incoming.discard()
+            sealed = unseal(unpacked, job.key, verify=False)
+            publish = partial(self._host.publish, job.key, unpacked)
         if job.accepts is not None and not job.accepts(sealed.spec):
             raise _unfit(job.key, sealed.spec)
         # Where the entry is another process's, its bytes are the same.
-        stored = StoredObject(job.key, sealed.spec, sealed.payload, incoming.publish())
+        stored = StoredObject(job.key, sealed.spec, sealed.payload, publish())
         seconds = time.monotonic() - started_s
-        return stored, Moved("read", Tier.STORE, len(stored.payload), seconds)
+        return stored, Moved("read", Tier.STORE, num_bytes, seconds)
 
 
 def _used(job: Fetch, load: _Load) -> _Served:

@@ -43,7 +43,8 @@ class StoredObject(Struct, frozen=True):
     """A verified object on this host, valid until `release`.
 
     `payload` is read-only. It lies in the host cache, pinned by `entry`, under `key`; or, where the
-    cache had no room, in this process alone, and `entry` is None.
+    cache had no room, in this process alone, and `entry` is None. What was just unpacked lies in
+    both.
     """
 
     key: Key

@@ -10,7 +10,9 @@ from ecshare.store.format import seal
 from ecshare.store.hostcache.cache import Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
+from ecshare.store.objects import Buffer
 from ecshare.transfer.jobs import Backfill, Moved, Put, Tier
+from ecshare.transfer.packing import Packing
 from ecshare.transfer.store_client import StoreClient
 
 # What the processes of a host see while one of them stores an object.
@@ -21,17 +23,23 @@ class Saver:
     """Serves Put and Backfill jobs.
 
     While an object is being stored, a claim shows this to the processes of the host. Ownership: the
-    I/O thread; slabs are sealed and published on `copies`.
+    I/O thread; slabs are sealed, published and packed on `copies`.
     """
 
     def __init__(
-        self, host: HostCache, client: StoreClient, copies: Executor, integrity: Integrity | None
+        self,
+        host: HostCache,
+        client: StoreClient,
+        copies: Executor,
+        integrity: Integrity | None,
+        packing: Packing | None = None,
     ) -> None:
-        """Use what the engine owns."""
+        """Use what the engine owns. `packing`: how objects are packed for the store; None: not."""
         self._host = host
         self._client = client
         self._copies = copies
         self._integrity = integrity
+        self._packing = packing
 
     async def put(self, job: Put) -> tuple[Moved, ...]:
         """Publish the slab's object on this host and store it. Return the transfers.
@@ -46,8 +54,10 @@ class Saver:
         claim = self._host.claim(job.key, _STORING)
         started_s = time.monotonic()
         try:
-            await self._client.put(job.key, body)
-            stored = Moved("write", Tier.STORE, len(body), time.monotonic() - started_s)
+            packed = await self._packed(self._packing, job.key, body) if self._packing else body
+            await self._client.put(job.key, packed)
+            num_bytes = memoryview(packed).nbytes
+            stored = Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
         except Exception:
             # What was there before may well be in the store.
             if entry is not None and entry.is_new and not job.keeps_unstored:
@@ -79,10 +89,22 @@ class Saver:
                 return await self._store_again(job.key, entry)
 
     async def _store_again(self, key: Key, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
-        started_s, num_bytes = time.monotonic(), entry.num_bytes
-        if not await self._client.put(key, entry.body, only_if_lost=True):
+        started_s, body = time.monotonic(), entry.body
+        packed: Buffer = body
+        if self._packing is not None:
+            if await self._client.has(key):
+                return False, ()  # and is not packed for nothing
+            packed = await self._packed(self._packing, key, body)
+        num_bytes = memoryview(packed).nbytes
+        if not await self._client.put(key, packed, only_if_lost=True):
             return False, ()
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
+
+    async def _packed(self, packing: Packing, key: Key, body: memoryview) -> Buffer:
+        """Return what the store is to have of an object."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._copies, packing.pack, body, key, self._integrity
+        )
 
     def _prepare(self, job: Put) -> tuple[memoryview, Entry | None, Moved]:
         """Seal the slab, publish it on this host, and return the object. Copy thread."""

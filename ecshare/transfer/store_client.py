@@ -133,6 +133,16 @@ class StoreClient:
         """
         await self.ask(lambda store: store.put(key, body, replace=True), Priority.NOTE)
 
+    async def has(self, key: Key) -> bool:
+        """Whether the store has an object that need not be replaced.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        if key in self.damaged.replaceable:
+            return False
+        return (await self.ask(lambda store: store.exists([key]), Priority.LOOK_UP))[0]
+
     async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
         """Save an object; a damaged one is replaced. Return whether it was written.
 

@@ -41,6 +41,7 @@ OWN: dict[type[StoreConfig], dict[str, Any]] = {
         "save_answers": False,
         "load": "always",
         "stored_dtype": "fp8",
+        "compression": "zstd",
     },
     TierConfig: {"locality": "REMOTE"},
 }

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV whose objects are compressed in the store, by whole engines but for the model."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from ecshare.plugin.ranks import Rank
+from ecshare.store.config import parse
+from ecshare.store.errors import ConfigError
+from ecshare.store.format import unseal
+from kvshare.config import OPTIONS_PATH, KVConfig
+from kvshare.connector import KVShareConnector
+from lab.vllm_loop import RunnerName
+from tests.kvshare import test_streamed as streams
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.toy import cache_config, make_request, objects, options, serve, vllm_config
+
+ZSTD = {"compression": "zstd"}
+PROMPT = list(range(100, 230))
+
+
+def on_host(tmp_path: Path, name: str) -> dict[str, Any]:
+    return {**ZSTD, "host_cache_dir": f"{tmp_path}/{name}"}
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_engines_with_the_option_share_with_each_other_alone(
+    start: StartEngine, tmp_path: Path, runner: RunnerName, is_async: bool
+) -> None:
+    how: dict[str, Any] = {"runner": runner, "is_async": is_async}
+    answer = serve(start(store=on_host(tmp_path, "a"), **how), PROMPT)
+    stored = objects(tmp_path)
+    assert stored
+    for path in stored:
+        key = str(path.relative_to(tmp_path / "store"))
+        sealed = unseal(memoryview(path.read_bytes()), key)
+        assert sealed.spec.attributes["packed"] == "zstd"
+    for name in ("a", "b"):  # a host that has it, and one that loads it
+        again = serve(start(store=on_host(tmp_path, name), **how), PROMPT)
+        assert again.computed_prompt_tokens == 1
+        assert again.tokens == answer.tokens
+    assert serve(start(**how), PROMPT).computed_prompt_tokens == len(PROMPT)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
+    p, d = streams.start_p(gated, **ZSTD), streams.start_d(gated, is_async=is_async, **ZSTD)
+    streams.add_streamed(d)
+    p.add(make_request("p", streams.PROMPT, 1))
+    for computed in range(streams.STEP, len(streams.PROMPT), streams.STEP):
+        p.step()
+        streams.load(d, computed)
+    p.run_out()
+    streams.check(d, computed=1)
+    assert "blocks/failed" not in d.counts
+
+
+def test_an_engine_without_the_package_does_not_start(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ecshare.plugin.ranks.worker_rank", lambda _: Rank(0, 1))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    config = vllm_config(text_model, options(tmp_path, **ZSTD))
+    with pytest.raises(ConfigError, match=rf"{OPTIONS_PATH}\.compression: .* 'ecshare\[zstd\]'"):
+        KVShareConnector(config, KVConnectorRole.WORKER, cache_config(8))
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"options\.compression"):
+        parse(KVConfig, {"url": "/x", "compression": "gzip"}, "options")
