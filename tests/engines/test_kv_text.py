@@ -21,10 +21,12 @@ from lab.models import make_adapter
 from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from lab.servers.openai_client import counters
 from lab.servers.processes import Server
+from lab.servers.router import RouterProcess
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, ask, complete, counting, counts, stored_kv, text
 from tests.engines.runners import on_each_runner
 from tests.releases import CAN_GUESS, needs_guesses
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, on_each_runner]
 
@@ -165,6 +167,40 @@ def test_an_adapter_whose_files_are_gone_is_not_shared(fleet: Fleet) -> None:
         fleet.check(fleet.first, f"gone {STORY}", "gone", like="gone")
     assert gained["kvshare_blocks/missed"] > 0
     assert gained["kvshare_tokens/queried"] == 0
+
+
+def test_the_router_follows_an_adapter_from_engine_to_engine(fleet: Fleet) -> None:
+    """And what one engine has computed with it, the other loads."""
+    words, name = f"moving {STORY}", "moving"
+    decoders = {"decoder": [fleet.first, fleet.second]}
+    with RouterProcess("router", LOGS / __name__, decoders) as router:
+        router.wait_ready()
+
+        def wait_listed(*, there: bool) -> None:
+            wait_until(lambda: (name in listed(router)) is there, pause_s=0.2)
+
+        fleet.load(name, 5, fleet.plain, fleet.first)
+        wait_listed(there=True)
+        expected = ask(fleet.plain, name, [text(words)]).tokens
+        with counting(fleet.first) as computed:
+            assert ask(router, name, [text(words)]).tokens == expected
+        assert computed["kvshare_tokens/queried"] > 0
+        fleet.wait_stored()
+        post(fleet.first, "v1/unload_lora_adapter", lora_name=name)
+        wait_listed(there=False)
+        refused = ask(router, name, [text(words)])
+        assert refused.status == 404
+        assert refused.body["error"]["param"] == "model"
+        fleet.load(name, 5, fleet.second)
+        wait_listed(there=True)
+        with counting(fleet.second) as loaded:
+            assert ask(router, name, [text(words)]).tokens == expected
+        assert loaded["kvshare_tokens/loaded"] > 0
+
+
+def listed(server: Server) -> set[str]:
+    with urllib.request.urlopen(f"{server.base_url}/v1/models", timeout=30) as reply:
+        return {each["id"] for each in json.load(reply)["data"]}
 
 
 # --- speculative decoding ---
