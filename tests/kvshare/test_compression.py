@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from ecshare.plugin.ranks import Rank
 from ecshare.store.config import parse
 from ecshare.store.errors import ConfigError
-from ecshare.store.format import unseal
+from ecshare.store.format import seal, unseal
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RunnerName
@@ -58,6 +58,21 @@ def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_asy
     p.run_out()
     streams.check(d, computed=1)
     assert "blocks/failed" not in d.counts
+
+
+def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
+    how = {"integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"}
+    serve(start(store={**on_host(tmp_path, "a"), **how}), PROMPT, max_tokens=1)
+    again = serve(start(store={**on_host(tmp_path, "b"), **how}), PROMPT, max_tokens=1)
+    assert again.computed_prompt_tokens == 1
+    for path in objects(tmp_path):  # somebody without the key
+        key = str(path.relative_to(tmp_path / "store"))
+        forged = bytearray(path.read_bytes())
+        sealed = unseal(memoryview(forged), key)
+        seal(memoryview(forged), sealed.spec, key)
+        path.write_bytes(forged)
+    third = start(store={**on_host(tmp_path, "c"), **how})
+    assert serve(third, PROMPT, max_tokens=1).computed_prompt_tokens == len(PROMPT)
 
 
 def test_an_engine_without_the_package_does_not_start(

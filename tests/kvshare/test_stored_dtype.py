@@ -277,6 +277,15 @@ def test_engines_with_the_option_share_with_each_other_alone(
 
 
 @pytest.mark.usefixtures("kv_of_4_bits")
+def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:
+    secret = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
+    how = {**FP8, "integrity_key": secret}
+    serve(start(store=how), PROMPT, max_tokens=1)
+    elsewhere = start(store={**how, "host_cache_dir": f"{tmp_path}/other-host"})
+    assert serve(elsewhere, PROMPT, max_tokens=1).computed_prompt_tokens == 1
+
+
+@pytest.mark.usefixtures("kv_of_4_bits")
 def test_shards_of_another_tensor_parallel_size_are_read(
     start: StartEngine, tmp_path: Path
 ) -> None:
