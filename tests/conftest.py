@@ -72,7 +72,9 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             runner: ModelRunner = "v1",
             python: str = sys.executable,
         ) -> EngineProcess:
-            arguments = (*SMALL_ENGINE, *arguments)
+            # As vLLM runs one rank on a GPU: in the process of its scheduler.
+            uniprocess = ("--distributed-executor-backend=uni",) if runner == "v2" else ()
+            arguments = (*SMALL_ENGINE, *uniprocess, *arguments)
             environment = {**(environment or {}), **(ON_V2 if runner == "v2" else {})}
             process = EngineProcess(name, model, logs, arguments, environment, python=python)
             stack.callback(process.stop)
@@ -80,6 +82,15 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             return process
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def plain(vlm: Path) -> Iterator[EngineProcess]:
+    """The engine without connectors that gives the expected tokens; for all tests, which stop it
+    never. It may still be starting: call `wait_ready()` after all others have been started.
+    """
+    with engines(LOGS / "plain", vlm) as start:
+        yield start("plain")
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,15 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+def fleet(
+    engine: StartEngine, plain: EngineProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     url, host = str(root / "store"), str(root / "host")
     producer = ec_argument("producer", url, host_cache_dir=host, save="durable")
     consumer = ec_argument("consumer", url, host_cache_dir=host)
     started = (
-        engine("plain"),
+        plain,
         engine("encoder", producer),
         engine("encoder-of-two", TWO_RANKS, producer, environment=ONE_CORE_EACH),
         engine("consumer-of-two", TWO_RANKS, consumer, environment=ONE_CORE_EACH),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.servers.engines import ec_argument
+from lab.servers.engines import EngineProcess, ec_argument
 from lab.servers.s3 import SeaweedFS
 from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.s3]
 
 
 def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
-    engine: StartEngine, vlm: Path, seaweed: SeaweedFS, tmp_path: Path
+    engine: StartEngine, plain: EngineProcess, vlm: Path, seaweed: SeaweedFS, tmp_path: Path
 ) -> None:
     def option(role: str) -> str:
         return ec_argument(
@@ -25,7 +25,6 @@ def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(
             host_cache_dir=str(tmp_path / role),
         )
 
-    plain = engine("plain")
     encoder = engine("encoder", option("producer"))
     consumer = engine("consumer", option("consumer"))
     for started in (plain, encoder, consumer):

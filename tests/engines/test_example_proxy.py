@@ -36,7 +36,9 @@ class Fleet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    engine: StartEngine, plain: EngineProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("proxied")
     store = f"file://{root}/store"
 
@@ -46,7 +48,7 @@ def fleet(engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Iter
         return engine(name, ec, kv, "--enable-mm-embeds", "--mm-processor-cache-gb=0")
 
     e = engine("e", ec_argument("producer", store, host_cache_dir=f"{root}/e-host"))
-    plain, p, d = engine("plain"), sharing("p"), sharing("d")
+    p, d = sharing("p"), sharing("d")
     for each in (plain, e, p, d):
         each.wait_ready()
     with ExampleProxy(Path(SCRIPT), LOGS / __name__, [e, p, d]) as proxy:

@@ -53,7 +53,10 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+    engine: StartEngine,
+    plain: EngineProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
 ) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
 
@@ -65,7 +68,7 @@ def fleet(
 
     subscriber = Subscriber(tmp_path_factory.mktemp("events"))
     fleet = Fleet(
-        engine("plain"),
+        plain,
         sharing("first", subscriber.argument),
         sharing("second"),
         sharing("small", "--num-gpu-blocks-override=14", "--max-model-len=384"),

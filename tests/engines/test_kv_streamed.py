@@ -78,7 +78,10 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    engine: StartEngine, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+    engine: StartEngine,
+    plain: EngineProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+    runner: ModelRunner,
 ) -> Fleet:
     root = tmp_path_factory.mktemp("fleet")
     store = f"file://{root}/store"
@@ -91,7 +94,7 @@ def fleet(
         return engine(name, f"--block-size={BLOCK}", ec, kv, *more, runner=runner)
 
     fleet = Fleet(
-        engine("plain"),
+        plain,
         sharing("p", "both", f"--max-num-batched-tokens={CHUNK}"),
         # Room for one prompt: the next one gets the blocks of the one before.
         sharing("d", "consumer", "--num-gpu-blocks-override=136"),

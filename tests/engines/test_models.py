@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.servers.engines import EngineProcess
 from lab.servers.openai_client import ask, picture, question
 from tests.conftest import StartEngine
 
@@ -12,10 +13,10 @@ pytestmark = pytest.mark.engine
 
 
 def test_tokens_depend_on_picture_question_and_weights(
-    engine: StartEngine, vlm: Path, other_vlm: Path
+    engine: StartEngine, plain: EngineProcess, other_vlm: Path
 ) -> None:
-    one, other = engine("one", model=vlm), engine("other", model=other_vlm)
-    url, other_url = (each.wait_ready().base_url for each in (one, other))
+    other = engine("other", model=other_vlm)
+    url, other_url = (each.wait_ready().base_url for each in (plain, other))
     asked = question("Describe this picture.", [picture(1)])
     first = ask(url, asked)
     assert len(first.token_ids) == asked["max_tokens"]

@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.models, needs_encoder_metrics, on_
 
 
 def test_what_was_encoded_before_a_restart_is_loaded(
-    engine: StartEngine, tmp_path: Path, runner: ModelRunner
+    engine: StartEngine, plain: EngineProcess, tmp_path: Path, runner: ModelRunner
 ) -> None:
     host = tmp_path / "host"
     option = ec_argument("both", str(tmp_path / "store"), host_cache_dir=str(host))
-    plain, offloading = engine("plain"), engine("offloading", option, runner=runner)
+    offloading = engine("offloading", option, runner=runner)
     expected = tokens(plain.wait_ready())
     assert expected != ask(plain, plain.model, [picture(2), picture(1), QUESTION]).tokens
     assert run(offloading) == (expected, 2, 0)

@@ -46,9 +46,10 @@ def wait_stored(root: Path, num_objects: int) -> None:
     wait_until(lambda: len(list(objects.glob("*/??/*"))) >= num_objects, "not stored", 60.0)
 
 
-def test_an_engine_loads_what_another_has_left(vlm: Path, tmp_path: Path) -> None:
-    with EngineProcess("plain", vlm, tmp_path) as plain:
-        right = ask(plain, plain.model, [text(STORY)])
+def test_an_engine_loads_what_another_has_left(
+    plain: EngineProcess, vlm: Path, tmp_path: Path
+) -> None:
+    right = ask(plain.wait_ready(), plain.model, [text(STORY)])
     num_blocks = right.num_prompt_tokens // BLOCK
     with offloading("first", vlm, tmp_path) as first:
         cold = ask(first, first.model, [text(STORY)])
