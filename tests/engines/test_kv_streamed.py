@@ -57,7 +57,7 @@ class Fleet(NamedTuple):
         num_loaded = loaded(self.d)
         yield
         wait_until(
-            lambda: self._num_objects_a_moment_later() > num_objects + 2,
+            lambda: self._num_objects_a_moment_later() > num_objects,
             "P stored nothing",
             GIVE_UP_S,
         )
