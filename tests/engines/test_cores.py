@@ -10,7 +10,7 @@ from lab.servers.engines import kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, stored_kv, text
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.models]
 
 OURS = 4
 """At least: for I/O, for its inbox, for copies, for files."""

@@ -11,7 +11,8 @@ from tests.conftest import StartEngine
 from tests.engines.chat import announced, ask, counts, passed_on, picture, text
 from tests.releases import HAS_ENCODER_METRICS
 
-pytestmark = [pytest.mark.engine, pytest.mark.s3]
+# The gate runs an example with a real S3 server.
+pytestmark = [pytest.mark.engine, pytest.mark.models, pytest.mark.s3]
 
 
 def test_an_encoder_and_a_consumer_give_the_plain_engines_tokens(

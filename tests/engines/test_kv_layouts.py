@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,13 @@ def fleet(
         return EngineProcess(name, model, logs, (*flags, kv), kind.environment)
 
     plain = EngineProcess("plain", model, logs, flags)
-    with plain, sharing("first") as first, sharing("second") as second:
+    first, second = sharing("first"), sharing("second")
+    with ExitStack() as stack:
+        for each in (plain, first, second):
+            stack.callback(each.stop)
+            each.start()
+        for each in (plain, first, second):
+            each.wait_ready()
         yield Fleet(kind, plain, first, second, root, logs, flags)
 
 
