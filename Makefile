@@ -21,7 +21,7 @@ help:
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
 	@echo "make test-browser                         the router's dashboard in Chromium, if it is installed"
 	@echo "make fuzz [SEED=...] [CASES=...]          hostile input of every kind: minutes"
-	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve (an hour)"
+	@echo "make test-matrix [VLLM=...]               what vLLM can break, on each release we serve: hours"
 	@echo "make docs                                 write docs/config.md from the option types"
 	@echo "make constraints                          write constraints.txt: the versions in .venv"
 	@echo "make setup | clean                        make or remove .venv and .cache"
