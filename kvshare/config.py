@@ -54,8 +54,8 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     compression: Literal["none", "zstd"] = "none"
     """Whether objects in the store are compressed, without loss: about 0.7 of the bytes of a cache
     of 16 bits, for more CPU time. It pays with stores of less than some 1 GB/s. `zstd` needs
-    `pip install 'ecshare[zstd]'`. See [Compression](kv.md#compression). Only engines with the same
-    value share KV."""
+    `pip install zstandard`, which the extra `zstd` brings. See [Compression](kv.md#compression).
+    Only engines with the same value share KV."""
 
     def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
         """Return if KV of these torch dtypes can be stored as the options say.

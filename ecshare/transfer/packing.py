@@ -68,8 +68,8 @@ class Packing:
             import zstandard  # noqa: PLC0415 — an extra of its own
         except ImportError:
             raise ConfigError(
-                f"{path}: 'zstd' needs the package zstandard. Install it on all engines: "
-                "pip install 'ecshare[zstd]'"
+                f"{path}: 'zstd' needs a package that is missing here: pip install zstandard "
+                "(ecshare's extra [zstd])"
             ) from None
         self._zstd: Any = zstandard
 

@@ -38,6 +38,7 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/cli.py", {"cli"}),
     ("ecshare/doctor/", {"cli"}),
     ("ecshare/__main__.py", {"cli"}),
+    ("ecshare/transfer/packing.py", {"engine", "zstd"}),
     ("ecshare/__init__.py", set()),
     ("ecshare/config.py", set()),
     ("kvshare/config.py", set()),
@@ -89,7 +90,7 @@ def test_the_bare_package_is_small() -> None:
     assert declared() == {"blake3", "fsspec", "msgspec", "xxhash"}
 
 
-@pytest.mark.parametrize("extra", ["cli", "router", "s3", "gcs", "azure", "s3fs"])
+@pytest.mark.parametrize("extra", ["cli", "router", "s3", "gcs", "azure", "s3fs", "zstd"])
 def test_no_light_extra_brings_an_engine(extra: str) -> None:
     assert not declared(extra) & {"numpy", "safetensors", "torch", "transformers", "vllm"}
 
@@ -109,7 +110,7 @@ def test_every_extra_that_a_message_names_exists() -> None:
         for sentence in re.findall(r"ecshare's extras? (.*)", path.read_text())
         for extra in re.findall(r"\[(\w+)\]", sentence)
     }
-    assert {"s3", "s3fs", "gcs", "azure"} <= named <= set(EXTRAS)
+    assert {"s3", "s3fs", "gcs", "azure", "zstd"} <= named <= set(EXTRAS)
 
 
 def test_no_message_installs_a_package_by_our_name() -> None:
