@@ -179,5 +179,5 @@ def _spec_of(sealed: Sealed, limit_bytes: int) -> TensorSpec:
     return spec
 
 
-def _parts(count: int) -> "list[slice]":
+def _parts(count: int) -> list[slice]:
     return [slice(start, start + _STEP) for start in range(0, count, _STEP)]

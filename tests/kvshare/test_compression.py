@@ -17,7 +17,7 @@ from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RunnerName
 from tests.kvshare import test_streamed as streams
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.toy import cache_config, make_request, objects, options, serve, vllm_config
+from tests.kvshare.toy import cache_config, objects, options, serve, vllm_config
 
 ZSTD = {"compression": "zstd"}
 PROMPT = list(range(100, 230))
@@ -50,14 +50,7 @@ def test_engines_with_the_option_share_with_each_other_alone(
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
     p, d = streams.start_p(gated, **ZSTD), streams.start_d(gated, is_async=is_async, **ZSTD)
-    streams.add_streamed(d)
-    p.add(make_request("p", streams.PROMPT, 1))
-    for computed in range(streams.STEP, len(streams.PROMPT), streams.STEP):
-        p.step()
-        streams.load(d, computed)
-    p.run_out()
-    streams.check(d, computed=1)
-    assert "blocks/failed" not in d.counts
+    streams.hand_over(p, d)
 
 
 def test_it_goes_with_an_integrity_key(start: StartEngine, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ from tests.kvshare.test_worker import (
 from tests.kvshare.toy import (
     BLOCK,
     cache_config,
-    make_request,
     objects,
     options,
     serve,
@@ -301,15 +300,7 @@ def test_shards_of_another_tensor_parallel_size_are_read(
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_prompt_is_handed_over_while_it_is_computed(gated: StartEngine, is_async: bool) -> None:
     p, d = streams.start_p(gated, **FP8), streams.start_d(gated, is_async=is_async, **FP8)
-    streams.add_streamed(d)
-    p.add(make_request("p", streams.PROMPT, 1))
-    for computed in range(streams.STEP, len(streams.PROMPT), streams.STEP):
-        p.step()
-        streams.load(d, computed)
-    assert p.scheduler.has_unfinished_requests()
-    p.run_out()
-    streams.check(d, computed=1)
-    assert "blocks/failed" not in d.counts
+    streams.hand_over(p, d)
 
 
 @pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])

@@ -65,6 +65,19 @@ def load(d: ToyEngine, num_tokens: int) -> None:
     spin(d, lambda: d.counts.get("blocks/loaded", 0) >= due, "D does not load them")
 
 
+def hand_over(p: ToyEngine, d: ToyEngine) -> None:
+    """Have D load each chunk of the prompt once P has computed it."""
+    add_streamed(d)
+    p.add(make_request("p", PROMPT, 1))
+    for computed in range(STEP, len(PROMPT), STEP):
+        p.step()
+        load(d, computed)
+    assert p.scheduler.has_unfinished_requests()
+    p.run_out()
+    check(d, computed=1)
+    assert "blocks/failed" not in d.counts
+
+
 def check(d: ToyEngine, computed: int, name: str = "d", prompt: list[int] = PROMPT) -> None:
     d.run_out()
     answer = d.answers[name]

@@ -18,7 +18,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity, open_integrity
-from ecshare.store.keys import Key, Kind, object_key
+from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Outcome, Put, StoredObject, Tier
 from ecshare.transfer.packing import Packing
@@ -26,7 +26,6 @@ from ecshare.transfer.staging import Staging
 from tests.ecshare.transfer.test_fetch import Scripted, finish
 
 KEY = object_key(Kind.KV, "0" * 32, "a")
-OTHER = object_key(Kind.KV, "0" * 32, "b")
 ATTRIBUTES = {"chunk": "0" * 64, "order": "head token"}
 LIMIT_BYTES = 1 << 24
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -193,15 +192,15 @@ def start(tmp_path: Path, store: Scripted) -> Iterator[Start]:
         engine.close()
 
 
-def put(engine: TransferEngine, key: Key = KEY, spec: TensorSpec = SPEC) -> bytes:
+def put(engine: TransferEngine) -> bytes:
     """Store an object and return its payload."""
-    slab = Staging(torch.device("cpu"), 1 << 22).reserve(spec)
+    slab = Staging(torch.device("cpu"), 1 << 22).reserve(SPEC)
     assert slab is not None
     slab.payload.view(torch.uint8).copy_(
         torch.frombuffer(bytearray(drawn("BF16")), dtype=torch.uint8)
     )
     payload = bytes(slab.body[PROLOGUE_BYTES:])
-    done = finish(engine, Put(key, slab))
+    done = finish(engine, Put(KEY, slab))
     assert done.outcome is Outcome.OK
     moved = {each.tier: each.num_bytes for each in done.moved}
     assert moved[Tier.STORE] < 0.75 * moved[Tier.HOST]
