@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_load import cpu_s_of, start_in
+from benchmarks.engine_load import cpu_s_of
 from benchmarks.measure import in_turn, percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
@@ -125,7 +125,7 @@ def _fleet(folder: Path) -> Iterator[Fleet]:
 
         def start(name: str, *connectors: str) -> EngineProcess:
             arguments = (*SMALL_ENGINE, ROOM, *connectors)
-            return start_in(stack, EngineProcess(name, model, folder, arguments))
+            return EngineProcess(name, model, folder, arguments).start_in(stack)
 
         def engine(stage: str, number: int) -> EngineProcess:
             name = f"{stage}-{number}"

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 
-from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, start_in, throughput
+from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
@@ -73,7 +73,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[dict[str, EngineProces
         for name, extra in connectors.items():
             log_name = name.replace(", ", "-").replace(" ", "-")
             engine = EngineProcess(log_name, model, folder, (*SMALL_ENGINE, *extra))
-            engines[name] = start_in(stack, engine)
+            engines[name] = engine.start_in(stack)
         for engine in engines.values():
             engine.wait_ready()
             ask_many(engine, CLIENTS, _show_new_picture)  # what is made at the first request

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.engine_load import PLAIN, start_in
+from benchmarks.engine_load import PLAIN
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.hostcache.folder import SHM
@@ -79,7 +79,7 @@ def started(
             engine = EngineProcess(
                 f"engine-{number}", model, folder, (*SMALL_ENGINE, *extra), DEVELOPER
             )
-            engines[name] = start_in(stack, engine)
+            engines[name] = engine.start_in(stack)
         for engine in engines.values():
             engine.wait_ready()
         yield engines

@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Table
@@ -18,13 +17,6 @@ CLIENTS = 4
 
 AskOne = Callable[[EngineProcess], None]
 """Send one request, of a kind that no engine has met, and wait for its answer."""
-
-
-def start_in(stack: ExitStack, engine: EngineProcess) -> EngineProcess:
-    """Start an engine, which ends with `stack`. It is not ready yet."""
-    stack.callback(engine.stop)
-    engine.start()
-    return engine
 
 
 def cpu_s_of(servers: Iterable[Server]) -> float:

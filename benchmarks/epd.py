@@ -6,9 +6,14 @@ with the same requests: new pictures, then four of five requests that were asked
 of them again. Medians over the rounds.
 
     python -m benchmarks.epd --proxy disagg_epd_proxy.py
+    python -m benchmarks.epd --proxy disagg_epd_proxy.py --executor mp
 
 The proxy is part of vLLM's source distribution: examples/disaggregated/disaggregated_encoder.
 Without it only our stack is measured.
+
+An engine runs scheduler and worker in one process, vLLM's default for one GPU, or with
+`--executor mp` in two, its default on a CPU. The one that waits for the other then spins on a core,
+which the other engines lack here.
 """
 
 import statistics
@@ -22,11 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_load import cpu_s_of, start_in
+from benchmarks.engine_load import cpu_s_of
 from benchmarks.measure import in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen25_vl
 from lab.servers.engines import (
+    RANK_APART,
     SMALL_ENGINE,
     EngineProcess,
     ec_argument,
@@ -87,14 +93,16 @@ def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
+    parser.add_argument("--executor", choices=("uni", "mp"), default="uni", help="of all engines")
     options = parser.parse_args(words)
     rounds = options.rounds or (1 if options.quick else 5)
     num_requests = CLIENTS if options.quick else 96
     settings = {"rounds": rounds, "requests a phase": num_requests, "clients": CLIENTS}
-    report = Report("epd", command_line(MODULE, options), settings)
+    name = "epd" if options.executor == "uni" else f"epd-{options.executor}"
+    report = Report(name, command_line(MODULE, options), settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
-        stacks, plain = stack.enter_context(_stacks(folder, options.proxy))
+        stacks, plain = stack.enter_context(_stacks(folder, options.proxy, options.executor))
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
         phases = _measure(stacks, requests)
         report.add(_table(list(stacks), phases, _num_other(plain, requests, phases)))
@@ -102,7 +110,9 @@ def main(words: Sequence[str]) -> None:
 
 
 @contextmanager
-def _stacks(folder: Path, proxy: Path | None) -> Iterator[tuple[dict[str, Stack], EngineProcess]]:
+def _stacks(
+    folder: Path, proxy: Path | None, executor: str
+) -> Iterator[tuple[dict[str, Stack], EngineProcess]]:
     """Start both stacks, each with a store of its own, and have each answer once.
 
     The engine beside them has no connectors.
@@ -111,7 +121,9 @@ def _stacks(folder: Path, proxy: Path | None) -> Iterator[tuple[dict[str, Stack]
     with ExitStack() as stack:
 
         def start(name: str, *extra: str) -> EngineProcess:
-            return start_in(stack, EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra)))
+            environment = RANK_APART if executor == "mp" else {}
+            engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra), environment)
+            return engine.start_in(stack)
 
         plain = start("plain")
         started = {OURS: _our_engines(folder, start)}

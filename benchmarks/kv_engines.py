@@ -20,11 +20,12 @@ from pathlib import Path
 
 import s3fs
 
-from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, start_in, throughput
+from benchmarks.engine_load import CLIENTS, PLAIN, ask_many, throughput
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen2
 from lab.servers.engines import (
+    RANK_APART,
     SMALL_ENGINE,
     EngineProcess,
     kv_argument,
@@ -44,7 +45,7 @@ MODEL = {
     "num_key_value_heads": 2,
 }
 # One core computes and others are free, as vLLM sees to by itself where there are enough of them.
-ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
+ONE_CORE = {**RANK_APART, "VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
 BLOCK_TOKENS = 32
 SHAPE = (f"--block-size={BLOCK_TOKENS}", "--max-num-batched-tokens=4096")
 VOCABULARY = ("the", "sea", "wind", "stars", "stone", "house", "cat", "blue", "green", "people")
@@ -105,7 +106,7 @@ def _engines(folder: Path, server: SeaweedFS) -> Iterator[tuple[EngineProcess, d
 
         def start(name: str, *extra: str) -> EngineProcess:
             arguments = *SMALL_ENGINE, *SHAPE, *extra
-            return start_in(stack, EngineProcess(name, model, folder, arguments, ONE_CORE))
+            return EngineProcess(name, model, folder, arguments, ONE_CORE).start_in(stack)
 
         def pair(name: str, *arguments: str, num_stored: Callable[[], int]) -> Pair:
             first, second = (

@@ -72,14 +72,10 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             runner: ModelRunner = "v1",
             python: str = sys.executable,
         ) -> EngineProcess:
-            # As vLLM runs one rank on a GPU: in the process of its scheduler.
-            uniprocess = ("--distributed-executor-backend=uni",) if runner == "v2" else ()
-            arguments = (*SMALL_ENGINE, *uniprocess, *arguments)
+            arguments = (*SMALL_ENGINE, *arguments)
             environment = {**(environment or {}), **(ON_V2 if runner == "v2" else {})}
             process = EngineProcess(name, model, logs, arguments, environment, python=python)
-            stack.callback(process.stop)
-            process.start()
-            return process
+            return process.start_in(stack)
 
         yield start
 

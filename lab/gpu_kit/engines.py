@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -27,8 +27,6 @@ from lab.servers import openai_client as client
 from lab.servers.engines import SMALL, SMALL_ENGINE, EngineProcess, ec_argument, kv_argument
 from lab.servers.openai_client import Answer
 from lab.servers.processes import Server
-
-AnyServer = TypeVar("AnyServer", bound=Server)
 
 LONG_TOKENS = 16_384
 _ANSWER_TOKENS = 128
@@ -79,16 +77,9 @@ class Fleet:
         given += [ec_argument(ec, store, **own)] if ec else []
         given += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
         environment = _RANKS if ranks > 1 else {}
-        engine = self._started(
-            EngineProcess(
-                name,
-                self._model,
-                self._root,
-                given,
-                environment,
-                runner_of_vllm=self._bench.is_gpu,
-            )
-        )
+        engine = EngineProcess(
+            name, self._model, self._root, given, environment, runner_of_vllm=self._bench.is_gpu
+        ).start_in(self._stack)
         if self._bench.is_gpu:
             # One after the other: vLLM measures how much memory it may take, and gives up if others
             # take or free some meanwhile.
@@ -98,12 +89,7 @@ class Fleet:
 
     def route(self, **stages: Server) -> Server:
         """Start a router before engines by their stage: encoder, prefiller, decoder."""
-        return self._started(_Router(stages, self._root))
-
-    def _started(self, server: AnyServer) -> AnyServer:
-        self._stack.callback(server.stop)
-        server.start()
-        return server
+        return _Router(stages, self._root).start_in(self._stack)
 
 
 class _Router(Server):

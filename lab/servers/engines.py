@@ -38,12 +38,17 @@ ENVIRONMENT = {
     # engines on one machine then wait up to a second for a thread that is not scheduled.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # A single rank runs in the process of its scheduler, as on a GPU. On a CPU vLLM gives it a
+    # process of its own, and of the two the one that waits for the other keeps a core busy.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "PYTHONUNBUFFERED": "1",  # so that the log is complete when the engine ends
 }
 ON_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+RANK_APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""Has a single rank run in a process of its own, which vLLM can bind to cores."""
 
 
 class EngineProcess(Server):

@@ -108,6 +108,12 @@ class Server:
                 start_new_session=True,
             )
 
+    def start_in(self, stack: contextlib.ExitStack) -> Self:
+        """Start it and return at once. It is stopped when `stack` closes."""
+        stack.callback(self.stop)
+        self.start()
+        return self
+
     def is_ready(self) -> bool:
         """Whether it is ready.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.servers.engines import kv_argument
+from lab.servers.engines import RANK_APART, kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import ask, stored_kv, text
 
@@ -21,7 +21,7 @@ def test_threads_keep_off_the_core_that_computes(engine: StartEngine, tmp_path: 
     if not others:
         pytest.skip("one core")
     sharing = kv_argument("both", f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
-    one_core = {"VLLM_CPU_OMP_THREADS_BIND": str(computing)}
+    one_core = {**RANK_APART, "VLLM_CPU_OMP_THREADS_BIND": str(computing)}
     bound = engine("bound", "--block-size=32", sharing, environment=one_core).wait_ready()
     assert ask(bound, bound.model, [text("Tell me of the sea. " * 20)]).tokens
     assert stored_kv(tmp_path, "t0of1")

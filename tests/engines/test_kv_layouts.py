@@ -90,8 +90,7 @@ def fleet(
     first, second = sharing("first"), sharing("second")
     with ExitStack() as stack:
         for each in (plain, first, second):
-            stack.callback(each.stop)
-            each.start()
+            each.start_in(stack)
         for each in (plain, first, second):
             each.wait_ready()
         yield Fleet(kind, plain, first, second, root, logs, flags)

@@ -76,8 +76,7 @@ async def check_none_is_lost(number: int, folder: Path) -> None:
             for option, (stage, count) in STAGES.items()
         }
         for engine in (each for group in engines.values() for each in group):
-            stack.callback(engine.stop)
-            engine.start()
+            engine.start_in(stack)
         router = stack.enter_context(RouterProcess("router", folder, engines))
         client, requests = Client(router.port.number), Requests(PICTURE_BYTES)
         chaos = Chaos([each for group in engines.values() for each in group], random.Random(1))
