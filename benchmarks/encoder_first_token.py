@@ -9,7 +9,6 @@ cache, or only in the store, beside a prompt of the same length without a pictur
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.hostcache.folder import SHM
 from lab.models import make_qwen25_vl
 from lab.servers.engines import SMALL_ENGINE, EngineProcess, ec_argument, example_argument
-from lab.servers.openai_client import TIMEOUT_S, ask, picture, question
+from lab.servers.openai_client import ask, picture, question
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 
@@ -34,8 +33,9 @@ OWN, HOST, STORE = "in vLLM's encoder cache", "on this host", "in the store"
 WRITER, READER = "ECShareConnector, ec_both", "ECShareConnector, ec_consumer on another host"
 EXAMPLE = "ECExampleConnector, ec_both"
 ROUTED = "our router before both of ours"
-# vLLM has an endpoint that empties its encoder cache, but only for developers.
-DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
+# Pictures that fill vLLM's encoder cache, of as many embeddings as a step has tokens: 4,096. It has
+# an endpoint that empties the cache, for developers, but tells no connector.
+NUM_OTHERS, NUM_AT_ONCE = 20, 4
 
 What = tuple[str, str]
 """An engine, and where the picture is."""
@@ -76,9 +76,7 @@ def started(
     with ExitStack() as stack:
         engines = {}
         for number, (name, extra) in enumerate(connectors.items()):
-            engine = EngineProcess(
-                f"engine-{number}", model, folder, (*SMALL_ENGINE, *extra), DEVELOPER
-            )
+            engine = EngineProcess(f"engine-{number}", model, folder, (*SMALL_ENGINE, *extra))
             engines[name] = engine.start_in(stack)
         for engine in engines.values():
             engine.wait_ready()
@@ -100,8 +98,7 @@ class _Round:
         self._ask(name, engine, first)
         self._ask(name, engine, OWN)
         if name != PLAIN:
-            reset = urllib.request.Request(f"{engine.base_url}/reset_encoder_cache", method="POST")
-            urllib.request.urlopen(reset, timeout=TIMEOUT_S).close()
+            self._fill_with_others(engine)
             self._ask(name, engine, HOST)
         self._ask(name, engine, TEXT)
 
@@ -111,6 +108,16 @@ class _Round:
         untimed._ask(ROUTED, router, OWN)
         self._ask(ROUTED, router, OWN)
         self._ask(ROUTED, router, TEXT)
+
+    def _fill_with_others(self, engine: EngineProcess) -> None:
+        """Have vLLM's encoder cache drop the picture for others, which it dropped a round ago."""
+        begin = -1 - self.number % 2 * NUM_OTHERS
+        others = [picture(begin - n, PICTURE_PIXELS) for n in range(NUM_OTHERS)]
+        for n in range(0, NUM_OTHERS, NUM_AT_ONCE):
+            text = f"{self.number}, what is to be seen in these?"
+            body = question(text, others[n : n + NUM_AT_ONCE], max_tokens=1)
+            body["messages"][0]["content"].reverse()
+            ask(engine.base_url, body)
 
     def _ask(self, name: str, server: Server, where: str) -> None:
         text = f"{self.number} {where}, what is to be seen?"
@@ -148,7 +155,7 @@ def first_token(
         ("engine", "the embedding is", "ms", "x the same without connector"),
         f"A prompt of {each.num_tokens[OWN]} tokens, {NUM_EMBEDS} of them a picture's, or of "
         f"{each.num_tokens[TEXT]} tokens of text. One request at a time, one token answered. The "
-        f"store is a folder. `{HOST}`: after vLLM's encoder cache was emptied; ECExampleConnector "
+        f"store is a folder. `{HOST}`: after vLLM's encoder cache dropped it; ECExampleConnector "
         f"reads a file in the page cache. `{STORE}` and `{HOST}` are compared with `{OWN}`. A "
         "picture that an engine is asked about first has to be decoded there, too. The router asks "
         "D without pixels; its row about a picture is compared with a text of as many tokens.",
