@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,16 +93,17 @@ def main(words: Sequence[str]) -> None:
     """Measure, print, write the result files."""
     parser = arguments(__doc__ or "", MODULE)
     parser.add_argument("--proxy", type=Path, help="vLLM's disagg_epd_proxy.py")
-    parser.add_argument("--executor", choices=("uni", "mp"), default="uni", help="of all engines")
+    parser.add_argument("--executor", choices=("uni", "mp"), help="of all engines (uni)")
     options = parser.parse_args(words)
     rounds = options.rounds or (1 if options.quick else 5)
     num_requests = CLIENTS if options.quick else 96
     settings = {"rounds": rounds, "requests a phase": num_requests, "clients": CLIENTS}
-    name = "epd" if options.executor == "uni" else f"epd-{options.executor}"
+    environment = RANK_APART if options.executor == "mp" else {}
+    name = "epd-mp" if options.executor == "mp" else "epd"
     report = Report(name, command_line(MODULE, options), settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
-        stacks, plain = stack.enter_context(_stacks(folder, options.proxy, options.executor))
+        stacks, plain = stack.enter_context(_stacks(folder, options.proxy, environment))
         requests = [_requests(turn, num_requests) for turn in range(rounds)]
         phases = _measure(stacks, requests)
         report.add(_table(list(stacks), phases, _num_other(plain, requests, phases)))
@@ -111,7 +112,7 @@ def main(words: Sequence[str]) -> None:
 
 @contextmanager
 def _stacks(
-    folder: Path, proxy: Path | None, executor: str
+    folder: Path, proxy: Path | None, environment: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, Stack], EngineProcess]]:
     """Start both stacks, each with a store of its own, and have each answer once.
 
@@ -121,7 +122,6 @@ def _stacks(
     with ExitStack() as stack:
 
         def start(name: str, *extra: str) -> EngineProcess:
-            environment = RANK_APART if executor == "mp" else {}
             engine = EngineProcess(name, model, folder, (*SMALL_ENGINE, *extra), environment)
             return engine.start_in(stack)
 
