@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engine_load import PLAIN
 from benchmarks.measure import Readings, in_turn
@@ -115,23 +116,26 @@ class _Round:
         others = [picture(begin - n, PICTURE_PIXELS) for n in range(NUM_OTHERS)]
         for n in range(0, NUM_OTHERS, NUM_AT_ONCE):
             text = f"{self.number}, what is to be seen in these?"
-            body = question(text, others[n : n + NUM_AT_ONCE], max_tokens=1)
-            body["messages"][0]["content"].reverse()
-            ask(engine.base_url, body)
+            ask(engine.base_url, _request(text, *others[n : n + NUM_AT_ONCE]))
 
     def _ask(self, name: str, server: Server, where: str) -> None:
         text = f"{self.number} {where}, what is to be seen?"
         if where == TEXT:
-            body = question(text + NUM_EMBEDS * " the", max_tokens=1)
+            body = _request(text + NUM_EMBEDS * " the")
         else:
-            body = question(text, [picture(self.number, PICTURE_PIXELS)], max_tokens=1)
-        # The text comes first, or the prefix cache would have the picture's KV.
-        body["messages"][0]["content"].reverse()
+            body = _request(text, picture(self.number, PICTURE_PIXELS))
         with self.readings.timed((name, where)):
             answer = ask(server.base_url, body)
         self.num_tokens[where] = answer.usage["prompt_tokens"]
         if self.answers.setdefault(where, answer.token_ids) != answer.token_ids:
             raise AssertionError(f"{name}: another token than others answer")
+
+
+def _request(text: str, *pictures: str) -> dict[str, Any]:
+    """Return a request for one token. Its text comes first: pictures have no KV in common."""
+    body = question(text, pictures, max_tokens=1)
+    body["messages"][0]["content"].reverse()
+    return body
 
 
 def first_token(

@@ -65,9 +65,9 @@ def load(d: ToyEngine, num_tokens: int) -> None:
     spin(d, lambda: d.counts.get("blocks/loaded", 0) >= due, "D does not load them")
 
 
-def hand_over(p: ToyEngine, d: ToyEngine) -> None:
+def hand_over(p: ToyEngine, d: ToyEngine, params: dict[str, Any] = STREAMED) -> None:
     """Have D load each chunk of the prompt once P has computed it."""
-    add_streamed(d)
+    add_streamed(d, params=params)
     p.add(make_request("p", PROMPT, 1))
     for computed in range(STEP, len(PROMPT), STEP):
         p.step()
@@ -93,16 +93,8 @@ def test_each_chunk_is_loaded_once_it_is_computed(
 ) -> None:
     p, d = start_p(gated), start_d(gated, is_async=is_async)
     asked.clear()
-    add_streamed(d, params=params)
-    p.add(make_request("p", PROMPT, 1))
-    for computed in range(STEP, len(PROMPT), STEP):
-        p.step()
-        load(d, computed)
-    assert p.scheduler.has_unfinished_requests()
-    p.run_out()
-    check(d, computed=1)
+    hand_over(p, d, params)
     assert d.counts["tokens/announced"] == d.counts["tokens/loaded"] == len(PROMPT) - 1
-    assert "blocks/failed" not in d.counts
     assert asked == []
 
 
