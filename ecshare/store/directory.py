@@ -297,7 +297,9 @@ class DirectoryStore:
                     self._root,
                     exc.strerror,
                 )
-        return self._links or _rename(temporary, name, folder)
+            else:
+                return True
+        return _rename(temporary, name, folder)
 
     def _scan(self, level: str) -> _Level:
         """Return the folders and the objects of one level ("" or "ec/2/")."""
