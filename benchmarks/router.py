@@ -2,7 +2,8 @@
 """What the router itself costs: time, processor and memory, before engines that compute nothing.
 
 The router has a core to itself; engines and clients share the others. Engines answer at once, so
-what a request takes longer than at an engine is the router's doing.
+what a request takes longer than at an engine is the router's doing. What the bare router takes
+(lab/servers/bare_router_server.py) no router on the same HTTP library can save.
 
     python -m benchmarks.router --proxy disagg_epd_proxy.py
 
@@ -26,6 +27,7 @@ from benchmarks.report import Report, Table, arguments, command_line
 from benchmarks.router_memory import memory_of_streams, memory_over_time
 from lab.completions import KINDS, Requests, num_lost
 from lab.http_load import Client, Message, Reply, at_rate, by_clients
+from lab.servers.bare_router import BareRouterProcess
 from lab.servers.example_proxy import ExampleProxy
 from lab.servers.proc import cpu_s
 from lab.servers.processes import Server
@@ -34,6 +36,7 @@ from lab.servers.stand_in import StandIn
 
 MODULE = "benchmarks.router"
 ENGINE, ALONE, OURS, IN_TREE = "no router", "our router, D only", "our router", "vLLM's proxy"
+BARE = "bare router"
 STAGES = ("encode", "prefill", "decode")
 RATE_PER_S = 200
 CLIENTS = 16
@@ -112,6 +115,7 @@ def _servers(
     fronts: dict[str, Server] = {
         ALONE: RouterProcess("alone", folder, {"decoder": engines[-1:]}),
         OURS: RouterProcess("router", folder, {stage: [each] for stage, each in stages}),
+        BARE: BareRouterProcess(folder, engines),
     }
     if proxy is not None:
         fronts[IN_TREE] = ExampleProxy(proxy, folder, engines)
