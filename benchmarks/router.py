@@ -2,8 +2,8 @@
 """What the router itself costs: time, processor and memory, before engines that compute nothing.
 
 The router has a core to itself; engines and clients share the others. Engines answer at once, so
-what a request takes longer than at an engine is the router's doing. What the bare router takes
-(lab/servers/bare_router_server.py) no router on the same HTTP library can save.
+what a request takes longer than at an engine is the router's doing. The bare router
+(lab/servers/bare_router_server.py) shows how much of it are the HTTP library and the requests.
 
     python -m benchmarks.router --proxy disagg_epd_proxy.py
 
@@ -36,8 +36,8 @@ from lab.servers.router import RouterProcess
 from lab.servers.stand_in import StandIn
 
 MODULE = "benchmarks.router"
-ENGINE, ALONE, OURS, IN_TREE = "no router", "our router, D only", "our router", "vLLM's proxy"
-BARE = "bare router"
+ENGINE, ALONE, OURS = "no router", "our router, D only", "our router"
+BARE, IN_TREE = "bare router", "vLLM's proxy"
 STAGES = ("encode", "prefill", "decode")
 RATE_PER_S = 200
 CLIENTS = 16
@@ -79,7 +79,8 @@ def main(words: Sequence[str]) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk)))
         core = stack.enter_context(_own_core())
         places = _servers(stack, folder, core, options.proxy)
-        relieve_collector()  # it held up this process, and so its requests, for up to 100 ms
+        # The clients run in this process. Full collections stopped them for up to 100 ms.
+        relieve_collector()
         report.add(asyncio.run(_added_latency(places, size)))
         del places[ENGINE]
         report.add(asyncio.run(_work_of_a_core(places, size)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that a router can do, as a process of its own, in front of engines that run here."""
+"""A router that does next to nothing, as a process of its own, before engines that run here."""
 
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that a router on aiohttp does, to measure ecshare's router against.
+"""A router on aiohttp that does next to nothing, to measure ecshare's router against.
 
     python bare_router_server.py PORT ENCODE_URL PREFILL_URL DECODE_URL
 
@@ -15,14 +15,13 @@ import hashlib
 
 from aiohttp import ClientSession, TCPConnector, web
 
+from ecshare.router.chat import CHAT
 from ecshare.router.loop import relieve_collector, run
 
-PATH = "/v1/chat/completions"
 _PIXELS, _END = b"base64,", b'"'
 _STREAMS, _WHOLE = b'"stream":true', b'"stream":false'
 _HEADERS = {"Content-Type": "application/json"}
 _EVENTS = "text/event-stream"
-_MAX_BYTES = 1 << 30
 
 
 class BareRouter:
@@ -31,23 +30,22 @@ class BareRouter:
     def __init__(self, session: ClientSession, urls: list[str]) -> None:
         """`urls`: of encode, prefill and decode."""
         self._session = session
-        self._encode, self._prefill, self._decode = (url + PATH for url in urls)
+        self._encode, self._prefill, self._decode = (url + CHAT for url in urls)
         self._encoded: set[bytes] = set()
         self._prefilled: set[bytes] = set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Ask each stage that has something to do, and pass on what decode answers."""
         body = await request.read()
-        start = body.find(_PIXELS) + len(_PIXELS)
-        if start >= len(_PIXELS):
+        prompt, mark = body, body.find(_PIXELS)
+        if mark >= 0:
+            start = mark + len(_PIXELS)
             end = body.index(_END, start)
             name = hashlib.sha256(memoryview(body)[start:end]).hexdigest().encode()
             prompt = body[:start] + name + body[end:]
             if name not in self._encoded:
                 await self._ask(self._encode, body)
                 self._encoded.add(name)
-        else:
-            prompt = body
         whole = prompt.replace(_STREAMS, _WHOLE)
         if whole not in self._prefilled:
             await self._ask(self._prefill, whole)
@@ -70,8 +68,8 @@ class BareRouter:
 async def serve(port: int, urls: list[str]) -> None:
     """Serve until the process is ended."""
     async with ClientSession(connector=TCPConnector(limit=0)) as session:
-        app = web.Application(client_max_size=_MAX_BYTES)
-        app.router.add_post(PATH, BareRouter(session, urls).answer)
+        app = web.Application()
+        app.router.add_post(CHAT, BareRouter(session, urls).answer)
         app.router.add_get("/health", _healthy)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()

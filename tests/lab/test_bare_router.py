@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that a router can do. It asks the engines that ecshare's router asks."""
+"""A router that does next to nothing. It asks the engines that ecshare's router asks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
+from aiohttp import web
 
 from lab.completions import NEW, TEXT, Requests
 from lab.http_load import Client, Message
 from lab.servers.bare_router import BareRouterProcess
-from lab.servers.processes import LOOPBACK, Server
+from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
 from lab.servers.stand_in_server import ANSWERS
+from tests.ecshare.router.fake_engine import FakeEngine
 
 PICTURE_BYTES = 20_000
 STAGES = ("encode", "prefill", "decode")
@@ -45,49 +47,37 @@ class Asked(NamedTuple):
 ENCODE, PREFILL, DECODE = Asked("encode", True), Asked("prefill", False), Asked("decode", False)
 
 
-@contextmanager
-def recording(stage: str, asked: list[Asked]) -> Iterator[Engine]:
-    """An engine that notes in `asked` what it is asked."""
+def stand_in(stage: str) -> FakeEngine:
+    """As the engines of the benchmark, but it records what it gets."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(b'{"object":"list","data":[{"id":"stand-in","object":"model"}]}')
+    async def answer(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(body=ANSWERS[stage], content_type="application/json")
 
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append(Asked(stage, len(body) > PICTURE_BYTES))
-            self.answer(ANSWERS[stage])
-
-        def answer(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer((LOOPBACK, 0), Handler) as server:
-        Thread(target=server.serve_forever, args=(0.05,)).start()
-        try:
-            yield Engine(f"http://{LOOPBACK}:{server.server_port}")
-        finally:
-            server.shutdown()
+    return FakeEngine(answer, models=("stand-in",))
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 async def test_each_stage_is_asked_if_it_has_something_to_do(router: str, tmp_path: Path) -> None:
-    asked: list[Asked] = []
-    with ExitStack() as stack:
-        engines = [stack.enter_context(recording(stage, asked)) for stage in STAGES]
-        front = stack.enter_context(ROUTERS[router](tmp_path, engines))
+    async with AsyncExitStack() as stack:
+        engines = {
+            stage: await stack.enter_async_context(stand_in(stage).serving()) for stage in STAGES
+        }
+        front = ROUTERS[router](tmp_path, [Engine(each.url) for each in engines.values()])
+        stack.callback(front.stop)
+        front.start()
+        await asyncio.to_thread(front.wait_ready)
         client = Client(front.port.number)
 
         async def asked_for(message: Message) -> set[Asked]:
-            asked.clear()
+            for engine in engines.values():
+                engine.bodies.clear()
             reply = await client.ask(message)
             assert (reply.status, reply.body) == (200, ANSWERS["decode"])
+            asked = [
+                Asked(stage, len(json.dumps(body)) > PICTURE_BYTES)
+                for stage, engine in engines.items()
+                for body in engine.bodies
+            ]
             assert len(asked) == len(set(asked))
             return set(asked)
 
