@@ -294,9 +294,15 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_none, goes_on=True)
     def get_kv_connector_stats(self) -> "CounterStats | None":
-        """Return the counts of this half since the last call."""
-        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
-        return half.take_stats()
+        """Return the counts of this half since the last call.
+
+        Of the scheduler half vLLM asks for them once for each output that it processes, also if the
+        workers had nothing to say. No other hook tells so when a step has ended.
+        """
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.scheduler.step_ended()
+            return self.scheduler.take_stats()
+        return self.worker.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "CounterStats | None":

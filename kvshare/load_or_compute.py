@@ -2,6 +2,7 @@
 """Decides how much of a hit to load: no more than is here sooner than it would be computed."""
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import exp, inf
@@ -32,8 +33,11 @@ _PROBE_EVERY_S = 30.0
 _PROBE_S = 2.0
 # A look-up takes a step of the engine, and a load two more: no less than this.
 _ROUNDS_S = 0.005
-# More than any engine has in flight.
-_MOST_STEPS = 8
+# More than any engine has in flight. Beyond that steps count as longer than they were, and more is
+# loaded: a release of vLLM would have ceased to tell when they end.
+_MOST_STEPS = 64
+# A change of pace is believed when most of the tokens of so many steps show it.
+_STEPS_KEPT = 15
 
 
 class _Sums:
@@ -56,21 +60,25 @@ class _Sums:
 
 
 class Pace:
-    """Seconds per token of late; None until something was measured. Ownership: one thread."""
+    """Seconds per token of late; None until something was measured. Ownership: one thread.
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: monotonic seconds."""
-        self._sums = _Sums(clock_s, 2)
+    It is that of the median token of the latest steps. So no single measurement makes it: the first
+    step of an engine, say, or one during which the machine did something else.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_token: float | None = None
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Take a measurement. Its weight is its number of tokens, and fades with time."""
-        self._sums.add(num_tokens, seconds)
-
-    @property
-    def s_per_token(self) -> float | None:
-        """Seconds per token."""
-        tokens, seconds = self._sums.values
-        return seconds / tokens if tokens else None
+        """Take a measurement. Its weight is its number of tokens."""
+        self._steps.append((seconds / num_tokens, num_tokens))
+        half = sum(tokens for _, tokens in self._steps) / 2
+        for s_per_token, tokens in sorted(self._steps):
+            half -= tokens
+            if half <= 0:
+                self.s_per_token = s_per_token
+                return
 
 
 class Line(NamedTuple):
@@ -129,38 +137,40 @@ class Steps:
     """Measures how fast this engine computes, from when its steps are scheduled and when they end.
 
     With asynchronous scheduling a step is scheduled while the one before it runs, and begins when
-    that one has ended. Ownership: vLLM's scheduler thread.
+    that one has ended. Steps end in the order in which they were scheduled.
+
+    Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
         """`clock_s`: monotonic seconds."""
-        self.pace = Pace(clock_s)
+        self.pace = Pace()
         self._clock_s = clock_s
-        # The tokens of each, or 0 if it tells nothing of prompts; and when it was scheduled.
-        self._running: list[tuple[int, float]] = []
+        # The tokens of each, those of them that tell of prompts, and when it was scheduled.
+        self._running: deque[tuple[int, int, float]] = deque(maxlen=_MOST_STEPS)
         self._ended_s = -inf
 
     def began(self, num_tokens: int, num_decoded: int) -> None:
         """A step was scheduled that computes `num_tokens`, of which so many are not of prompts.
 
-        Steps without tokens report their end, or do not.
+        To be called for steps that compute nothing, too.
         """
-        if num_tokens:
-            num_prompt_tokens = num_tokens - num_decoded
-            is_prefill = num_prompt_tokens >= max(_FEWEST_TOKENS, num_decoded)
-            step = (num_tokens if is_prefill else 0), self._clock_s()
-            self._running = [*self._running[1 - _MOST_STEPS :], step]
+        num_prompt_tokens = num_tokens - num_decoded
+        is_prefill = num_prompt_tokens >= max(_FEWEST_TOKENS, num_decoded)
+        self._running.append((num_tokens, num_tokens if is_prefill else 0, self._clock_s()))
 
     def ended(self) -> None:
-        """The oldest step has ended."""
+        """vLLM has taken the output of the oldest step, whatever is in it."""
         if not self._running:
             return
-        (num_tokens, begun_s), *self._running = self._running
+        num_tokens, num_measured, begun_s = self._running.popleft()
+        if not num_tokens:
+            return  # the device was not held up
         now_s = self._clock_s()
         seconds = now_s - max(begun_s, self._ended_s)
         self._ended_s = now_s
-        if num_tokens:
-            self.pace.add(num_tokens, seconds)
+        if num_measured:
+            self.pace.add(num_measured, seconds)
 
 
 class _Run(NamedTuple):

@@ -268,9 +268,7 @@ class KVScheduler:
 
     def reported(self, output: KVConnectorOutput) -> None:
         """Learn from the workers which loads ended and which chunks are not in the store. Called
-        after each step that computes."""
-        if self._choice is not None:
-            self._choice.steps.ended()
+        for the steps whose workers have something to say, empty ones among them."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._loads.lost(report.lost)
@@ -292,6 +290,12 @@ class KVScheduler:
             loading = self._loads.ended(request_id)
             if loading is not None:
                 self._loaded(request_id, loading, failed=request_id in output.failed_recving)
+
+    def step_ended(self) -> None:
+        """Take note that vLLM has processed the output of the oldest step. Called for each step for
+        which `orders` was."""
+        if self._choice is not None:
+            self._choice.steps.ended()
 
     def _lost(self, report: Report) -> set[ChunkKey]:
         """Return what is not in the store, and not on its way there again either."""

@@ -30,6 +30,7 @@ EXCUSE = "cannot use S3"
         pytest.param("encoder_engines", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("encoder_first_token", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("kv_engines", marks=[pytest.mark.engine, pytest.mark.models]),
+        pytest.param("kv_load_policies", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("epd", marks=[pytest.mark.engine, pytest.mark.models]),
         pytest.param("balance", marks=[pytest.mark.engine, pytest.mark.models]),
     ],

@@ -277,6 +277,46 @@ def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
     assert steps.pace.s_per_token == pytest.approx(0.001)
 
 
+def test_an_empty_step_beside_one_that_computes_is_not_taken_for_it() -> None:
+    """Its output comes at once, while the other one runs."""
+    choice = Choice()
+    steps = choice.load_or_compute.steps
+    steps.began(0, 0)
+    choice.clock.now_s += 5.0
+    steps.began(1000, 0)
+    choice.clock.now_s += 0.002
+    steps.ended()
+    steps.began(0, 0)
+    choice.clock.now_s += 0.998
+    steps.ended()
+    steps.ended()
+    assert steps.pace.s_per_token == pytest.approx(0.001)
+
+
+def test_a_pace_is_believed_when_most_tokens_of_late_show_it(choice: Choice) -> None:
+    pace = choice.load_or_compute.steps.pace
+    for _ in range(14):
+        choice.computes(1000, 1.0)
+    for _ in range(7):
+        choice.computes(1000, 0.002)
+    assert pace.s_per_token == pytest.approx(0.001)
+    choice.computes(1000, 0.002)
+    assert pace.s_per_token == pytest.approx(0.000002)
+    choice.computes(8000, 8.0)
+    assert pace.s_per_token == pytest.approx(0.001), "a step of many tokens weighs more"
+
+
+def test_a_release_that_does_not_tell_when_steps_end_makes_all_be_loaded(choice: Choice) -> None:
+    """What it tells late counts for steps that were long ago, and computing as slow."""
+    choice.loads("ss", 0.002)
+    assert choice.worth("ssss") == 0
+    for _ in range(1000):
+        choice.load_or_compute.steps.began(1000, 0)
+        choice.clock.now_s += 1.0
+    choice.load_or_compute.steps.ended()
+    assert choice.worth("ssss") == 4
+
+
 # --- through the hooks of the scheduler half ---
 
 PROMPT = list(range(100 * BLOCK + 1))
@@ -288,7 +328,7 @@ def compute(here: Bench, name: str, seconds: float) -> None:
     assert here.ask(new) == 0
     here.run(new, 0, len(NEW), list(range(200, 220)))
     here.clock.now_s += seconds
-    here.half.reported(KVConnectorOutput())
+    here.half.step_ended()
     here.half.finished(new)
 
 
@@ -429,7 +469,8 @@ def test_what_is_computed_sooner_than_it_is_loaded_is_not_looked_up(
 
 def test_a_whole_chunk_is_looked_up_however_fast_the_engine_is(computing: StartBench) -> None:
     here = computing()
-    compute(here, "faster", 0.0)
+    for name in ("faster", "as fast"):
+        compute(here, name, 0.001)
     assert not is_looked_up(here, with_left(BLOCK - 1))
     assert is_looked_up(here, with_left(BLOCK))
 
