@@ -392,7 +392,7 @@ class EncoderScheduler:
     def _consider(self, request: "Request", item: Item) -> None:
         """Note whether `request` is reason enough to store `item`, if that is absent."""
         num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1
-        asked = requested_save(request, option(request, "ec_transfer_params"), _SAVE_FIELD)
+        asked = requested_save(option(request, "ec_transfer_params"), _SAVE_FIELD)
         if asked is False or not (asked or num_seen >= self._save_after):
             return
         item.is_worth_storing = True

@@ -38,8 +38,8 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     in 5 ms is not looked up. What another engine announces is always loaded."""
 
     save_min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Prompts of which fewer tokens would be stored are not stored, except in requests for a single
-    token."""
+    """Prompts of which fewer tokens would be stored are not stored, unless another engine waits for
+    them (see `save_after`)."""
 
     save_answers: bool = True
     """Whether the KV of answers is stored, not only that of prompts. The next turn of a

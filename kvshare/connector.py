@@ -14,6 +14,7 @@ vLLM imports this module in its front-end process too, so nothing heavy is impor
 
 import logging
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ecshare.plugin.guard import Guard, guarded
 from ecshare.plugin.logs import log_as_vllm
 from ecshare.store.config import parse
+from ecshare.store.errors import ConfigError
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.messages import Orders, Report
 
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from kvshare.worker import KVWorker
 
 logger = logging.getLogger(__name__)
+
+# Those in the scheduler's process that were started and not shut down.
+_running: "WeakSet[KVShareConnector]" = WeakSet()
 
 
 def _none() -> None:
@@ -82,6 +87,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             from kvshare.scheduler import KVScheduler
 
+            self._refuse_second()
             self.scheduler = KVScheduler.start(vllm_config, kv_cache_config, config)
             self.guard = Guard(self.scheduler.give_up)
             self._promised: set[str] = set()  # requests whose load no worker was told of yet
@@ -93,6 +99,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
                     "has lost, and no request fails. Below MultiConnector this has no effect: set "
                     "it in the options of MultiConnector."
                 )
+            _running.add(self)
         else:
             from ecshare.plugin.ranks import worker_rank
             from kvshare.worker import KVWorker
@@ -103,6 +110,21 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._owed: set[str] = set()  # requests whose load was ordered and is not reported yet
             self._refused: set[str] = set()  # requests that are to be reported as failed
             self._invalid_blocks: set[int] = set()
+
+    def _refuse_second(self) -> None:
+        """Raise ConfigError if this engine has one already, below MultiConnector.
+
+        Both would announce under one name, and each would wait for what is announced of the other
+        one's store. MultiConnector gives each child a copy of the engine's configuration, whose
+        parts are the engine's own.
+        """
+        own = self._vllm_config.cache_config
+        if any(other._vllm_config.cache_config is own for other in _running):
+            raise ConfigError(
+                "kv_connector_extra_config.connectors: an engine can have one KVShareConnector; "
+                "leave the others out. Its host cache is the near tier before its store: "
+                "host_cache_dir, host_cache_bytes"
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -117,6 +139,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
         """Let what is in flight end, briefly, and stop the I/O thread."""
+        _running.discard(self)
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
         half.close()
 

@@ -121,6 +121,26 @@ def announcement(num_tokens: int, tp_size: int) -> dict[str, Any]:
     return {"kvshare": {"num_tokens": num_tokens, "size": tp_size}}
 
 
+def is_for_decode(request: "Request") -> bool:
+    """Whether a router or another coordinator says that another engine goes on with this prompt.
+
+    Our router says so by `kvshare`, others in words of vLLM's. Either may come from a client: then
+    no more follows than from a client's `kvshare_save`.
+    """
+    params: Any = request.kv_transfer_params
+    if not isinstance(params, dict):
+        return False
+    return params.get("do_remote_decode") is True or _announced(request).get("for_decode") is True
+
+
+def wants_announcement(request: "Request") -> bool:
+    """Whether somebody who sent `request` is to be told what of its prompt is stored: one who knows
+    our fields, or vLLM's for a prompt that goes on elsewhere."""
+    params: Any = request.kv_transfer_params
+    knows_ours = isinstance(params, dict) and isinstance(params.get("kvshare"), dict)
+    return knows_ours or is_for_decode(request)
+
+
 def announced_tp_size(request: "Request") -> int:
     """Return the announced tensor-parallel size; 0 if there is none, or it is invalid.
 

@@ -3,9 +3,10 @@
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ecshare.plugin.save_policy import Sightings, is_for_another_engine, requested_save
+from ecshare.plugin.save_policy import Sightings, requested_save
+from kvshare.messages import is_for_decode
 from kvshare.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 
 if TYPE_CHECKING:
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
 
 _SAVE_FIELD = "kvshare_save"
 """The field of a request's `kv_transfer_params`."""
-
-
-def is_for_decode(request: "Request") -> bool:
-    """Whether another engine goes on with this prompt: one that is told of it, and waits.
-
-    Coordinators other than our router may say so in words of vLLM's.
-    """
-    params: Any = request.kv_transfer_params
-    is_said = isinstance(params, dict) and params.get("do_remote_decode") is True
-    return is_said or is_for_another_engine(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +30,13 @@ class Limit:
 class SavePolicy:
     """Finds the limit of each request. Ownership: vLLM's scheduler thread."""
 
-    def __init__(self, config: "KVConfig", hash_function: HashFunction) -> None:
-        """`hash_function`: vLLM's own, for the names of tails."""
+    def __init__(
+        self, config: "KVConfig", hash_function: HashFunction, *, only_prefills: bool
+    ) -> None:
+        """`hash_function`: vLLM's own, for the names of tails. `only_prefills`: the engine computes
+        prompts for others alone, by its role.
+        """
+        self._only_prefills = only_prefills
         self._save_after = config.save_after
         self._save_min_tokens = config.save_min_tokens
         self._saves_answers = config.save_answers
@@ -50,10 +46,10 @@ class SavePolicy:
     def limit_of(self, request: "Request", grid: Grid) -> Limit:
         """Return up to where `request` is stored. To be called once for each prompt, since it
         counts as a sighting. O(chunks), and 2 us for each."""
-        asked = requested_save(request, request.kv_transfer_params, _SAVE_FIELD)
+        asked = requested_save(request.kv_transfer_params, _SAVE_FIELD)
         if asked is False:
             return Limit(0, "request")
-        if not (asked or is_for_decode(request)):
+        if not (asked or self.is_for_decode(request)):
             if stored_tokens(request, grid) < self._save_min_tokens:
                 return Limit(0, "save_min_tokens")
             end_tokens = self._often_seen(request, grid)
@@ -62,6 +58,10 @@ class SavePolicy:
         if not self._saves_answers:
             return Limit(request.num_prompt_tokens, "save_answers")
         return Limit()
+
+    def is_for_decode(self, request: "Request") -> bool:
+        """Whether another engine goes on with this prompt: one that is told of it, and waits."""
+        return self._only_prefills or is_for_decode(request)
 
     def _often_seen(self, request: "Request", grid: Grid) -> int:
         """Return up to which token all chunks of the prompt were seen often enough."""

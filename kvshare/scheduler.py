@@ -30,13 +30,13 @@ from kvshare.layers import is_shareable
 from kvshare.load_or_compute import LoadOrCompute
 from kvshare.load_plan import Loading, LoadPlan
 from kvshare.lookups import Lookups, Search
-from kvshare.messages import Orders, Piece, Report, announcement
+from kvshare.messages import Orders, Piece, Report, announcement, wants_announcement
 from kvshare.misfits import Misfits
 from kvshare.pieces import Pieces
 from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
-from kvshare.save_policy import SavePolicy, is_for_decode
+from kvshare.save_policy import SavePolicy
 from kvshare.saves import Progress, SavePlan
 
 if TYPE_CHECKING:
@@ -92,9 +92,10 @@ class KVScheduler:
             config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
         )
         self._budget = SaveBudget[Progress](limit_bytes, clock_s)
-        policy = SavePolicy(config, facts.hash_function)
+        only_prefills = facts.saves and not facts.loads
+        self._policy = SavePolicy(config, facts.hash_function, only_prefills=only_prefills)
         self._saves = SavePlan(
-            facts, self._pieces, self._stored, self._adapters, events, self._budget, policy
+            facts, self._pieces, self._stored, self._adapters, events, self._budget, self._policy
         )
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
         self._tracked: dict[str, _Tracked] = {}
@@ -303,7 +304,7 @@ class KVScheduler:
         return set(report.lost - saving | report.not_saved)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget `request`; return what its reader is to be told."""
+        """Forget `request`; return what its reader is to be told, if there is one."""
         tracked = self._tracked.pop(request.request_id, None)
         self._loads.abandon(request.request_id)
         if tracked is None:
@@ -317,8 +318,12 @@ class KVScheduler:
                 self._stats.add("blocks/dropped", num_dropped)
             if num_declined:
                 self._stats.add(f"declined/{progress.limit.rule}", num_declined)
+        is_for_decode = self._policy.is_for_decode(request)
+        if not (is_for_decode or wants_announcement(request)):
+            return None
         num_tokens = self._num_handed_over(tracked)
-        self._give_up_rest(tracked, num_tokens)
+        if is_for_decode:
+            self._give_up_rest(tracked, num_tokens)
         return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
 
     def reset(self) -> None:
@@ -431,7 +436,7 @@ class KVScheduler:
         """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
         not be stored."""
         request, grid = tracked.progress.request, self._adapters.grid_of(tracked.progress.adapter)
-        if not is_for_decode(request) or not self._facts.saves or grid is None:
+        if not self._facts.saves or grid is None:
             return
         if num_tokens == stored_tokens(request, grid):
             return

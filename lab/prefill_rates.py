@@ -225,7 +225,10 @@ def _prompts(lengths: Sequence[int]) -> Iterator[Request]:
         yield Request(
             request_id=str(number),
             prompt_token_ids=[number, *range(1, num_tokens)],
-            sampling_params=SamplingParams(max_tokens=1),
+            sampling_params=SamplingParams(
+                max_tokens=1,
+                extra_args={"kv_transfer_params": {"kvshare": {"for_decode": True}}},
+            ),
             pooling_params=None,
             block_hasher=hasher,
         )

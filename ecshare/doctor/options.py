@@ -142,6 +142,7 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
             # vLLM reads the outermost policy alone.
             yield from (each for each in children if not isinstance(each, Conflict))
             yield from _policy_conflict(given, above, children)
+            yield from _second_conflict(children, path)
         elif kind == "kv" and name == OFFLOADING:
             yield from _tiers(extra, path, f"{above}{name_field}")
         elif name == default and module in (None, "", _MODULES[default]):
@@ -163,6 +164,16 @@ def _policy_conflict(
             f"{above}{_POLICY}",
             f'write "recompute" beside {MULTI}: with vLLM\'s default, "fail", a request fails when '
             "a block of its that was found is lost before it is loaded",
+        )
+
+
+def _second_conflict(children: Iterable[Target | Beside], path: str) -> Iterator[Conflict]:
+    """Yield that an engine with two of ours does not start."""
+    if sum(isinstance(each, Target) and type(each.config) is KVConfig for each in children) > 1:
+        yield Conflict(
+            f"{path}.connectors",
+            "an engine can have one KVShareConnector; leave the others out. Its host cache is the "
+            "near tier before its store: host_cache_dir, host_cache_bytes",
         )
 
 

@@ -3,8 +3,6 @@
 
 from typing import Any
 
-from ecshare.plugin.compat import option
-
 # For so many sightings at least, and twice as many at most, one is remembered. At 256 tokens per
 # chunk these are the prompts of half an hour, on an engine that computes 30,000 tokens per second.
 _WINDOW = 1 << 18
@@ -47,24 +45,11 @@ class Sightings:
         return count + 1 + min(self._old[cell] for cell in cells)
 
 
-def is_for_another_engine(request: Any) -> bool:
-    """Whether a router sends `request` to have its prompt computed for another engine, which is
-    told of it and waits.
-
-    Such a request asks for a single token. One that samples none, as for pooling, is limited to one
-    token too, and is for nobody else.
-    """
-    samples = option(request, "sampling_params") is not None
-    return samples and option(request, "max_tokens") == 1
-
-
-def requested_save(request: Any, params: Any, name: str) -> bool | None:
+def requested_save(params: Any, name: str) -> bool | None:
     """Return whether a request itself says that what it computes is stored; None: it says nothing.
 
     It says so by the field `name` of its transfer params `params`. They come from a client: what is
-    not True or False says nothing. A request for another engine says yes.
+    not True or False says nothing.
     """
     said = params.get(name) if isinstance(params, dict) else None
-    if isinstance(said, bool):
-        return said
-    return True if is_for_another_engine(request) else None
+    return said if isinstance(said, bool) else None

@@ -18,6 +18,7 @@ from ecshare.router.chat import CHAT, other_fields, part_with_bytes
 from ecshare.router.client_request import (
     EC_PARAMS,
     KV_PARAMS,
+    SAVE_OPTIONS,
     ClientRequest,
     Endpoint,
     Media,
@@ -34,6 +35,8 @@ _NOT_FOR_PREFILL = (
     "min_tokens", "use_beam_search", "echo", "return_token_ids", "return_prompt_text", "include",
     "enable_response_messages", "max_tool_calls",
 )  # fmt: skip
+FOR_DECODE: Request = {"kvshare": {"for_decode": True}}
+"""Tells P that another engine goes on with the prompt. See docs/format.md."""
 STREAMED: Request = {"kvshare": {"streamed": True}}
 """Tells D, while P still computes, that the whole prompt will be stored. See docs/format.md."""
 
@@ -57,6 +60,8 @@ def encode_requests(client: ClientRequest, media: Sequence[Media]) -> dict[str, 
     names = (*client.endpoint.options, EC_PARAMS)
     common = {name: client.request[name] for name in names if name in client.request}
     common |= {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+    # P and D are told that they are stored, so E is not to wait until it has seen them more often.
+    common = _with_params(common, EC_PARAMS, {SAVE_OPTIONS[EC_PARAMS]: True})
     return {
         held.uuid: common
         | {"messages": [{"role": "user", "content": [_encoder_part(client, item, held)]}]}
@@ -139,11 +144,12 @@ def _modalities_sent_whole(
 
 
 def prefill_request(endpoint: Endpoint, request: Request) -> Request:
-    """Return the request to P: the same prompt, one token, no further output."""
+    """Return the request to P: the same prompt for another engine, one token, no further output."""
     kept = {name: value for name, value in request.items() if name not in _NOT_FOR_PREFILL}
     if _is_thinking(kept.get("thinking")):
         del kept["thinking"]  # its budget must be less than max_tokens, and is all that it sets
-    return kept | dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
+    kept |= dict.fromkeys(endpoint.limits, 1) | endpoint.prefill
+    return _with_params(kept, KV_PARAMS, FOR_DECODE)
 
 
 def _is_thinking(value: Any) -> bool:
@@ -166,7 +172,7 @@ def decode_request(request: Request, hand_over: Request | None) -> Request:
 
 def _with_params(request: Request, name: str, params: Request) -> Request:
     """Return the request with transfer params beside what the client says of saves."""
-    return request | {name: params | request.get(name, {})}
+    return request | {name: params | (request.get(name) or {})}
 
 
 def _full_part(client: ClientRequest, item: MediaItem, held: Media) -> Request:

@@ -334,6 +334,9 @@ def test_a_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_pat
     assert status == 1
     assert "there is no folder" in text
     assert "stores, returns" in text
+    assert (
+        f"PROBLEM options: {KV_EXTRA}.connectors: an engine can have one KVShareConnector" in text
+    )
 
 
 def test_somebody_elses_connector_is_wrong_usage(doctor: Doctor) -> None:

@@ -96,15 +96,15 @@ def test_an_engine_that_only_encodes_stores_at_once(start: Start) -> None:
     assert serve(start("ec_producer", save_after=3), asking("first")) == (1, True)
 
 
-def test_an_item_that_another_engine_waits_for_is_stored_at_once(start: Start) -> None:
-    assert serve(start("ec_both", save_after=3), asking("encode", max_tokens=1)) == (1, True)
+def test_a_single_token_alone_says_nothing(start: Start) -> None:
+    assert serve(start("ec_both", save_after=3), asking("score", max_tokens=1)) == (0, False)
 
 
 @pytest.mark.parametrize("role", ["ec_producer", "ec_both"])
 def test_a_request_may_keep_its_items_out_of_the_store(start: Start, role: str) -> None:
     scheduler = start(role)
     private = {"ecshare_save": False}
-    assert serve(scheduler, asking("private", max_tokens=1, params=private)) == (0, False)
+    assert serve(scheduler, asking("private", params=private)) == (0, False)
     assert num_declined(scheduler) == 1
     assert serve(scheduler, asking("public")) == (1, True)
 

@@ -118,6 +118,8 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
+FOR_DECODE: dict[str, Any] = {"kv_transfer_params": {"kvshare": {"for_decode": True}}}
+"""What our router adds to a request to P."""
 QUESTION = text("what is to be seen here, and where?")
 
 

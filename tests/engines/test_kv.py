@@ -12,6 +12,7 @@ from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from lab.servers.openai_client import counters
 from tests.conftest import StartEngine
 from tests.engines.chat import (
+    FOR_DECODE,
     Answer,
     ask,
     begin,
@@ -80,8 +81,10 @@ def fleet(
     return fleet
 
 
-def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) -> Answer:
-    answer = ask(engine, engine.model, content)
+def check(
+    fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]], **fields: Any
+) -> Answer:
+    answer = ask(engine, engine.model, content, **fields)
     assert answer.tokens == fleet.plain_tokens(content)
     fleet.objects()  # all of them stored, for whoever comes next
     return answer
@@ -91,7 +94,7 @@ def check(fleet: Fleet, engine: EngineProcess, content: list[dict[str, Any]]) ->
     "content", [[text(STORY)], [text(STORY[: 6 * BLOCK])], [text("the sea")], PICTURES]
 )
 def test_the_second_engine_computes_one_token(fleet: Fleet, content: list[dict[str, Any]]) -> None:
-    cold = check(fleet, fleet.first, content)
+    cold = check(fleet, fleet.first, content, **FOR_DECODE)
     assert cold.body["kv_transfer_params"] == {
         "kvshare": {"num_tokens": cold.num_prompt_tokens - 1, "size": 1}
     }

@@ -13,6 +13,7 @@ import pytest
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from tests.conftest import StartEngine
 from tests.engines.chat import (
+    FOR_DECODE,
     announced,
     ask,
     begin,
@@ -119,7 +120,7 @@ def test_d_loads_what_p_has_computed_before_p_answers(fleet: Fleet) -> None:
                 from_d = clients.submit(
                     complete, fleet.d, fleet.d.model, prompt, kv_transfer_params=STREAMED
                 )
-                from_p = clients.submit(complete, fleet.p, fleet.p.model, prompt, 1)
+                from_p = clients.submit(complete, fleet.p, fleet.p.model, prompt, 1, **FOR_DECODE)
             assert not from_p.done()
             assert not from_d.done()
         finally:

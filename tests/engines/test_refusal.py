@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose options cannot work does not start, and its log says why in one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,25 @@ def test_an_engine_with_options_that_cannot_work_refuses_to_start(
     unwritable = engine(
         "unwritable", ec_argument("producer", f"{tmp_path}/file/store", host_cache_dir=host)
     )
+    children = [
+        {
+            "kv_connector": "KVShareConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"url": f"{tmp_path}/{name}", "host_cache_dir": host},
+        }
+        for name in ("near", "far")
+    ]
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    doubled = engine("doubled", f"--kv-transfer-config={json.dumps(several)}")
     for refused, option in (
         (mistyped, "ec_connector_extra_config.wait"),
         (unreachable, "kv_connector_extra_config.url"),
         (unwritable, "ec_connector_extra_config.url"),
+        (doubled, "kv_connector_extra_config.connectors"),
     ):
         with pytest.raises(ServerFailed, match="ended while starting"):
             refused.wait_ready()

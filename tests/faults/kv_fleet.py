@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lab.servers.engines import EngineProcess, kv_argument
-from tests.engines.chat import Answer, ask, counting, counts, picture, text, wait_until
+from tests.engines.chat import FOR_DECODE, Answer, ask, counting, counts, picture, text, wait_until
 from tests.faults.failing import Failing
 from tests.faults.fleet import RECOVERS_WITHIN_S, SHORT_WAITS, Decoding
 
@@ -72,7 +72,7 @@ class KVFleet:
     def prefill(self, prompt: Prompt | None = None) -> Handed:
         """Have `first` compute a prompt: this one, or one that no engine has met."""
         prompt = prompt or Prompt()
-        answer = self._ask(self.first, prompt)
+        answer = self._ask(self.first, prompt, **FOR_DECODE)
         return Handed(prompt, answer.num_prompt_tokens, answer.body["kv_transfer_params"])
 
     def decode(self, handed: Handed) -> Answer:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import KVConnectorOutput
@@ -56,6 +57,34 @@ def test_wrong_options_are_named(
     config = vllm_config(text_model, options(tmp_path, **change))
     with pytest.raises(ConfigError, match=says):
         start_scheduler_half(config)
+
+
+def test_an_engine_has_one(text_model: Path, tmp_path: Path) -> None:
+    """vLLM's MultiConnector would end the engine when a request ends of which both tell."""
+    config = vllm_config(text_model, {})
+    children = [
+        {
+            "kv_connector": "KVShareConnector",
+            "kv_connector_module_path": "kvshare.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options(tmp_path, url=f"file://{tmp_path}/{name}"),
+        }
+        for name in ("near", "far")
+    ]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": children},
+    )
+    says = r"kv_connector_extra_config\.connectors: an engine can have one KVShareConnector"
+    with pytest.raises(ConfigError, match=says):
+        MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
+    first, second = (
+        start_scheduler_half(vllm_config(text_model, options(tmp_path))) for _ in range(2)
+    )
+    first.shutdown()
+    start_scheduler_half(first._vllm_config).shutdown()
+    second.shutdown()
 
 
 def test_each_process_has_its_half_alone(start: StartEngine) -> None:

@@ -10,6 +10,8 @@ from kvshare.messages import announced_tokens
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,
+    FOR_DECODE,
+    TOLD,
     Answer,
     ToyEngine,
     expected_answer,
@@ -74,8 +76,35 @@ def test_what_prompts_share_is_stored_and_announced_without_the_rest(
 def test_a_prompt_that_another_engine_waits_for_is_stored_at_once(
     start: StartEngine, tmp_path: Path
 ) -> None:
-    engine = start("kv_producer", store={"save_after": 9, "save_min_tokens": 1000})
-    assert announced(ask(engine, "prefill", max_tokens=1)) == ALL
+    """By the role of the engine, or by what the router says of the request."""
+    rules = {"save_after": 9, "save_min_tokens": 1000}
+    by_role = start("kv_producer", store=rules)
+    assert announced(ask(by_role, "prefill", kv_transfer_params=None)) == ALL
+    assert num_stored(tmp_path) == 4
+    by_request = start(folder=tmp_path / "other", store=rules)
+    assert announced(ask(by_request, "prefill", kv_transfer_params=FOR_DECODE)) == ALL
+    assert num_stored(tmp_path / "other") == 4
+
+
+@pytest.mark.parametrize("rule", [{"save_after": 100}, {"save_min_tokens": 1000}])
+def test_a_single_token_alone_says_nothing(
+    start: StartEngine, tmp_path: Path, rule: dict[str, int]
+) -> None:
+    """A step of a beam search is a request for one token, and so is a prompt that is scored."""
+    engine = start(store=rule)
+    for number in range(8):
+        beam = [*PROMPT, *range(number)]
+        answer = ask(engine, f"beam {number}", beam, max_tokens=1, kv_transfer_params=None)
+        assert answer.kv_transfer_params is None
+        ask(engine, f"score {number}", [1000 - number, *PROMPT], max_tokens=1)
+    assert num_stored(tmp_path) == 0
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvshare_save": True}, {"kvshare": 1}])
+def test_who_did_not_ask_is_told_nothing(start: StartEngine, tmp_path: Path, params: Any) -> None:
+    for max_tokens in (1, 2):
+        answer = ask(start(), f"r{max_tokens}", max_tokens=max_tokens, kv_transfer_params=params)
+        assert answer.kv_transfer_params is None
     assert num_stored(tmp_path) == 4
 
 
@@ -114,7 +143,7 @@ def test_a_request_may_keep_itself_out_of_the_store(
     assert num_stored(tmp_path) == 4
 
 
-@pytest.mark.parametrize("params", [{"kvshare_save": True}, {"do_remote_decode": True}])
+@pytest.mark.parametrize("params", [TOLD | {"kvshare_save": True}, {"do_remote_decode": True}])
 def test_a_request_may_have_itself_stored_whatever_the_rules_say(
     start: StartEngine, tmp_path: Path, params: Any
 ) -> None:
@@ -132,12 +161,13 @@ def test_a_request_may_have_itself_stored_whatever_the_rules_say(
         {"kvshare_save": [False]},
         {"kvshare_save": {"save": False}},
         {"kvshare": {"save": False}},
+        {"kvshare": {"for_decode": False}},
         {"ecshare_save": False},
         {"do_remote_decode": False},
     ],
 )
 def test_malformed_fields_are_ignored(start: StartEngine, tmp_path: Path, params: Any) -> None:
-    assert announced(ask(start(), "r", kv_transfer_params=params)) == ALL
+    assert announced(ask(start(), "r", kv_transfer_params=TOLD | params)) == ALL
     assert num_stored(tmp_path) == 4
 
 
@@ -145,6 +175,9 @@ def test_malformed_fields_are_ignored(start: StartEngine, tmp_path: Path, params
 def test_what_is_not_true_is_no_word_of_a_coordinator(start: StartEngine, said: Any) -> None:
     engine = start(store={"save_after": 9})
     assert announced(ask(engine, "r", kv_transfer_params={"do_remote_decode": said})) == 0
+    ours = {"kvshare": {"for_decode": said}}
+    assert announced(ask(engine, "s", kv_transfer_params=ours)) == 0
+    assert engine.counts["declined/save_after"] == 2 * 4
 
 
 def test_a_refusal_beside_an_announcement_leaves_that_as_it_is(

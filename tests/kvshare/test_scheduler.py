@@ -837,16 +837,17 @@ def long_request(name: str, tokens: list[int], **params: Any) -> Request:
 @pytest.mark.parametrize(
     ("make", "num_notes"),
     [
-        (make_request, 1),
+        (make_request, 0),
         (pooling_request, 0),
         (long_request, 0),
         (partial(long_request, do_remote_decode=True), 1),
+        (partial(long_request, kvshare={"for_decode": True}), 1),
     ],
 )
 def test_a_note_is_left_where_an_engine_may_wait(
     bench: StartBench, make: Callable[[str, list[int]], Request], num_notes: int
 ) -> None:
-    """Nobody waits for what only pools, though that is limited to one token too."""
+    """Nobody waits because a request is limited to one token, as it is if it only pools."""
     here = bench()
     request = make("r", PROMPT)
     here.ask(request)

@@ -139,9 +139,16 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     return ours | {"chunk_tokens": BLOCK, "load": "always"} | more
 
 
+TOLD: dict[str, Any] = {"kvshare": {}}
+"""Of one who wants to be told what of a request is stored."""
+FOR_DECODE: dict[str, Any] = {"kvshare": {"for_decode": True}}
+"""Of a router that has P compute a prompt for D."""
+
+
 def make_request(name: str, tokens: Sequence[int], max_tokens: int = 1, **more: Any) -> Request:
+    """A request of one who wants to be told, unless `kv_transfer_params` are given."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    params.extra_args = {"kv_transfer_params": more.pop("kv_transfer_params", None)}
+    params.extra_args = {"kv_transfer_params": more.pop("kv_transfer_params", TOLD)}
     return Request(
         request_id=name,
         prompt_token_ids=list(tokens),

@@ -351,6 +351,7 @@ async def test_the_model_list_is_asked_for_now_and_then() -> None:
         assert response.status == 200
 
 
+FOR_DECODE = {"kvshare": {"for_decode": True}}
 KV, EC = (
     {"kv_transfer_params": {"kvshare_save": True}},
     {"ec_transfer_params": {"ecshare_save": True}},
@@ -365,7 +366,8 @@ async def test_a_wish_to_be_stored_reaches_every_engine(stream: bool) -> None:
         assert f.e.bodies[0]["ec_transfer_params"] == {"ecshare_save": True}
         assert "kv_transfer_params" not in f.e.bodies[0]
         for sent in f.p.bodies:
-            assert sent == sent | KV | EC
+            assert sent["kv_transfer_params"] == FOR_DECODE | KV["kv_transfer_params"]
+            assert sent == sent | EC
         for sent in f.d.bodies:
             assert sent["kv_transfer_params"].keys() == {"kvshare", "kvshare_save"}
 

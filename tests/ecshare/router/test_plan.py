@@ -91,6 +91,7 @@ def test_an_encoder_gets_each_distinct_item_once_and_nothing_else() -> None:
         "max_tokens": 1,
         "max_completion_tokens": 1,
         "stream": False,
+        "ec_transfer_params": {"ecshare_save": True},
     }
 
 
@@ -127,6 +128,7 @@ def test_prefill_gets_the_same_prompt_and_one_token() -> None:
     before = copy.deepcopy(request)
     sent = plan.prefill_request(CHAT_ENDPOINT, request)
     expected = before | {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False}
+    expected["kv_transfer_params"] = {"kvshare": {"for_decode": True}}
     for name in ("stream_options", "logprobs", "min_tokens"):
         del expected[name]
     assert sent == expected
