@@ -31,12 +31,12 @@ class SavePolicy:
     """Finds the limit of each request. Ownership: vLLM's scheduler thread."""
 
     def __init__(
-        self, config: "KVConfig", hash_function: HashFunction, *, only_prefills: bool
+        self, config: "KVConfig", hash_function: HashFunction, *, only_saves: bool
     ) -> None:
-        """`hash_function`: vLLM's own, for the names of tails. `only_prefills`: the engine computes
-        prompts for others alone, by its role.
+        """`hash_function`: vLLM's own, for the names of tails. `only_saves`: by its role the engine
+        loads nothing.
         """
-        self._only_prefills = only_prefills
+        self._only_saves = only_saves
         self._save_after = config.save_after
         self._save_min_tokens = config.save_min_tokens
         self._saves_answers = config.save_answers
@@ -60,8 +60,16 @@ class SavePolicy:
         return Limit()
 
     def is_for_decode(self, request: "Request") -> bool:
-        """Whether another engine goes on with this prompt: one that is told of it, and waits."""
-        return self._only_prefills or is_for_decode(request)
+        """Whether another engine goes on with this prompt: one that is told of it, and waits.
+
+        Where nobody says so it is the request for one token to an engine that only saves, as some
+        proxies send it. Elsewhere such a request may be a step of a beam search, or a score. One
+        that samples none, as for pooling, is limited to one token too, and is for nobody else.
+        """
+        if is_for_decode(request):
+            return True
+        samples = request.sampling_params is not None
+        return self._only_saves and samples and request.max_tokens == 1
 
     def _often_seen(self, request: "Request", grid: Grid) -> int:
         """Return up to which token all chunks of the prompt were seen often enough."""

@@ -92,8 +92,8 @@ class KVScheduler:
             config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
         )
         self._budget = SaveBudget[Progress](limit_bytes, clock_s)
-        only_prefills = facts.saves and not facts.loads
-        self._policy = SavePolicy(config, facts.hash_function, only_prefills=only_prefills)
+        only_saves = facts.saves and not facts.loads
+        self._policy = SavePolicy(config, facts.hash_function, only_saves=only_saves)
         self._saves = SavePlan(
             facts, self._pieces, self._stored, self._adapters, events, self._budget, self._policy
         )

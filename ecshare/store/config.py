@@ -155,7 +155,7 @@ class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """How many requests must have brought a media item, or a chunk of KV in their prompts, before
     this engine stores it: 2 spares the store what is asked once. At least the latest 262,144
     sightings count. What another engine waits for is stored at once: all that an engine stores
-    which only encodes or only prefills, and what a router says is for another engine."""
+    which only encodes, and a prompt that [is for another engine](kv.md#saves)."""
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:

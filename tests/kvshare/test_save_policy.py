@@ -79,7 +79,9 @@ def test_a_prompt_that_another_engine_waits_for_is_stored_at_once(
     """By the role of the engine, or by what the router says of the request."""
     rules = {"save_after": 9, "save_min_tokens": 1000}
     by_role = start("kv_producer", store=rules)
-    assert announced(ask(by_role, "prefill", kv_transfer_params=None)) == ALL
+    assert announced(ask(by_role, "answer", kv_transfer_params=None)) == 0
+    assert num_stored(tmp_path) == 0
+    assert announced(ask(by_role, "prefill", max_tokens=1, kv_transfer_params=None)) == ALL
     assert num_stored(tmp_path) == 4
     by_request = start(folder=tmp_path / "other", store=rules)
     assert announced(ask(by_request, "prefill", kv_transfer_params=FOR_DECODE)) == ALL
