@@ -6,11 +6,15 @@ Cancelling a call closes its connection, and so tells the engine that nobody wai
 any more.
 """
 
+import asyncio
 import errno
 import re
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -38,9 +42,32 @@ _ANSWER_COST = 2
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
 _DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
 _NEVER_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
-# uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or a request
-# may be written to a connection that is being closed.
+# uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or requests
+# are written to connections that are being closed, and must be sent twice.
 _KEEP_IDLE_S = 4.0
+_LEAST_S = 0.001  # 0 would be no limit
+_IS_REUSED: ContextVar[bool] = ContextVar("is_reused")
+"""Whether the connection of the task's last request to an engine had served another one before."""
+
+
+class _Connector(aiohttp.TCPConnector):
+    """A pool that tells of each connection whether it was used before."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._used: WeakSet[object] = WeakSet()
+
+    async def connect(
+        self,
+        req: aiohttp.ClientRequest,
+        traces: list[aiohttp.tracing.Trace],
+        timeout: aiohttp.ClientTimeout,
+    ) -> aiohttp.connector.Connection:
+        _IS_REUSED.set(False)
+        connection = await super().connect(req, traces, timeout)
+        _IS_REUSED.set(connection.protocol in self._used)
+        self._used.add(connection.protocol)
+        return connection
 
 
 class Reply:
@@ -135,7 +162,10 @@ class Relay:
             self._answers_probe, min(config.first_byte_timeout_s, config.stage_timeout_s)
         )
         self._session = self._make_session(
-            aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=_KEEP_IDLE_S)
+            _Connector(limit=config.max_connections, keepalive_timeout=_KEEP_IDLE_S)
+        )
+        self._fresh_session = self._make_session(
+            aiohttp.TCPConnector(limit=config.max_connections, force_close=True)
         )
         # A separate session: no connection to an engine is ever used for media.
         self._media_session = self._make_session(
@@ -171,6 +201,7 @@ class Relay:
         """Close every connection."""
         await self.monitor.close()
         await self._session.close()
+        await self._fresh_session.close()
         await self._media_session.close()
 
     @asynccontextmanager
@@ -219,13 +250,8 @@ class Relay:
         work = None if request is None else request.work
         async with self._watched(stage, engine, limits, work) as wait:
             try:
-                response = await self._session.request(
-                    "GET" if request is None else "POST",
-                    engine.url + path,
-                    data=None if request is None else request.whole() or request.chunks(),
-                    headers=headers,
-                    allow_redirects=False,
-                    timeout=self._timeout(limits.total_s),
+                response = await self._requested(
+                    engine.url + path, request, headers, limits.total_s
                 )
             except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no name
                 raise _not_sent(stage, engine, engines, exc) from exc
@@ -238,6 +264,51 @@ class Relay:
                 engines.mark_good(engine)
             async with response:
                 yield reply
+
+    async def _requested(
+        self,
+        url: str,
+        request: Payload | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit_s: float | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Return the answer of an engine, of which the head has arrived.
+
+        An engine, or a proxy before it, may close a connection at the moment when it is used again,
+        which says nothing of the engine. Then the request is sent again, once, on a new connection.
+        The engine may have begun with it, and so computes it twice at worst.
+
+        Raises:
+            aiohttp.ClientError: there is none.
+            TimeoutError: there is none after `limit_s`, which holds for the whole answer too.
+            ValueError: the url has no valid host.
+        """
+        began_s = asyncio.get_running_loop().time()
+        try:
+            return await self._request_by(self._session, url, request, headers, limit_s)
+        except aiohttp.ClientConnectionError as exc:
+            if isinstance(exc, TimeoutError) or not _IS_REUSED.get():
+                raise
+        if limit_s is not None:
+            limit_s = max(_LEAST_S, limit_s - (asyncio.get_running_loop().time() - began_s))
+        return await self._request_by(self._fresh_session, url, request, headers, limit_s)
+
+    async def _request_by(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        request: Payload | None,
+        headers: Mapping[str, str] | None,
+        limit_s: float | None,
+    ) -> aiohttp.ClientResponse:
+        return await session.request(
+            "GET" if request is None else "POST",
+            url,
+            data=None if request is None else request.whole() or request.chunks(),
+            headers=headers,
+            allow_redirects=False,
+            timeout=self._timeout(limit_s),
+        )
 
     @asynccontextmanager
     async def _watched(
@@ -301,9 +372,7 @@ class Relay:
     async def is_healthy(self, engine: Engine, limit_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Ask one engine whether it is healthy."""
         try:
-            async with self._session.get(
-                engine.url + "/health", timeout=self._timeout(limit_s)
-            ) as response:
+            async with await self._requested(engine.url + "/health", limit_s=limit_s) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, ValueError):  # a host that is no host's name
             return False

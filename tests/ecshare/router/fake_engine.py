@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router.app import Router, make_runner
 from ecshare.router.chat import CHAT
@@ -158,6 +159,12 @@ class FakeEngine:
     num_lists_awaited: int = 0
     list_left: asyncio.Event = field(default_factory=asyncio.Event)
     """Nobody waits for a model list any more that somebody has waited for."""
+    keeps_connections: bool = False
+    """Whether a connection may be used again. If not, each failure is one of a new connection."""
+    resets_reused: bool = False
+    """Whether it resets connections that are used again, as if it had closed them meanwhile."""
+    num_connections: int = 0
+    num_resets: int = 0
 
     def _refuses(self, http: web.Request) -> web.Response | None:
         if self.key in (None, http.headers.get("Authorization")):
@@ -192,12 +199,36 @@ class FakeEngine:
             await self.health_answers.wait()
         return web.Response(status=200 if self.healthy else 503)
 
+    def _connection_middleware(self) -> Middleware:
+        seen: set[asyncio.BaseTransport] = set()
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert request.transport is not None
+            is_reused = request.transport in seen
+            seen.add(request.transport)
+            self.num_connections = len(seen)
+            if is_reused and self.resets_reused:
+                self.num_resets += 1
+                request.transport.abort()
+                return web.Response()
+            return await handler(request)
+
+        return middleware
+
+    async def _close(self, http: web.Request, response: web.StreamResponse) -> None:
+        if not self.keeps_connections:
+            response.force_close()
+            response.headers["Connection"] = "close"  # aiohttp has set its headers before this
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["FakeEngine"]:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/{path:.*}", self._asked)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.middlewares.append(self._connection_middleware())
+        app.on_response_prepare.append(self._close)
         async with listening_on(
             web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         ) as self.url:
