@@ -5,7 +5,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 from aiohttp import web
 
@@ -25,12 +24,29 @@ from ecshare.router.work import decode_work
 logger = logging.getLogger(__name__)
 
 
-class _Stream(NamedTuple):
-    """A streamed answer of D that has begun."""
+class _Client:
+    """The client's end of a stream, while D's may still change."""
 
-    opening: bytes
-    rest: AsyncIterator[bytes]
-    content_type: str
+    def __init__(self, call: Call, content_type: str) -> None:
+        self._call = call
+        self._content_type = content_type
+
+    async def pass_on(self, idle: bytes) -> None:
+        """Send what is no event. Proxies then see that the connection is in use."""
+        await (await self.stream()).write(idle)
+
+    async def stream(self) -> web.StreamResponse:
+        """Return the client's stream. Its head is sent, now if it was not before."""
+        context = self._call.context
+        if context.answer is None:
+            headers = {
+                "Content-Type": self._content_type,
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx would hold the events back
+            }
+            context.answer = web.StreamResponse(headers=headers | context.response_headers())
+            await context.answer.prepare(self._call.http)
+        return context.answer
 
 
 class Answers:
@@ -65,13 +81,15 @@ class Answers:
             if reply.failed and not attempt.is_last():
                 raise reply.failure()
             if reply.is_stream:
-                chunks = reply.chunks()
-                opening = await read_opening(chunks)
-                if (opening.error_status or 0) >= 500 and not attempt.is_last():
+                chunks, client = reply.chunks(), _Client(call, reply.content_type)
+                opening = await read_opening(chunks, client.pass_on)
+                is_error = (opening.error_status or 0) >= 500
+                reply.begin(is_error=is_error)
+                if is_error and not attempt.is_last():
                     reason, status = "the stream begins with an error", opening.error_status
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
-                stream = _Stream(opening.content, chunks, reply.content_type)
-                return await self._stream(call, stream, concurrent_stage)
+                self._count_answer(context, concurrent_stage)
+                return await self._stream(context, client, opening.content, chunks)
             body = await reply.read(call.reservation)
             if lacks_model(reply, body) and not attempt.is_last():
                 raise reply.failure()
@@ -88,30 +106,27 @@ class Answers:
         return self._config.first_byte_timeout_s + waits_for_s
 
     async def _stream(
-        self, call: Call, stream: _Stream, concurrent_stage: Stage | None
+        self,
+        context: RequestContext,
+        client: _Client,
+        opening: bytes,
+        rest: AsyncIterator[bytes],
     ) -> web.StreamResponse:
         """Copy D's events to the client, byte for byte."""
-        context = call.context
-        self._count_answer(context, concurrent_stage)
-        headers = {
-            "Content-Type": stream.content_type,
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # nginx would hold the events back
-        }
-        context.answer = web.StreamResponse(headers=headers | context.response_headers())
+        context.first_event_s = time.monotonic()
         passed_on = context.passed_on = Passed(is_stream=True)
-        passed_on.add(stream.opening)
-        await context.answer.prepare(call.http)
+        passed_on.add(opening)
+        answer = await client.stream()
         try:
-            await context.answer.write(stream.opening)
-            async for chunk in stream.rest:
+            await answer.write(opening)
+            async for chunk in rest:
                 passed_on.add(chunk)
-                await context.answer.write(chunk)
+                await answer.write(chunk)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)
             return await end_stream(context, unavailable(failure, self._config))
-        await context.answer.write_eof()
-        return context.answer
+        await answer.write_eof()
+        return answer
 
     def _count_answer(self, context: RequestContext, concurrent_stage: Stage | None) -> None:
         if concurrent_stage is not None:

@@ -28,6 +28,16 @@ class _OpenAIBody(msgspec.Struct):
     error: _OpenAIError
 
 
+class _WholeError(msgspec.Struct):
+    message: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class _WholeBody(msgspec.Struct):
+    error: _WholeError
+
+
 class Dialect(Enum):
     """Which API an endpoint belongs to."""
 
@@ -59,6 +69,21 @@ def error_event(dialect: Dialect, error: ApiError) -> bytes:
         told = {"code": error.kind, "message": error.message, "param": error.param}
         body = {"type": "error", **told, "sequence_number": 0}
     return b"\n\n" + name + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def error_of(status: int, body: bytes | bytearray) -> ApiError:
+    """Return an error that was to be a whole answer, for a stream that ends with it instead.
+
+    An answer that is no error has no place in a stream either.
+    """
+    if status < 400:
+        return ApiError(502, "The engine did not stream its answer.", code="engine_failed")
+    try:
+        given = msgspec.json.decode(body, type=_WholeBody).error
+    except (ValueError, RecursionError):
+        return ApiError(status, f"The engine answered HTTP {status}.")
+    code = given.code if isinstance(given.code, str) else None
+    return ApiError(status, given.message, param=given.param, code=code)
 
 
 def restated(dialect: Dialect, status: int, body: bytes) -> bytes:

@@ -2,19 +2,27 @@
 """The start of a streamed answer: whether it is one, or an error."""
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 _MAX_OPENING_BYTES = 64 * 1024
+_MAX_IDLE_BYTES = 64 * 1024
+"""What clients get of comments before the first event. An idle stream has far fewer."""
 _SERVER_ERROR = 500
-_BETWEEN = re.compile(rb"\r?\n\r?\n")
-_NAME = re.compile(rb"event:[^\r\n]*\r?\n")
+_BOM = b"\xef\xbb\xbf"
+# A CR at the end may be the first half of a CRLF.
+_END_OF_LINE = re.compile(rb"\r\n|\n|\r(?!\Z)")
+_DATA = re.compile(rb"(?:\A|[\r\n])data[:\r\n]")
+_ENOUGH = len(b"data:")
+"""So many bytes of a line tell whether it is data."""
 # Events of the Responses and the Messages API that precede the first token.
 _PREFACES = ("response.created", "response.in_progress", "message_start", "ping")
 _FAILURES = ("error", "response.failed")
+
+PassOn = Callable[[bytes], Awaitable[None]]
 
 
 class _Choice(Struct):
@@ -32,32 +40,114 @@ class Opening(Struct, frozen=True):
     """The first bytes of a stream."""
 
     content: bytes
+    """Without what was passed on already."""
     error_status: int | None = None
     """The status of the error with which the stream begins, None if it begins with an answer."""
 
 
-async def read_opening(chunks: AsyncIterator[bytes]) -> Opening:
+async def read_opening(chunks: AsyncIterator[bytes], pass_on: PassOn) -> Opening:
     """Read a stream up to its first event that says more than who speaks.
 
     vLLM sends the role first, together with the first token or the error. So an error can still be
     answered by other means, and no token is held back.
+
+    Comments, and all else that is no event, are no part of an answer: a server sends them while its
+    engine does nothing. They are given to `pass_on` as they arrive, up to 64 KiB of them.
     """
-    content = b""
+    events = _FirstEvents()
+    num_passed_on = 0
     async for chunk in chunks:
-        content += chunk
-        *whole, _ = _BETWEEN.split(content)
-        events = map(_parsed, whole)
-        telling = next((event for event in events if not _is_preface(event)), None)
-        if telling is not None:
-            return Opening(content, _error_status(telling))
-        if len(content) > _MAX_OPENING_BYTES:
-            break
-    return Opening(content)
+        idle = events.feed(chunk)
+        if events.telling is not None:
+            return Opening(bytes(idle + events.held), _error_status(events.telling))
+        if len(events.held) > _MAX_OPENING_BYTES:
+            return Opening(bytes(idle + events.held))
+        if idle and num_passed_on + len(idle) <= _MAX_IDLE_BYTES:
+            num_passed_on += len(idle)
+            await pass_on(bytes(idle))
+    return Opening(bytes(events.held))
 
 
-def _parsed(event: bytes) -> _Event:
+class _FirstEvents:
+    """A stream as it arrives, up to its first event that tells something."""
+
+    def __init__(self) -> None:
+        self.held = bytearray()
+        """All that came, without what belongs to no event."""
+        self.telling: _Event | None = None
+        self._line = b""
+        """The end of `held` that is no whole line yet."""
+        self._begin = 0
+        """Where the event begins in `held` that is not whole yet."""
+        self._data: list[bytes] = []
+        """Its lines of data."""
+        self._is_first_line = True
+
+    def feed(self, chunk: bytes) -> bytearray:
+        """Add what has arrived. Returns what belongs to no event, as far as it is known now."""
+        text = self._line + chunk
+        if self._is_first_line:
+            if text != _BOM and _BOM.startswith(text):
+                self._hold_line(text)
+                return bytearray()
+            self._is_first_line = False
+            text = text.removeprefix(_BOM)
+        searched = max(0, len(self._line) - 1)  # up to a CR
+        self._hold_line(b"")
+        idle, begin = bytearray(), 0
+        for end in _END_OF_LINE.finditer(text, searched):
+            idle += self._take(text[begin : end.start()], end[0])
+            begin = end.end()
+            if self.telling is not None:
+                break
+        self._hold_line(text[begin:])
+        return idle
+
+    def _hold_line(self, line: bytes) -> None:
+        del self.held[len(self.held) - len(self._line) :]
+        self._line = line
+        self.held += line
+
+    def _take(self, line: bytes, end: bytes) -> bytes:
+        """Take a whole line. Returns what turns out to belong to no event."""
+        is_within = len(self.held) > self._begin
+        if not is_within and (not line or line.startswith(b":")):
+            return line + end
+        self.held += line + end
+        if line:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value)
+            return b""
+        return self._end_event()
+
+    def _end_event(self) -> bytes:
+        """Read the event that has ended. Returns it if it is none, because it has no data."""
+        if not self._data:
+            idle = bytes(self.held[self._begin :])
+            del self.held[self._begin :]
+            return idle
+        event = _parsed(b"\n".join(self._data))
+        self._data.clear()
+        self._begin = len(self.held)
+        if not _is_preface(event):
+            self.telling = event
+        return b""
+
+
+def carries_data(line: bytes, chunk: bytes) -> tuple[bool, bytes]:
+    """Tell whether a chunk of a stream has data of an event in it, and with what its last line
+    begins if that has not ended.
+
+    `line` is what this has returned of the chunk before, empty at first.
+    """
+    text = line + chunk
+    begin = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+    return _DATA.search(text) is not None, text[begin : begin + _ENOUGH]
+
+
+def _parsed(data: bytes) -> _Event:
     """Return what an event says, an empty one if it says something else."""
-    data = _NAME.sub(b"", event, count=1).removeprefix(b"data:")
     try:
         return msgspec.json.decode(data, type=_Event)
     except (ValueError, RecursionError):

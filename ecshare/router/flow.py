@@ -134,7 +134,7 @@ class Flow:
             if answer is not None:
                 return answer
         except EngineError as failure:
-            if context.answer is not None or self._is_refused(failure):
+            if context.first_event_s is not None or self._is_refused(failure):
                 raise
             logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
             self._num_fallbacks += 1
@@ -199,7 +199,7 @@ class Flow:
             )
             _check_accepted(answer)
         except (EngineError, RefusalError) as failure:
-            if context.answer is not None or not self._may_be_wrong(encoded, failure):
+            if context.first_event_s is not None or not self._may_be_wrong(encoded, failure):
                 raise
             if not (encoded.was_known and may_repeat and self._may_encode_again(failure)):
                 raise
@@ -379,7 +379,7 @@ class Flow:
                 # Until the call holds its own lease: no other request may find the engine idle.
                 await asyncio.sleep(0)
             await asyncio.wait((prefilling, answering), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and call.context.answer is None:
+            if not answering.done() and call.context.first_event_s is None:
                 hand_over = prefilling.result()
                 if not plan.is_streamed(hand_over):
                     return plan.decode_request(request, hand_over)

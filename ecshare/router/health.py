@@ -3,8 +3,9 @@
 
 An engine owes a first byte for every request it has accepted. While it owes one and sends nothing
 at all, its /health is polled. The engine hangs if /health does not answer either, or if it stays
-silent for longer than its requests may wait: vLLM's /health may well answer while the GPU hangs. A
-hung engine gets no more requests, and those that wait for it move to another engine.
+silent for longer than its requests may wait: vLLM's /health may well answer while the GPU hangs,
+and so does its server send comments in streams. Neither is a sign of life. A hung engine gets no
+more requests, and those that wait for it move to another engine.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ class TimeLimits:
 
     total_s: float | None = None
     first_byte_s: float | None = None
-    """The wait for the first byte. Only requests with this limit detect hung engines."""
+    """The wait for the first byte of a whole answer, or for the first event of a stream. Only
+    requests with this limit detect hung engines."""
     is_last_resort: Callable[[], bool] = lambda: False
     """Whether no other engine could answer. The request then keeps waiting."""
 

@@ -17,10 +17,18 @@ from ecshare.router.accounts import Passed
 from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.client_request import Request, too_deep
 from ecshare.router.config import MIB, RouterConfig
-from ecshare.router.dialects import Dialect, dialect_of, error_body, error_event, restated
+from ecshare.router.dialects import (
+    Dialect,
+    dialect_of,
+    error_body,
+    error_event,
+    error_of,
+    restated,
+)
 from ecshare.router.engines import Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.prefilled import Turn
+from ecshare.router.trace import ENGINES_OWN
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +55,11 @@ class RequestContext:
     work: Work = Work()
     """What P has to do for it."""
     answer: web.StreamResponse | None = None
-    """The streamed answer, once it has begun. Later errors are sent as events of the stream."""
+    """The answer whose head the client has. Of a stream it may have nothing but comments besides:
+    another engine may still be asked, and goes on with it. Errors are sent as events of it."""
+    first_event_s: float | None = None
+    """When the first event of a stream was sent, in seconds of `time.monotonic`. From then on no
+    other engine may be asked."""
     passed_on: Passed = field(default_factory=Passed)
     """D's answer, as far as the client got it."""
     blobs: Blobs = field(default_factory=Blobs)
@@ -117,7 +129,7 @@ def request_middleware(config: RouterConfig) -> Middleware:
                 raise
             response = context.answer  # the client disconnected during a stream
         except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
-            response = _answer_of(error, request, config)
+            response = await _ended_with(_answer_of(error, request, config), context)
         if not response.prepared:
             response.headers.update(context.response_headers())
         if config.access_log:
@@ -137,8 +149,13 @@ def json_response(status: int, content: object) -> web.Response:
 
 
 async def send(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Return `response` when the client has taken it, all but a little at its end."""
+    """Return `response` when the client has taken it, all but a little at its end.
+
+    If the client has the head of a stream, an answer that is not streamed is an error for it.
+    """
     context = http[CONTEXT]
+    if isinstance(response, web.Response) and context.answer is not None:
+        return await _ended_with(response, context)
     if not response.prepared:
         response.headers.update(context.response_headers())
         context.answer = response  # the client may leave meanwhile
@@ -159,9 +176,25 @@ def verbatim(
 
 async def end_stream(context: RequestContext, error: ApiError) -> web.StreamResponse:
     """End a stream that has begun with an error event. It may have stopped within an event."""
+    context.error = error.kind
+    return await _end_with_event(context, error)
+
+
+async def _ended_with(response: web.Response, context: RequestContext) -> web.StreamResponse:
+    """Return `response`, or the stream that the client has the head of, ended with this error."""
+    if context.answer is None or isinstance(context.answer, web.Response):
+        return response
+    assert isinstance(response.body, bytes | bytearray)  # `verbatim` makes no other
+    context.error = context.error or ENGINES_OWN
+    try:
+        return await _end_with_event(context, error_of(response.status, response.body))
+    except ConnectionResetError:
+        return context.answer  # the client disconnected
+
+
+async def _end_with_event(context: RequestContext, error: ApiError) -> web.StreamResponse:
     answer = context.answer
     assert answer is not None
-    context.error = error.kind
     await answer.write(error_event(context.dialect, error))
     await answer.write_eof()
     return answer

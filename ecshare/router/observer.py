@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sees every request come and go, and each call of an engine on its way."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -91,6 +90,7 @@ class Observer:
     def _end(self, request: web.Request, route: str, status: int | None) -> None:
         trace, context = request[_TRACE], request[CONTEXT]
         trace.path, trace.avoided = tuple(context.path), tuple(context.avoided)
+        trace.first_byte_s = context.first_event_s
         trace.end(status, context.error)
         self._metrics.observe_request(route, trace)
         if self._spans is not None and trace.span is not None:
@@ -125,7 +125,7 @@ def _route(request: web.Request) -> str:
 
 
 async def _note_first_byte(request: web.Request, response: web.StreamResponse) -> None:
-    """Note that a streamed answer begins. Others are whole by then."""
+    """Note that a streamed answer begins, unless comments do. Others are whole by then."""
     trace = None if isinstance(response, web.Response) else request.get(_TRACE)
     if trace is not None:
-        trace.first_byte_s = time.monotonic()
+        trace.first_byte_s = request[CONTEXT].first_event_s

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -26,6 +26,7 @@ from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.events import carries_data
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
 from ecshare.router.memory import Reservation
@@ -45,6 +46,7 @@ _NEVER_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, 
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or requests
 # are written to connections that are being closed, and must be sent twice.
 _KEEP_IDLE_S = 4.0
+_EVENT = (b"data:", b"event:")
 _LEAST_S = 0.001  # 0 would be no limit
 _IS_REUSED: ContextVar[bool] = ContextVar("is_reused")
 """Whether the connection of the task's last request to an engine had served another one before."""
@@ -74,9 +76,15 @@ class Reply:
     """An engine's answer. Status and headers are known; the body may still arrive."""
 
     def __init__(
-        self, stage: Stage, response: aiohttp.ClientResponse, wait: PendingRequest | None = None
+        self,
+        stage: Stage,
+        response: aiohttp.ClientResponse,
+        wait: PendingRequest | None,
+        note_good: Callable[[], None],
     ) -> None:
+        """`note_good` is called when the engine has begun to serve the request."""
         self.stage = stage
+        self._note_good = note_good
         self.call: Call | None = None
         self._wait = wait
         self._response = response
@@ -84,11 +92,15 @@ class Reply:
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.retry_after = response.headers.get("Retry-After")
         self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
+        self._has_begun = not self.is_stream
         # Overload counts as failure: another engine or another path may succeed.
         self.failed = response.status >= 500 or response.status in (408, 429)
-        # The head of a stream arrives before any token is computed.
-        if not self.is_stream and response.status not in _DOWN:
-            self._heard()
+        # The head of a stream arrives before any token is computed, and so may comments in it.
+        if not self.is_stream:
+            if response.status not in _DOWN:
+                self._heard()
+            if not self.failed:
+                note_good()
 
     def failure(self) -> EngineError:
         """Return the error of an answer that `failed`."""
@@ -103,15 +115,31 @@ class Reply:
         if self._wait is not None:
             self._wait.note_received()
 
+    def begin(self, *, is_error: bool) -> None:
+        """Note that a stream has begun: with an error, or with a part of an answer. Its data are
+        signs of life from now on.
+        """
+        self._has_begun = True
+        self._heard()
+        if not is_error:
+            self._note_good()
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, unchanged.
 
         Raises:
             EngineError: it breaks off.
         """
+        line = b""
         try:
             async for chunk in self._response.content.iter_any():
-                self._heard()
+                has_data = True
+                if self.is_stream and (
+                    line or not (chunk.startswith(_EVENT) and chunk.endswith(b"\n"))
+                ):
+                    has_data, line = carries_data(line, chunk)
+                if has_data and self._has_begun:
+                    self._heard()
                 yield chunk
             self._heard()
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -259,11 +287,13 @@ class Relay:
                 engines.mark_failed(engine)
             else:
                 engines.mark_answered(engine)
-            reply = Reply(stage, response, wait)
-            if request is not None and not reply.failed:
-                engines.mark_good(engine)
+
+            def note_good() -> None:
+                if request is not None:
+                    engines.mark_good(engine)
+
             async with response:
-                yield reply
+                yield Reply(stage, response, wait, note_good)
 
     async def _requested(
         self,

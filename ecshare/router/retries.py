@@ -110,7 +110,7 @@ class Retries:
         """Return what `call` returns for an engine of the stage, and for another one if that fails.
 
         `may_move` tells whether another engine may be asked after a failure of this stage. Once
-        the client has part of an answer, none is.
+        the client has an event of an answer, none is.
 
         Raises:
             EngineError: no engine is available, the last one failed, or another stage did.
@@ -129,7 +129,9 @@ class Retries:
             try:
                 return await call(Attempt(engine, lambda: another() is None))
             except EngineError as failure:
-                may_be_asked = failure.may_move and context.answer is None and may_move(failure)
+                may_be_asked = (
+                    failure.may_move and context.first_event_s is None and may_move(failure)
+                )
                 if failure.stage is not stage or not may_be_asked:
                     raise
                 pool.mark_doubtful(engine)

@@ -42,6 +42,7 @@ VLLM_OPTIONS = {
     "--middleware",
     "--mm-processor-cache-gb",
     "--model",
+    "--sse-keep-alive-interval",
     "--tensor-parallel-size",
 }
 PIP_OPTIONS = {"--constraint"}
