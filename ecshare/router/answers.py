@@ -78,20 +78,20 @@ class Answers:
         async with self._relay.call(
             attempt.engine, path, payload, context.headers, limits
         ) as reply:
-            if reply.failed and not attempt.is_last():
+            if reply.failed and not attempt.is_last(reply.status):
                 raise reply.failure()
             if reply.is_stream:
                 chunks, client = reply.chunks(), _Client(call, reply.content_type)
                 opening = await read_opening(chunks, client.pass_on)
                 is_error = (opening.error_status or 0) >= 500
                 reply.begin(is_error=is_error)
-                if is_error and not attempt.is_last():
+                if is_error and not attempt.is_last(opening.error_status):
                     reason, status = "the stream begins with an error", opening.error_status
                     raise EngineError(Stage.DECODE, reason, reached=True, status=status)
                 self._count_answer(context, concurrent_stage)
                 return await self._stream(context, client, opening.content, chunks)
             body = await reply.read(call.reservation)
-            if lacks_model(reply, body) and not attempt.is_last():
+            if lacks_model(reply, body) and not attempt.is_last(reply.status):
                 raise reply.failure()
         self._count_answer(context, concurrent_stage)
         context.seconds[Stage.DECODE] = time.monotonic() - began_s

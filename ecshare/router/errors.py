@@ -11,6 +11,8 @@ from typing import Any
 
 from ecshare.router.engines import Stage
 
+GONE_STATUSES = (502, 503, 504)
+"""What a proxy answers, too, for an engine that is gone."""
 _TOO_MANY_REQUESTS = 429
 
 

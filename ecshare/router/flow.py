@@ -217,7 +217,7 @@ class Flow:
 
     def _may_encode_again(self, failure: EngineError | RefusalError) -> bool:
         # A report is refused once. Failures may go on, and must not multiply the load.
-        return isinstance(failure, RefusalError) or self.retry_budget.spend()
+        return isinstance(failure, RefusalError) or self.retry_budget.after(failure.status).spend()
 
     def _for_encode(self, client: ClientRequest) -> ClientRequest | None:
         """Return the request that E gets the media of; None: no E serves its model, or its
@@ -416,7 +416,7 @@ class Flow:
         has_embeddings = bool(call.client.items)
 
         async def by(attempt: Attempt) -> web.StreamResponse:
-            not_last = attempt._replace(is_last=lambda: False)  # D alone is tried after it
+            not_last = attempt._replace(is_last=_is_never_last)  # D alone is tried after it
             return await self._answers.by(not_last, call, request, concurrent_stage)
 
         def may_move(failure: EngineError) -> bool:
@@ -425,6 +425,10 @@ class Flow:
 
         work = decode_work(call.context.work, request)
         return await self._retries.run(Stage.DECODE, by, call.context, work, may_move)
+
+
+def _is_never_last(status: int | None = None) -> bool:
+    return False
 
 
 def _check_accepted(answer: web.StreamResponse | None) -> None:

@@ -298,7 +298,8 @@ OPTIONS = (
     Option(
         "--retry-share",
         "most requests, as a share of all, that are sent to another engine of the same stage "
-        "after one has failed them; 100 at once and one a second are allowed besides; 0: none",
+        "after one has failed them; 100 at once and one a second are allowed besides; 0: none. "
+        "Retries after answers such as 500, and all others, have a share each",
         "SHARE",
         share,
         default="0.2",

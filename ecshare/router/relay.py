@@ -25,7 +25,7 @@ from ecshare.router.blobs import Payload
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
-from ecshare.router.errors import EngineError, RefusalError
+from ecshare.router.errors import GONE_STATUSES, EngineError, RefusalError
 from ecshare.router.events import carries_data
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
@@ -41,7 +41,6 @@ _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _ANSWER_COST = 2
 """Bytes of memory for each byte of an answer: it is copied once more when it is sent."""
 _WHOLE_SECONDS = re.compile(r"[0-9]{1,3}|[1-3][0-9]{3}")
-_DOWN = (502, 503, 504)  # a proxy also answers these for an engine that is gone
 _NEVER_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError)
 # uvicorn, which serves vLLM, closes idle connections after 5 s. Close them earlier, or requests
 # are written to connections that are being closed, and must be sent twice.
@@ -97,7 +96,7 @@ class Reply:
         self.failed = response.status >= 500 or response.status in (408, 429)
         # The head of a stream arrives before any token is computed, and so may comments in it.
         if not self.is_stream:
-            if response.status not in _DOWN:
+            if response.status not in GONE_STATUSES:
                 self._heard()
             if not self.failed:
                 note_good()
@@ -283,7 +282,7 @@ class Relay:
                 )
             except (aiohttp.ClientError, TimeoutError, ValueError) as exc:  # a host that is no name
                 raise _not_sent(stage, engine, engines, exc) from exc
-            if response.status in _DOWN:
+            if response.status in GONE_STATUSES:
                 engines.mark_failed(engine)
             else:
                 engines.mark_answered(engine)

@@ -3,10 +3,10 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
-from ecshare.router.errors import EngineError
+from ecshare.router.errors import GONE_STATUSES, EngineError
 from ecshare.router.middleware import RequestContext
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ _PER_S = 1.0
 """Retries that are always allowed, so that light traffic is not without them."""
 
 
-class RetryBudget:
-    """Limits retries to a share of the requests, so that an outage does not multiply the load.
+class _Part:
+    """Limits some retries to a share of the requests, so that an outage does not multiply the load.
 
     Belongs to the event loop's thread.
     """
@@ -56,10 +56,6 @@ class RetryBudget:
         self.num_spent += 1
         return True
 
-    def status(self) -> dict[str, int]:
-        """Return counts for the status page."""
-        return {"made": self.num_spent, "refused": self.num_refused}
-
     def _fill(self, more: float) -> None:
         now_s = self._clock_s()
         if self._share:
@@ -68,12 +64,51 @@ class RetryBudget:
         self._filled_s = now_s
 
 
+class RetryBudget:
+    """One part is for retries after an engine's answer, such as a 500, one for all other retries.
+
+    A request may be the cause of such answers. Requests on which every engine fails must not use up
+    the retries that others need when an engine is gone.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
+        """`share` is that of each part: retries that each request allows, 0 for none at all."""
+        self._after_answers = _Part(share, clock_s)
+        self._others = _Part(share, clock_s)
+
+    def after(self, status: int | None) -> _Part:
+        """Return the part for a retry after an answer with `status`; None: there was none."""
+        is_answer = status is not None and status not in GONE_STATUSES
+        return self._after_answers if is_answer else self._others
+
+    def note_request(self) -> None:
+        """Add what one request allows."""
+        for each in (self._after_answers, self._others):
+            each.note_request()
+
+    def status(self) -> dict[str, int]:
+        """Return counts for the status page."""
+        both = self._after_answers, self._others
+        return {
+            "made": sum(each.num_spent for each in both),
+            "refused": sum(each.num_refused for each in both),
+        }
+
+
+class IsLast(Protocol):
+    """Tells whether no other engine of the stage would be asked if this one failed now: with an
+    answer of `status`, or without one.
+    """
+
+    def __call__(self, status: int | None = None) -> bool:
+        """`status` may be that of an error event."""
+
+
 class Attempt(NamedTuple):
     """One try at one engine."""
 
     engine: Engine
-    is_last: Callable[[], bool]
-    """Whether no other engine of the stage would be asked if this one failed now."""
+    is_last: IsLast
 
 
 def _anything(failure: EngineError) -> bool:
@@ -118,16 +153,19 @@ class Retries:
         pool = self._pools[stage]
         tried: list[Engine] = []
 
-        def another() -> Engine | None:
-            has_more = len(tried) < _MAX_ENGINES and self._budget.has_any
+        def another(status: int | None) -> Engine | None:
+            has_more = len(tried) < _MAX_ENGINES and self._budget.after(status).has_any
             return pool.choose(tried, work) if has_more else None
+
+        def is_last(status: int | None = None) -> bool:
+            return another(status) is None
 
         work = work if self._keeps_affinity else work._replace(key=b"")
         engine = self._first(stage, work)
         while True:
             tried.append(engine)
             try:
-                return await call(Attempt(engine, lambda: another() is None))
+                return await call(Attempt(engine, is_last))
             except EngineError as failure:
                 may_be_asked = (
                     failure.may_move and context.first_event_s is None and may_move(failure)
@@ -135,10 +173,10 @@ class Retries:
                 if failure.stage is not stage or not may_be_asked:
                     raise
                 pool.mark_doubtful(engine)
-                following = another()
+                following = another(failure.status)
                 if following is None and failure.status is None and len(tried) < _MAX_ENGINES:
                     following = self._resting(stage, work, tried)
-                if following is None or not self._budget.spend():
+                if following is None or not self._budget.after(failure.status).spend():
                     raise
                 logger.warning(
                     "request %s tries another %s: %s", context.request_id, stage, failure

@@ -207,13 +207,14 @@ async def test_what_encode_cannot_report_again_stays_known() -> None:
 
 def test_a_budget_is_a_share_of_requests_and_a_little() -> None:
     clock = Clock()
-    budget = RetryBudget(0.5, clock)
+    whole = RetryBudget(0.5, clock)
+    budget = whole.after(500)
     while budget.spend():
         pass
     assert (budget.num_spent, budget.num_refused) == (100, 1)
-    budget.note_request()
+    whole.note_request()
     assert not budget.has_any
-    budget.note_request()
+    whole.note_request()
     assert budget.spend()
     assert not budget.spend()
     clock.now_s = 2.0
@@ -222,6 +223,40 @@ def test_a_budget_is_a_share_of_requests_and_a_little() -> None:
     while budget.spend():
         pass
     assert budget.num_spent == 203
+
+
+def test_a_budget_for_what_requests_may_cause_is_apart() -> None:
+    budget = RetryBudget(0.5, Clock())
+    for status in (500, 429, 404):
+        while budget.after(status).spend():
+            pass
+    assert budget.status() == {"made": 100, "refused": 3}
+    for gone in (None, 502, 503, 504):
+        assert budget.after(gone).spend()
+    budget.note_request()
+    budget.note_request()
+    assert budget.after(500).spend()
+    assert not budget.after(500).spend()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_fail_everywhere_use_up_no_retries_of_others(stream: bool) -> None:
+    """Otherwise clients would notice that an engine is gone."""
+
+    async def by_content(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (failing(500) if "poison" in json.dumps(body) else decoded)(http, body)
+
+    async with fleet(0, 0, num_d=3) as f:
+        answer_all(f.decoders, by_content)
+        for _ in range(130):
+            status = (await f.post(chat({"type": "text", "text": "poison"}, stream=stream)))[0]
+            assert status.status == 500
+        made = (await f.health())[1]["retries"]["made"]
+        assert 100 <= made <= 130, "bounded as well"
+        f.decoders[0].answer = hang_up
+        asked = [f.post(chat(stream=stream)) for _ in range(60)]
+        assert {response.status for response, _ in await asyncio.gather(*asked)} == {200}
+        assert (await f.health())[1]["retries"]["made"] > made
 
 
 async def test_an_engine_that_fails_quickly_does_not_attract_requests() -> None:
