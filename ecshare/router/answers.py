@@ -44,7 +44,7 @@ class _Client:
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # nginx would hold the events back
             }
-            context.answer = web.StreamResponse(headers=headers | context.response_headers())
+            context.answer = web.StreamResponse(headers=headers | context.response_headers(200))
             await context.answer.prepare(self._call.http)
         return context.answer
 

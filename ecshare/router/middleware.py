@@ -98,10 +98,16 @@ class RequestContext:
         except RecursionError as exc:  # decoding just succeeded, and our fields add a level
             raise too_deep() from exc
 
-    def response_headers(self) -> dict[str, str]:
-        """Return the response headers as far as they are known now."""
+    def response_headers(self, status: int) -> dict[str, str]:
+        """Return the response headers as far as they are known now.
+
+        With an error they do not tell what was done, or was known before: engines may have refused
+        the client.
+        """
         # Hides the name and version of the HTTP library.
         shown = {"Server": "ecshare", "x-request-id": self.request_id}
+        if not 200 <= status < 300:
+            return shown
         if self.path:
             shown["x-ecshare-path"] = ",".join(self.path)
         if self.avoided:
@@ -131,7 +137,7 @@ def request_middleware(config: RouterConfig) -> Middleware:
         except Exception as error:  # noqa: BLE001 — whatever it is, the client gets JSON
             response = await _ended_with(_answer_of(error, request, config), context)
         if not response.prepared:
-            response.headers.update(context.response_headers())
+            response.headers.update(context.response_headers(response.status))
         if config.access_log:
             path, spent_ms = ",".join(context.path) or "-", (time.monotonic() - began_s) * 1000
             # The raw path: the decoded one may contain line breaks, and so forge log lines.
@@ -157,7 +163,7 @@ async def send(http: web.Request, response: web.StreamResponse) -> web.StreamRes
     if isinstance(response, web.Response) and context.answer is not None:
         return await _ended_with(response, context)
     if not response.prepared:
-        response.headers.update(context.response_headers())
+        response.headers.update(context.response_headers(response.status))
         context.answer = response  # the client may leave meanwhile
         await response.prepare(http)
     await response.write_eof()

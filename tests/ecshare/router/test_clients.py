@@ -182,3 +182,20 @@ async def test_each_key_is_asked_about_once_at_a_time_behind_requests() -> None:
     assert len(asked) == 2
     await known.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_client_that_engines_refuse_is_not_told_what_is_stored() -> None:
+    async with fleet() as f:
+        for engine in (f.e, f.p, f.d):
+            engine.key = GOOD["Authorization"]
+        for stages in ("encode,prefill,decode", "prefill,decode"):
+            response, _ = await f.post(chat(picture(PNG)), GOOD)
+            assert response.headers["x-ecshare-path"] == stages
+            assert "Server-Timing" in response.headers
+        told = []
+        for content in (PNG, PNG + b"another"):
+            response, body = await f.post(chat(picture(content)), BAD)
+            assert response.status == 401
+            told.append((sorted(response.headers), body))
+        assert told[0] == told[1]
+        assert not {"x-ecshare-path", "x-ecshare-avoided", "Server-Timing"} & set(told[0][0])
