@@ -65,7 +65,10 @@ async def read_opening(chunks: AsyncIterator[bytes], pass_on: PassOn) -> Opening
         if idle and num_passed_on + len(idle) <= _MAX_IDLE_BYTES:
             num_passed_on += len(idle)
             await pass_on(bytes(idle))
-    return Opening(bytes(events.held))
+    # A CR at the end of all is the end of a line.
+    idle = events.feed(b"\n") if events.held.endswith(b"\r") else bytearray()
+    status = None if events.telling is None else _error_status(events.telling)
+    return Opening(bytes(idle + events.held), status)
 
 
 class _FirstEvents:
@@ -86,13 +89,13 @@ class _FirstEvents:
     def feed(self, chunk: bytes) -> bytearray:
         """Add what has arrived. Returns what belongs to no event, as far as it is known now."""
         text = self._line + chunk
+        searched = max(0, len(self._line) - 1)  # up to a CR
         if self._is_first_line:
             if text != _BOM and _BOM.startswith(text):
                 self._hold_line(text)
                 return bytearray()
             self._is_first_line = False
-            text = text.removeprefix(_BOM)
-        searched = max(0, len(self._line) - 1)  # up to a CR
+            text, searched = text.removeprefix(_BOM), 0
         self._hold_line(b"")
         idle, begin = bytearray(), 0
         for end in _END_OF_LINE.finditer(text, searched):

@@ -75,6 +75,11 @@ async def test_an_error_is_seen_behind_the_role(before: bytes) -> None:
     assert (await opened(pieces(before, event({"error": {}})))).error_status == 500
 
 
+async def test_an_error_may_end_with_the_stream() -> None:
+    for end in ("\r\r", "\r\n\r", "\n\r"):
+        assert (await opened(pieces(event(ERROR, end)))).error_status == 500
+
+
 async def test_an_error_later_on_is_part_of_the_answer() -> None:
     opening = await opened(pieces(event(TOKEN) + event(ERROR)))
     assert opening.error_status is None
@@ -107,11 +112,25 @@ IDLE = [
 async def test_what_is_no_event_is_passed_on_and_is_no_answer(mark: bytes, idle: bytes) -> None:
     both = mark + idle
     single = [both[at : at + 1] for at in range(len(both))] if len(both) < 100 else [both]
-    for chunks in ([both], single, [mark, idle]):
+    for chunks in ([both], single, [mark, idle], [mark[:2], mark[2:] + idle]):
         opening, passed_on = await read(pieces(*chunks, event(ERROR), is_open=True))
         assert (b"".join(passed_on) + opening.content) == idle + event(ERROR)
         assert opening.error_status == 500
     assert (await read(pieces(idle + event(ERROR))))[0].error_status == 500
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_it_does_not_matter_how_a_stream_is_cut(end: bytes) -> None:
+    mark, error = b"\xef\xbb\xbf", [event(ERROR, ""), b"", b""]
+    before = [b": c", event(ROLE, ""), b"", b"id: 1", b"", b": c", b"event: error"]
+    for lines in ([mark, *before, *error], [mark, *error]):
+        stream = end.join(lines)
+        for at in range(1, len(stream)):
+            for size in (1, 2, 7, len(stream)):
+                chunks = stream[:at], stream[at : at + size], stream[at + size :]
+                opening, idle = await read(pieces(*chunks))
+                assert opening.error_status == 500
+                assert b"data" not in b"".join(idle)
 
 
 async def test_comments_do_not_wait_for_what_is_held_back() -> None:
