@@ -19,6 +19,9 @@ needs_guesses = pytest.mark.skipif(
 )
 # Earlier ones were not tried: P may look for an image only once.
 ANNOUNCES_AT_EVERY_ENDPOINT = VLLM >= (0, 32)
+needs_comments = pytest.mark.skipif(
+    VLLM < (0, 32), reason="vLLM keeps idle streams in use, by comments, since 0.32"
+)
 needs_hit_sources = pytest.mark.skipif(
     VLLM < (0, 32), reason="vLLM asks where cached tokens come from since 0.32"
 )
