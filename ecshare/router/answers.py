@@ -118,7 +118,8 @@ class Answers:
         passed_on.add(opening)
         answer = await client.stream()
         try:
-            await answer.write(opening)
+            if opening:  # empty: nothing came, or comments alone
+                await answer.write(opening)
             async for chunk in rest:
                 passed_on.add(chunk)
                 await answer.write(chunk)

@@ -157,6 +157,17 @@ async def test_comments_are_no_sign_of_life(healthy: bool) -> None:
             await until(lambda: f.is_left_out(bad))
 
 
+async def test_a_stream_of_comments_alone_ends_as_the_engine_ends_it() -> None:
+    async def end(http: web.Request, stream: Stream) -> None:
+        await stream.write_eof()
+
+    async with fleet(0, 0, num_d=2) as f:
+        idle = Idle(end)
+        answer_all(f.decoders, idle)
+        response, body = await streamed(f, idle.go_on, chat(stream=True))
+        assert (response.status, body, asked(f.decoders)) == (200, COMMENT, [0, 1])
+
+
 async def test_comments_do_not_show_that_an_engine_serves_again() -> None:
     async with fleet(0, 0) as f:
         decoders = f.router.pools[Stage.DECODE]
