@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import obstore
@@ -23,6 +24,7 @@ from ecshare.store.cloud_errors import (
     FOREIGN,
     InvalidKey,
     Misunderstood,
+    answered,
     mapped_errors,
     status_of,
 )
@@ -46,6 +48,7 @@ from ecshare.store.objects import (
 )
 from ecshare.store.s3_options import S3Plan
 from ecshare.store.secrets import masked_text
+from ecshare.store.statuses import Conflict
 from ecshare.store.threads import Threads, gather_all
 
 if TYPE_CHECKING:
@@ -242,7 +245,7 @@ class CloudStore:
 
     async def _next_page(self, pages: Any) -> Sequence[Any]:
         """Not in a thread: one could not be stopped, and a server may send empty pages for ever."""
-        with mapped_errors("a listing"):
+        with mapped_errors("a listing", finds=False):
             return await anext(pages, [])
 
     def _warn_of_key(self, prefix: str, key: str) -> None:
@@ -263,8 +266,7 @@ class CloudStore:
 
     def _first(self, key: Key, sink: Sink) -> "_Answer":
         """One GET for size and bytes: no HEAD first. Of a slow one the end is left."""
-        with mapped_errors(key):
-            first = _Answer(key, obstore.get(self._plain, key))
+        first = answered(key, partial(self._ask, key))
         with contextlib.closing(first):
             sink.begin(first.size)
             first.pour(sink, may_stop=self._ranges)
@@ -272,8 +274,7 @@ class CloudStore:
 
     def _rest(self, key: Key, first: "_Answer", sink: Sink) -> None:
         """Ask for all of it again; give `sink` what `first` has left."""
-        with mapped_errors(key):
-            again = _Answer(key, obstore.get(self._plain, key))
+        again = answered(key, partial(self._ask, key))
         with contextlib.closing(again):
             again.check_same(first)
             again.pour(sink, begin=first.at)
@@ -284,10 +285,8 @@ class CloudStore:
 
     def _open(self, key: Key, piece: ByteRange) -> "_Answer":
         """Ask for one piece; its bytes are on the way."""
-        byte_range = piece.start, piece.stop
         try:
-            with mapped_errors(key):
-                return _Answer(key, obstore.get(self._plain, key, options={"range": byte_range}))
+            return answered(key, partial(self._ask, key, {"range": (piece.start, piece.stop)}))
         except StoreUnavailable as exc:
             if "non-partial response" in str(exc.__cause__):
                 self._ranges = False
@@ -298,19 +297,20 @@ class CloudStore:
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
+    def _ask(self, key: Key, options: Any = None) -> "_Answer":
+        """Send a GET. Its errors are obstore's."""
+        return _Answer(key, obstore.get(self._plain, key, options=options))
+
     def _put(self, key: Key, body: Buffer, replace: bool) -> bool:
         for n, (store, mode) in enumerate(ways := self._puts):
-            how = "overwrite" if replace else mode
             try:
-                with mapped_errors(key):
-                    # One request: obstore has no create-only multipart upload.
-                    obstore.put(store, key, memoryview(body), use_multipart=False, mode=how)
-            except FileExistsError:
-                return False
+                is_written = self._send(store, key, body, "replace" if replace else mode)
             except Misunderstood:
                 if n == len(ways) - 1:
                     raise
                 continue
+            if not is_written:
+                return False
             if n and not replace:  # which would not show that create-only is understood
                 self._puts = ways[n:]
                 logger.info(
@@ -319,31 +319,53 @@ class CloudStore:
             return True
         raise AssertionError("the last way returns or raises")
 
+    def _send(
+        self, store: Cloud, key: Key, body: Buffer, how: Literal["create", "overwrite", "replace"]
+    ) -> bool:
+        """Write `body`, or return False: the object exists, and `how` is not "replace".
+
+        Some servers say 409 for "exists", others for "something was in the way": a HEAD decides.
+        """
+        mode: Any = "create" if how == "create" else "overwrite"
+        for is_last in (False, True):
+            try:
+                with mapped_errors(key, finds=False):
+                    # One request: obstore has no create-only multipart upload.
+                    obstore.put(store, key, memoryview(body), use_multipart=False, mode=mode)
+            except Conflict as exc:
+                if how == "create" and exc.says_exists:
+                    return False
+                with contextlib.suppress(StoreUnavailable):  # which would tell less than `exc`
+                    if how != "replace" and self._exists(key):
+                        return False
+                if is_last:
+                    raise
+            else:
+                return True
+        raise AssertionError("the last attempt returns or raises")
+
     def _exists(self, key: Key) -> bool:
         try:
-            with mapped_errors(key):
-                obstore.head(self._plain, key)
+            answered(key, partial(obstore.head, self._plain, key))
         except ObjectMissing:
             return False
         return True
 
     def _stat(self, key: Key) -> ObjectStat:
-        with mapped_errors(key):
-            meta = obstore.head(self._plain, key)
+        meta = answered(key, partial(obstore.head, self._plain, key))
         return ObjectStat(meta["size"], md5_of_etag(meta["e_tag"]))
 
     def _delete(self, keys: Sequence[Key]) -> None:
         try:
-            with mapped_errors(keys[0]):
-                obstore.delete(self._checked, keys)
+            answered(keys[0], partial(obstore.delete, self._checked, keys))
         except ObjectMissing:
             # S3 does not mind; others stop there, and what comes behind is not deleted yet.
             for key in keys if len(keys) > 1 else ():
                 self._delete([key])
         except Misunderstood:
             # Some servers know no request that deletes many; this store asks for one at a time.
-            with contextlib.suppress(ObjectMissing), mapped_errors(keys[0]):
-                obstore.delete(self._plain, keys)
+            with contextlib.suppress(ObjectMissing):
+                answered(keys[0], partial(obstore.delete, self._plain, keys))
 
 
 class _Answer:

@@ -3,7 +3,8 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from obstore import exceptions as foreign
 
@@ -15,16 +16,18 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.secrets import masked_text
+from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
+
+T = TypeVar("T")
 
 _LONGEST_SHOWN = 200
-_SERVER_ERRORS = range(500, 600)
-_TOO_MANY_REQUESTS = 429
 # obstore's own words for what became of a request that got no answer.
 _NO_ANSWER = re.compile(r"kind: (?:Timeout|Interrupted),|IncompleteMessage")
 _INVALID_KEY = re.compile(
     r'invalid path: (?:Error parsing )?Path "(.*?)"(?: contained|: )', re.DOTALL
 )
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"status code: (\d{3})((?: [A-Za-z-]+)*)")
+_ASKED = re.compile(r"Error performing [A-Z]+ (https?://[^/\s]+)")
 _ANSWER = re.compile(r"<Code>(\w+)</Code>\s*(?:<Message>([^<]{0,300}))?")
 _DENIED = {
     "AccessDenied", "AccountProblem", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId",
@@ -34,10 +37,6 @@ _DENIED = {
 
 _NO_BUCKET = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
 _ARCHIVED = {"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"}
-# Azure answers 409 to more than a create-only write of what is there.
-_OTHER_CONFLICTS = _ARCHIVED | {
-    "AccountBeingCreated", "ContainerBeingDeleted", "ContainerDisabled", "PublicAccessNotPermitted",
-}  # fmt: skip
 
 # Answered with 400 too, but it says nothing about what the server understands.
 _BROKEN_ON_THE_WAY = {
@@ -46,8 +45,9 @@ _BROKEN_ON_THE_WAY = {
 }  # fmt: skip
 
 MEANING: dict[type[Exception], type[Exception]] = {
-    foreign.AlreadyExistsError: FileExistsError,
-    foreign.PreconditionError: FileExistsError,
+    foreign.AlreadyExistsError: Conflict,
+    foreign.NotModifiedError: Conflict,
+    foreign.PreconditionError: Conflict,
     foreign.NotFoundError: ObjectMissing,
     FileNotFoundError: ObjectMissing,
     foreign.PermissionDeniedError: StoreDenied,
@@ -55,7 +55,6 @@ MEANING: dict[type[Exception], type[Exception]] = {
     foreign.GenericError: StoreUnavailable,
     foreign.InvalidPathError: StoreUnavailable,
     foreign.JoinError: StoreUnavailable,
-    foreign.NotModifiedError: StoreUnavailable,
     foreign.NotSupportedError: StoreUnavailable,
     foreign.UnknownConfigurationKeyError: StoreUnavailable,
     NotImplementedError: StoreUnavailable,
@@ -80,18 +79,33 @@ class Misunderstood(StoreUnavailable):
 
 
 @contextlib.contextmanager
-def mapped_errors(key: str) -> Iterator[None]:
-    """Turn what obstore raises into the errors of ecshare.
+def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
+    """Turn what obstore raises into the errors of ecshare; see statuses.py.
 
-    FileExistsError passes: it is the answer to a create-only write.
+    `finds`: the request is for an object that may be missing. A PUT, or a listing, is not.
+
+    Raises:
+        StoreError: obstore has failed.
     """
     try:
         yield
     except FOREIGN as exc:
-        raise _meant(exc, key) from exc
+        raise _meant(exc, key, finds=finds) from exc
 
 
-def _meant(exc: Exception, key: str) -> Exception:
+def answered(key: str, call: Callable[[], T]) -> T:
+    """Return what `call` does by obstore: a request for one object. After a conflict ask once more.
+
+    Raises:
+        StoreError: as `mapped_errors`.
+    """
+    with contextlib.suppress(Conflict), mapped_errors(key):
+        return call()
+    with mapped_errors(key):
+        return call()
+
+
+def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
     meaning = next(MEANING[kind] for kind in (*type(exc).__mro__, OSError) if kind in MEANING)
     status, answer = status_of(exc), _ANSWER.search(str(exc))
     code = answer[1] if answer else ""
@@ -101,33 +115,38 @@ def _meant(exc: Exception, key: str) -> Exception:
     if code in _NO_BUCKET:
         what = _NO_BUCKET[code]
         return StoreUnavailable(f"the {what} does not exist; make it first, or name another")
-    if meaning is ObjectMissing:
+    if meaning is ObjectMissing and finds:
         return ObjectMissing(f"no object {key}")
-    if meaning is FileExistsError and code not in _OTHER_CONFLICTS:
-        return FileExistsError(key)
-    if answer:
-        message = (answer[2] or "").partition("\n")[0].strip()  # Azure's goes on with a number
-        words = f"the store answered {status} {code}: {message or 'no more'}"
-    else:
-        words = str(exc).partition("\n")[0]
-    words = masked_text(words)
+    words = _words(exc, status, answer)
     if code in _ARCHIVED:  # of no use to anybody
         return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
         return StoreDenied(words)
+    if meaning is Conflict or status in CONFLICTS:
+        return Conflict(words, says_exists=says_exists(status, code))
     if code in _BROKEN_ON_THE_WAY:
         return StoreUnavailable(words)
     if status in (400, 405, 501) or isinstance(
         exc, NotImplementedError | foreign.NotSupportedError
     ):
         return Misunderstood(words)
-    return StoreBusy(words) if _may_pass(exc, status) else StoreUnavailable(words)
+    passes = bool(_NO_ANSWER.search(str(exc))) if status is None else may_pass(status)
+    return StoreBusy(words) if passes else StoreUnavailable(words)
 
 
-def _may_pass(exc: Exception, status: int | None) -> bool:
-    if status is None:
-        return bool(_NO_ANSWER.search(str(exc)))
-    return status in _SERVER_ERRORS or status == _TOO_MANY_REQUESTS
+def _words(exc: Exception, status: int | None, answer: re.Match[str] | None) -> str:
+    """What a person should read of `exc`: who answered what, or obstore's own words."""
+    said = str(exc)
+    # Not where the url is signed: obstore leaves it out.
+    store = f"the store at {asked[1]}" if (asked := _ASKED.search(said)) else "the store"
+    if answer:
+        message = (answer[2] or "").partition("\n")[0].strip()  # Azure's goes on with a number
+        words = f"{store} answered {status} {answer[1]}: {message or 'no more'}"
+    elif found := _STATUS.search(said):
+        words = f"{store} answered {found[1]}{found[2]}"
+    else:
+        words = said.partition("\n")[0]
+    return masked_text(words)
 
 
 def status_of(exc: BaseException | None) -> int | None:

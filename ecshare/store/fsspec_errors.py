@@ -2,7 +2,9 @@
 """What the exceptions of fsspec's filesystems mean. Any class may come."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 from ecshare.store.errors import (
     ObjectCorrupt,
@@ -13,9 +15,11 @@ from ecshare.store.errors import (
     StoreUnavailable,
 )
 from ecshare.store.secrets import masked_text
+from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
+
+T = TypeVar("T")
 
 _LONGEST_WORDS = 300
-_CREATE_REFUSED = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Of one object: S3 has moved it to an archive; it is shorter than expected.
 _UNUSABLE = {"InvalidObjectState", "InvalidRange"}
 _NO_BUCKET = "NoSuchBucket"
@@ -25,7 +29,6 @@ _BUSY = {
     "InternalError", "ReadTimeoutError", "ServerDisconnectedError", "ServiceUnavailable",
     "SlowDown", "TimeoutError",
 }  # fmt: skip
-_SERVER_ERRORS = range(500, 600)
 _DENIED = {
     "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "NoCredentialsError",
     "PartialCredentialsError", "SignatureDoesNotMatch", "403",
@@ -33,14 +36,16 @@ _DENIED = {
 
 
 @contextlib.contextmanager
-def mapped_errors(key: str) -> Iterator[None]:
-    """Turn any error of a filesystem in the body into those of ecshare.
+def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
+    """Turn any error of a filesystem in the body into those of ecshare; see statuses.py.
+
+    `finds`: the request is for an object that may be missing. A write is not.
 
     Raises:
-        FileExistsError: a create-only write found the object.
         ObjectMissing: there is no such object.
         ObjectUnreadable: it is a folder.
         ObjectCorrupt: this one object cannot be read.
+        Conflict: something was in the way.
         StoreDenied: credentials or permissions forbid it.
         StoreBusy: the fault may pass.
         StoreUnavailable: any other error.
@@ -49,35 +54,42 @@ def mapped_errors(key: str) -> Iterator[None]:
         yield
     except StoreUnavailable:
         raise
-    except FileNotFoundError as exc:
-        if _code(exc) == _NO_BUCKET:
-            words = "the bucket does not exist; make it first, or name another"
-            raise StoreUnavailable(words) from exc
-        raise ObjectMissing(f"no object {key}") from exc
-    except FileExistsError:
-        raise
+    # Any class may come: filesystems are third-party code over third-party clients.
     except Exception as exc:
-        # Any class may come: filesystems are third-party code over third-party clients.
-        if isinstance(exc, IsADirectoryError):
-            raise ObjectUnreadable(f"{key} cannot be read: {_words(exc)}") from exc
-        if _code(exc) in _UNUSABLE:
-            raise ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}") from exc
-        if _code(exc) in _CREATE_REFUSED:
-            raise FileExistsError(key) from exc
-        if isinstance(exc, PermissionError) or _code(exc) in _DENIED:
-            raise StoreDenied(f"the store refuses us: {_words(exc)}") from exc
-        words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
-        raise (StoreBusy if _may_pass(exc) else StoreUnavailable)(words) from exc
+        raise _meant(exc, key, finds=finds) from exc
 
 
-def _may_pass(exc: Exception) -> bool:
-    for each in (exc.__cause__, exc):
-        response = getattr(each, "response", None)
-        if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if status in _SERVER_ERRORS:
-                return True
-    return bool({_code(exc), type(exc.__cause__).__name__} & _BUSY)
+async def answered(key: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Return what `call` of a filesystem does with one object. After a conflict ask once more.
+
+    Raises:
+        StoreError: as `mapped_errors`.
+    """
+    with contextlib.suppress(Conflict), mapped_errors(key):
+        return await call()
+    with mapped_errors(key):
+        return await call()
+
+
+def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
+    code, status = _code(exc), _status(exc)
+    if code == _NO_BUCKET:
+        return StoreUnavailable("the bucket does not exist; make it first, or name another")
+    if finds and (isinstance(exc, FileNotFoundError) or status == HTTPStatus.NOT_FOUND):
+        return ObjectMissing(f"no object {key}")
+    if isinstance(exc, IsADirectoryError):
+        return ObjectUnreadable(f"{key} cannot be read: {_words(exc)}")
+    if code in _UNUSABLE:
+        return ObjectCorrupt(f"corrupt object: {key}: {_words(exc)}")
+    if isinstance(exc, PermissionError) or code in _DENIED:
+        return StoreDenied(f"the store refuses us: {_words(exc)}")
+    words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
+    if isinstance(exc, FileExistsError) or status in CONFLICTS:
+        # A filesystem's own word for it, unless it only translates what a server answered.
+        exists = says_exists(status, code) if status else isinstance(exc, FileExistsError)
+        return Conflict(words, says_exists=exists)
+    is_busy = may_pass(status) or {code, type(exc.__cause__).__name__} & _BUSY
+    return (StoreBusy if is_busy else StoreUnavailable)(words)
 
 
 def _words(exc: Exception) -> str:
@@ -85,8 +97,23 @@ def _words(exc: Exception) -> str:
     return masked_text(" ".join(str(exc).split()))[:_LONGEST_WORDS]
 
 
+def _response(exc: BaseException) -> dict[str, Any]:
+    """The answer of S3 behind an exception of s3fs, which itself says little more than EINVAL."""
+    for each in (exc.__cause__, exc.__context__, exc):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            return response
+    return {}
+
+
 def _code(exc: BaseException) -> str:
-    """The S3 error code behind an exception of s3fs, which itself says little more than EINVAL."""
-    response = getattr(exc.__cause__, "response", None) or getattr(exc, "response", None)
-    error = response.get("Error", {}) if isinstance(response, dict) else {}
-    return str(error.get("Code", type(exc).__name__))
+    """The code of an answer of S3; of another error its class."""
+    return str(_response(exc).get("Error", {}).get("Code", type(exc).__name__))
+
+
+def _status(exc: BaseException) -> int | None:
+    """The status of the answer behind an exception, if its client tells."""
+    status = _response(exc).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    # adlfs's, gcsfs's and aiohttp's.
+    found = (status, *(getattr(exc, name, None) for name in ("status_code", "code", "status")))
+    return next((each for each in found if isinstance(each, int)), None)

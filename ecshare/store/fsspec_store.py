@@ -25,7 +25,7 @@ from ecshare.store.errors import (
     ObjectUnreadable,
     StoreUnavailable,
 )
-from ecshare.store.fsspec_errors import mapped_errors
+from ecshare.store.fsspec_errors import answered, mapped_errors
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     Buffer,
@@ -37,6 +37,7 @@ from ecshare.store.objects import (
     md5_of_etag,
 )
 from ecshare.store.secrets import masked_text, masked_url
+from ecshare.store.statuses import Conflict
 from ecshare.store.threads import Threads, gather_all
 
 _S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
@@ -176,8 +177,7 @@ class FsspecStore:
         if self._s3:
             await self._stream(key, path, sink)
             return
-        with mapped_errors(key):
-            info = await self._call("info", path)
+        info = await self._ask(key, "info", path)
         if info.get("type") == "directory":
             raise ObjectUnreadable(f"{key} is not a file")
         size = info.get("size")
@@ -185,15 +185,14 @@ class FsspecStore:
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
         sink.begin(size)
         for part in cut(ByteRange(0, size), _PIECE_BYTES):
-            with mapped_errors(key):
-                piece = await self._call("cat_file", path, start=part.start, end=part.stop)
+            piece = await self._ask(key, "cat_file", path, start=part.start, end=part.stop)
             await self._write_piece(key, sink, part.start, piece, part.stop)
 
     async def _stream(self, key: Key, path: str, sink: Sink) -> None:
         """One request: the headers of the answer tell the size."""
         bucket, name, _ = self._fs.split_path(path)
-        with mapped_errors(key):
-            answer = await self._fs._call_s3("get_object", Bucket=bucket, Key=name)
+        ask = partial(self._fs._call_s3, "get_object", Bucket=bucket, Key=name)
+        answer = await answered(key, ask)
         body, size = answer["Body"], answer.get("ContentLength")
         try:
             if not isinstance(size, int):
@@ -225,16 +224,25 @@ class FsspecStore:
         path = self._path(key)
         # Most filesystems take nothing but bytes: this is the one copy that this store makes.
         value = body if isinstance(body, bytes) else bytes(body)
-        try:
-            with mapped_errors(key):
-                if self._atomic_writes:
-                    create_only = {} if replace else self._create_only
-                    await self._call("pipe_file", path, value, **create_only)
-                else:
-                    await self._write_and_move(path, value)
-        except FileExistsError:
-            return False
-        return True
+        create_only = self._create_only if self._atomic_writes and not replace else {}
+        for is_last in (False, True):
+            try:
+                with mapped_errors(key, finds=False):
+                    if self._atomic_writes:
+                        await self._call("pipe_file", path, value, **create_only)
+                    else:
+                        await self._write_and_move(path, value)
+            except Conflict as exc:
+                if create_only and exc.says_exists:
+                    return False
+                with contextlib.suppress(StoreUnavailable):  # which would tell less than `exc`
+                    if not replace and (await self.exists([key]))[0]:
+                        return False
+                if is_last:
+                    raise
+            else:
+                return True
+        raise AssertionError("the last attempt returns or raises")
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See ObjectStore."""
@@ -244,9 +252,8 @@ class FsspecStore:
             path = self._path(key)
             try:
                 async with limit:
-                    with mapped_errors(key):
-                        # Not `exists`: fsspec's answers False for a store that is down.
-                        found = await self._call("info", path)
+                    # Not `exists`: fsspec's answers False for a store that is down.
+                    found = await self._ask(key, "info", path)
             except ObjectMissing:
                 return False
             return bool(found.get("type", "file") == "file")
@@ -255,8 +262,7 @@ class FsspecStore:
 
     async def stat(self, key: Key) -> ObjectStat:
         """See ObjectStore. MD5s are known of s3fs and gcsfs."""
-        with mapped_errors(key):
-            found = await self._call("info", self._path(key))
+        found = await self._ask(key, "info", self._path(key))
         size = found.get("size")
         if not isinstance(size, int):
             raise StoreUnavailable(f"{key}: the filesystem does not say how large it is")
@@ -265,9 +271,8 @@ class FsspecStore:
     async def delete(self, keys: Sequence[Key]) -> None:
         """See ObjectStore."""
         for key in keys:
-            path = self._path(key)
-            with contextlib.suppress(ObjectMissing), mapped_errors(key):
-                await self._call("rm_file", path)
+            with contextlib.suppress(ObjectMissing):
+                await self._ask(key, "rm_file", self._path(key))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """See ObjectStore. What lies on one page of S3, or in one folder, is in memory at once."""
@@ -285,7 +290,7 @@ class FsspecStore:
         bucket, prefix, _ = self._fs.split_path(below)
         more: dict[str, str] = {}
         for _ in range(MOST_PAGES):
-            with mapped_errors("a listing"):
+            with mapped_errors("a listing", finds=False):
                 answer = await self._fs._call_s3(
                     "list_objects_v2", Bucket=bucket, Prefix=prefix, **more
                 )
@@ -353,6 +358,14 @@ class FsspecStore:
             with contextlib.suppress(Exception):
                 await self._call("rm_file", temporary)
             raise
+
+    async def _ask(self, key: Key, verb: str, *args: object, **options: object) -> Any:
+        """As `_call`, about one object, and once more after a conflict.
+
+        Raises:
+            StoreError: as `mapped_errors`.
+        """
+        return await answered(key, partial(self._call, verb, *args, **options))
 
     async def _call(self, verb: str, *args: object, **options: object) -> Any:
         """The filesystem's method, as a coroutine or in a thread."""

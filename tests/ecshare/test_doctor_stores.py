@@ -341,6 +341,18 @@ def test_a_server_that_is_not_well_is_asked_after(doctor: Doctor) -> None:
     assert "is the S3 server up" in problem
 
 
+@pytest.mark.parametrize("answer", [(409, "OperationAborted"), (412, "PreconditionFailed")])
+def test_a_store_in_conflict_is_a_sentence(doctor: Doctor, answer: tuple[int, str]) -> None:
+    status, code = answer
+    body = f"<Error><Code>{code}</Code><Message>Try again.</Message></Error>".encode()
+    with http_server((status, "application/xml", body)) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        found, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert found == 1
+    (problem,) = problems(text)
+    assert f"the store at {url} answered {status} {code}: Try again." in problem
+
+
 def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> None:
     body = (
         b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'
@@ -366,7 +378,7 @@ def test_a_refusal_without_words_is_not_quoted_raw(
         status, text = doctor(url="s3://bucket/x", storage_options=storage)
     assert status == 1
     (problem,) = problems(text)
-    assert problem.startswith("store: the server answered 403 Forbidden; check key and secret")
+    assert problem.startswith(f"store: the store at {url} answered 403 Forbidden; check key and")
     assert not class_names.search(text)
 
 
@@ -402,7 +414,7 @@ def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
 @pytest.mark.parametrize(
     ("methods", "words"),
     [
-        (("PUT",), "can be read, but not written: the store answered 403 AccessDenied"),
+        (("PUT",), r"can be read, but not written: the store at \S+ answered 403 AccessDenied"),
         (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
     ],
 )

@@ -428,6 +428,22 @@ def _torn(site: Site) -> Reply:
     return _put(site, half(site.asked.body))
 
 
+def _exists(reply: Reply) -> Fault:
+    """Somebody else has just stored the same object, and `reply` says so. Nothing is replaced."""
+
+    def fault(site: Site) -> Reply:
+        if "if-none-match" in site.asked.headers:
+            _put(site, site.asked.body)
+        return reply
+
+    return fault
+
+
+def _conflicts_now_and_then(site: Site) -> Reply:
+    is_refused = site.server.even_chance()
+    return refused(409, "ConditionalRequestConflict") if is_refused else honest(site)
+
+
 def _done_but_reset(site: Site) -> Reply:
     honest(site)
     return RESET
@@ -441,6 +457,10 @@ ANY: dict[str, Fault] = {
     "403": always(refused(403, "AccessDenied")),
     "skew": always(refused(403, "RequestTimeTooSkewed")),
     "no-bucket": always(refused(404, "NoSuchBucket")),
+    # These mean that something was in the way, whatever was asked.
+    "304": always(Reply(304)),
+    "409": always(refused(409, "OperationAborted")),
+    "412": always(Reply(412)),
     "moved": _moved_to_itself,
     "moved-away": always(replace(refused(301, "PermanentRedirect"), headers={"Location": NOBODY})),
     "flaky": _now_and_then,
@@ -496,8 +516,10 @@ DAMAGING = (
 """The GET faults that answer in good order, with other bytes than are stored."""
 
 PUT: dict[str, Fault] = {
-    "exists": always(refused(412, "PreconditionFailed")),
+    "exists": _exists(refused(412, "PreconditionFailed")),
+    "exists-by-409": _exists(refused(409, "Conflict")),
     "conflict": always(refused(409, "ConditionalRequestConflict")),
+    "conflict-now-and-then": _conflicts_now_and_then,
     "bad-digest": always(refused(400, "BadDigest")),
     "not-implemented": always(refused(501, "NotImplemented")),
     "full": always(refused(507, "InsufficientStorage")),
@@ -506,6 +528,8 @@ PUT: dict[str, Fault] = {
     "torn": _torn,
     "done-but-reset": _done_but_reset,
 }
+LIES = ("put:lost", "put:torn")
+"""The server says that it has stored an object, and has not: nobody can know before it is read."""
 HEAD: dict[str, Fault] = {
     "everything": always(Reply(200, bytes(100), {"ETag": etag_of(b""), "Last-Modified": DATE})),
     "missing": always(refused(404, "NoSuchKey")),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer engines over a bad S3 server, and what must hold whatever it answers.
 
-No byte that is given out is wrong; no job hangs; `close` returns; no good object leaves the store;
-saves that fail cost no loads; and soon after the server is well again, so are loads and saves.
+What was saved is in the bucket; no byte that is given out is wrong; no job hangs; `close` returns;
+no good object leaves the store; saves that fail cost no loads; and soon after the server is well
+again, so are loads and saves.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
 from ecshare.transfer.staging import Staging
 from tests.engines.chat import wait_until
-from tests.faults.bad_s3 import BUCKET, BadS3, Stored, bad_s3, modes
+from tests.faults.bad_s3 import BUCKET, LIES, BadS3, Stored, bad_s3, modes
 
 IO_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 4.0
@@ -179,6 +180,16 @@ class World:
     def is_stored(self, name: str) -> bool:
         return any(_plain(key) == key_of(name) for key in tuple(self.server.objects))
 
+    def check_stored(self, names: Sequence[str], saved: Sequence[Done[Any]]) -> None:
+        """Each save that ended well is in the bucket, byte for byte."""
+        ended = {done.job.key: done.outcome for done in saved if isinstance(done.job, Put)}
+        assert len(ended) == len(names)
+        for name in names:
+            if ended[key_of(name)] is Outcome.OK:
+                held = self.server.objects.get(f"cache/{key_of(name)}")
+                assert held is not None, f"{name} counts as saved, and is not in the bucket"
+                assert held.body[PROLOGUE_BYTES:] == tensor_of(name).numpy().tobytes()
+
     def replace(self, name: str, stored: Stored) -> None:
         """As if somebody had damaged it in the store."""
         assert self.is_stored(name)
@@ -203,8 +214,10 @@ def check_jobs(at: World, mode: str) -> None:
     with at.engine() as engine:
         at.start_up(engine)
         at.server.faults = modes(mode)
-        # More than open a breaker.
-        at.save(engine, *(at.new_name() for _ in range(6)))
+        names = [at.new_name() for _ in range(6)]  # more than open a breaker
+        saved = at.save(engine, *names)
+        if mode not in LIES:
+            at.check_stored(names, saved)
         loaded = at.load(engine, *ASKED)
         if mode.startswith("put:") and " " not in mode:
             assert loaded == {Outcome.OK: len(ASKED)}, "saves that fail cost loads"

@@ -44,6 +44,9 @@ ALL_AT_ONCE = [
     "get:403 head:403 put:403 list:403 delete:403",
     "get:hang head:hang put:hang list:hang",
     "get:skew head:skew put:skew list:skew",
+    "get:304 head:304 put:304 list:304 delete:304",
+    "get:409 head:409 put:409 list:409 delete:409",
+    "get:412 head:412 put:412 list:412 delete:412",
 ]
 # Whether an object is damaged in the store is asked by HEAD.
 BOTH_WAYS = [

@@ -23,6 +23,7 @@ from ecshare.store.fsspec_store import FsspecStore, modified_s, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
+from ecshare.store.statuses import Conflict
 from tests.ecshare.store.conftest import Bucket
 from tests.ecshare.store.scripted import DATED, serving
 
@@ -33,15 +34,24 @@ LIMIT = 1 << 30
 class BotoError(Exception):
     """Shaped as botocore's ClientError is."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, status: int = 400) -> None:
         super().__init__(code)
-        self.response = {"Error": {"Code": code}}
+        metadata = {"HTTPStatusCode": status}
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": metadata}
 
 
-def through_s3fs(code: str, kind: type[OSError] = OSError) -> OSError:
+def through_s3fs(code: str, kind: type[OSError] = OSError, status: int = 400) -> OSError:
     error = kind(22, "words")
-    error.__cause__ = BotoError(code)
+    error.__cause__ = BotoError(code, status)
     return error
+
+
+class HttpError(Exception):
+    """Shaped as gcsfs's is."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"{code}")
+        self.code = code
 
 
 @pytest.mark.parametrize(
@@ -49,9 +59,13 @@ def through_s3fs(code: str, kind: type[OSError] = OSError) -> OSError:
     [
         (FileNotFoundError("x"), ObjectMissing),
         (PermissionError("x"), StoreDenied),
-        (through_s3fs("PreconditionFailed"), FileExistsError),
-        (through_s3fs("412"), FileExistsError),
-        (FileExistsError("x"), FileExistsError),
+        (through_s3fs("PreconditionFailed", status=412), Conflict),
+        (through_s3fs("ConditionalRequestConflict", status=409), Conflict),
+        (through_s3fs("BucketAlreadyExists", FileExistsError, 409), Conflict),
+        (FileExistsError("x"), Conflict),
+        (HttpError(409), Conflict),
+        (HttpError(503), StoreBusy),
+        (HttpError(400), StoreUnavailable),
         (through_s3fs("ExpiredToken"), StoreDenied),
         (BotoError("AccessDenied"), StoreDenied),
         (through_s3fs("SlowDown"), StoreBusy),
@@ -70,6 +84,22 @@ def test_whatever_a_filesystem_raises_is_mapped(foreign: Exception, ours: type[E
         raise foreign
     assert type(caught.value) is ours
     assert caught.value is foreign or caught.value.__cause__ is foreign
+
+
+@pytest.mark.parametrize(
+    ("foreign", "exists"),
+    [
+        (FileExistsError("x"), True),  # a filesystem's own word
+        (through_s3fs("PreconditionFailed", status=412), True),
+        (through_s3fs("412", status=412), False),
+        (through_s3fs("BucketAlreadyExists", FileExistsError, 409), False),
+        (through_s3fs("ConditionalRequestConflict", status=409), False),
+    ],
+)
+def test_only_some_say_that_the_object_exists(foreign: Exception, exists: bool) -> None:
+    with pytest.raises(Conflict) as caught, mapped_errors(KEY, finds=False):
+        raise foreign
+    assert caught.value.says_exists is exists
 
 
 def test_our_own_errors_and_cancellation_pass() -> None:

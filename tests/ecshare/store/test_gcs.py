@@ -138,7 +138,7 @@ async def test_what_the_server_answers_is_mapped(gcs: GCS) -> None:
     await store.close()
     gcs.refuses = True
     store = open_store(gcs_config(gcs), "options")
-    with pytest.raises(StoreDenied, match="the store answered 403 AccessDenied: Words"):
+    with pytest.raises(StoreDenied, match=r"http:\S+ answered 403 AccessDenied: Words"):
         await probe(store, write=True)
     await store.close()
 

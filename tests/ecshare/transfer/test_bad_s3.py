@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Some of what `make test-faults` tries on an S3 server that answers wrongly: see tests/faults."""
 
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.bad_s3 import flipped, half
-from tests.faults.bad_stores import NO_MD5, World, check_damaged, check_jobs, key_of, world
+from ecshare.transfer.jobs import Outcome
+from tests.faults.bad_s3 import flipped, half, modes
+from tests.faults.bad_stores import ASKED, NO_MD5, World, check_damaged, check_jobs, key_of, world
 
 MODES = [
     "get:web-page-with-etag",
@@ -14,7 +16,10 @@ MODES = [
     "get:flipped",
     "get:another",
     "get:503",
+    "get:409",
     "put:403",
+    "put:exists",
+    "put:conflict",
     "put:full",
 ]
 
@@ -28,6 +33,21 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize("mode", MODES)
 def test_whatever_it_answers_costs_hits_and_no_more(at: World, mode: str) -> None:
     check_jobs(at, mode)
+
+
+@pytest.mark.parametrize("status", ["304", "409", "412"])
+def test_a_conflict_is_a_failure_of_which_the_breaker_hears(
+    at: World, status: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    at.begin()
+    with at.engine() as engine:
+        at.start_up(engine)
+        at.server.faults = modes(f"get:{status} head:{status} put:{status}")
+        for _ in range(2):
+            assert not at.load(engine, *ASKED)[Outcome.OK]
+            at.save(engine, at.new_name(), at.new_name())
+        assert engine.open_breakers == {"read", "write"}
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("etag", ["", NO_MD5], ids=["its own etag", "an etag that is no md5"])

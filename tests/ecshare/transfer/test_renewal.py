@@ -18,6 +18,7 @@ from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 from lab.servers.s3 import SeaweedFS
 from tests.expiry import renew_often
+from tests.faults.bad_s3 import BUCKET, Stored, bad_s3, modes
 from tests.waiting import wait_until
 
 FACTS = {"model": "qwen", "weights": "aa"}
@@ -197,6 +198,20 @@ def test_who_may_not_replace_says_that_what_is_there_is_damaged(
     (store / MANIFEST).write_text("{}")
     start(str(store))
     assert "cannot store the manifest" in caplog.text
+
+
+@pytest.mark.parametrize("refusal", ["conflict", "412", "304"])
+def test_what_was_refused_does_not_count_as_written(
+    start: Start, caplog: pytest.LogCaptureFixture, refusal: str
+) -> None:
+    """409 and 412 are no word for "it exists" in answer to a write that replaces."""
+    with bad_s3() as server:
+        options = {"storage_options": server.storage_options, "io_timeout_s": 2.0}
+        start(f"s3://{BUCKET}", **options).close()
+        server.objects[MANIFEST] = Stored.of(b"damaged")
+        server.faults = modes(f"put:{refusal}")
+        start(f"s3://{BUCKET}", **options).close()
+    assert "cannot store the manifest and the size mark" in caplog.text
 
 
 @pytest.mark.usefixtures("often")

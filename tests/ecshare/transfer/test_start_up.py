@@ -58,6 +58,18 @@ def full(asked: Asked) -> None:
         well(asked)
 
 
+def conflict(asked: Asked) -> None:
+    asked.say_error(409, "OperationAborted")
+
+
+def unmet(asked: Asked) -> None:
+    asked.say_error(412, "PreconditionFailed")
+
+
+def unchanged(asked: Asked) -> None:
+    asked.say(304)
+
+
 def breaks_off(asked: Asked) -> None:
     asked.close_connection = True
 
@@ -81,7 +93,7 @@ def test_a_store_that_hiccups_at_start_is_asked_again(
     assert "does not serve now" not in caplog.text
 
 
-@pytest.mark.parametrize("answer", [busy, hangs, breaks_off, full])
+@pytest.mark.parametrize("answer", [busy, conflict, unmet, unchanged, hangs, breaks_off, full])
 def test_an_engine_starts_without_a_store_that_cannot_serve_and_uses_it_later(
     answer: Answer,
     tmp_path: Path,

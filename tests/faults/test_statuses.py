@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every HTTP status from 300 to 599, for each kind of request, on each road to a bucket."""
+
+import pytest
+
+from tests.ecshare.store.test_statuses import ROADS, check_refusals, have_clients_ask_once
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.mark.parametrize("road", ROADS)
+async def test_no_refusal_counts_as_done_and_nothing_but_a_store_error_comes_out(
+    road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_clients_ask_once(monkeypatch)
+    await check_refusals(road, range(300, 600))
