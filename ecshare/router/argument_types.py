@@ -92,7 +92,7 @@ def store(text: str) -> StoreConfig:
     """Return where a store is, from its url or the JSON of its options."""
     try:
         options = msgspec.json.decode(text) if text.startswith("{") else {"url": text}
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"the store's options are no JSON: {exc}") from exc
     return parse(StoreConfig, options, "the store")
 

@@ -228,8 +228,13 @@ def _is_row(value: Any) -> bool:
     return (
         isinstance(value, list)
         and 0 < len(value) <= _MAX_METADATA_VALUES
-        and all(type(number) in (int, float) for number in value)
+        and all(_is_number(each) for each in value)
     )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a tensor could hold it: JSON has integers of any length."""
+    return type(value) is float or (type(value) is int and -(1 << 63) <= value < 1 << 63)
 
 
 def reported_hand_over(answer: Request) -> Request | None:

@@ -160,7 +160,7 @@ def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | No
 
     Raises:
         ValueError: the slab is not 4,096 bytes plus the payload that `spec` describes, or the
-            attributes do not fit into the prologue.
+            attributes do not fit into the prologue, or have too many levels.
     """
     raw = slab.cast("B") if slab.format != "B" or slab.ndim != 1 else slab
     problem = invalid_reason(spec)
@@ -309,8 +309,16 @@ def _signed_fields(spec: TensorSpec, metadata: _Metadata) -> bytes:
 
 
 def _json(value: JSON) -> str:
-    """One text per value: sorted keys, no blanks, ASCII. ValueError for NaN and infinity."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """One text per value: sorted keys, no blanks, ASCII.
+
+    Raises:
+        ValueError: it has NaN, infinity, or so many levels that Python cannot write what msgspec
+            has read.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise ValueError("its attributes have too many levels") from None
 
 
 def _checksum(signed: bytes, payload: memoryview) -> str:

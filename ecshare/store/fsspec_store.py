@@ -283,7 +283,11 @@ class FsspecStore:
                 for entry in page:
                     key = str(entry["name"]).removeprefix(self._root).lstrip("/")
                     if is_safe_key(key):
-                        yield ObjectInfo(Key(key), int(entry.get("size") or 0), modified_s(entry))
+                        with mapped_errors(key):  # it may have any size and date
+                            found = ObjectInfo(
+                                Key(key), int(entry.get("size") or 0), modified_s(entry)
+                            )
+                        yield found
 
     async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
         """Yield page after page: s3fs itself would bring them all, which takes minutes."""

@@ -82,7 +82,8 @@ class Gaps:
             sealed = unseal(body, name, integrity=self._integrity)
         except ObjectCorrupt:
             return False
-        noted_s = sealed.spec.attributes.get(_TIME)
+        noted_s, now_s = sealed.spec.attributes.get(_TIME), self._clock_s()
         if not isinstance(noted_s, int | float):
             return False
-        return abs(self._clock_s() - noted_s) <= _VALID_S
+        # Compared, not subtracted: it may be an integer that no float can hold.
+        return now_s - _VALID_S <= noted_s <= now_s + _VALID_S

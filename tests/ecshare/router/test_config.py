@@ -73,6 +73,7 @@ def test_a_store_may_have_options() -> None:
         ('{"url": "s3://bucket", "epok": "2"}', "the store.epok: unknown option"),
         ('{"epoch": "2"}', "the store.url: missing"),
         ('{"url": "s3://bucket"', "the store's options are no JSON"),
+        ('{"url": ' + "[" * 5000, "the store's options are no JSON"),
     ],
 )
 def test_a_wrong_store_is_named(

@@ -173,6 +173,8 @@ def test_an_encoders_report_is_taken_whatever_its_key() -> None:
         report(metadata={"image_grid_thw": []}),
         report(metadata={"image_grid_thw": [[1, 2, 3]]}),
         report(metadata={"image_grid_thw": [True]}),
+        report(metadata={"image_grid_thw": [1 << 63]}),
+        report(metadata={"image_grid_thw": [-(10**400)]}),
         report(metadata={"image_grid_thw": [1] * 65_537}),
         report(metadata={f"f{n}": [1] for n in range(17)}),
     ],

@@ -127,6 +127,31 @@ def test_a_time_nobody_knows_is_the_beginning_of_time() -> None:
     assert modified_s({"size": 3}) == 0.0
 
 
+class Odd(MemoryFileSystem):  # type: ignore[misc]
+    """A filesystem that says anything of what it lists."""
+
+    protocol = "odd"
+    says: dict[str, Any] = {}  # noqa: RUF012 — a test sets it
+
+    def ls(self, path: str, **options: Any) -> list[dict[str, Any]]:
+        return [each | self.says for each in super().ls(path, **options)]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [{"size": "many"}, {"size": float("inf")}, {"mtime": 10**400}],
+)
+async def test_an_odd_entry_of_a_listing_is_a_failure_of_the_store(
+    says: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Odd, "says", says)
+    store = FsspecStore(Odd(), f"/{uuid.uuid4().hex}", atomic_writes=True)
+    await store.put(KEY, b"body")
+    with pytest.raises(StoreUnavailable):
+        _ = [each async for each in store.list("")]
+    await store.close()
+
+
 class Unwell(MemoryFileSystem):  # type: ignore[misc]
     """A filesystem whose store is down."""
 

@@ -112,20 +112,23 @@ def test_what_was_promised_is_waited_for_whatever_a_note_says(start: Engines) ->
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        note_of(KEY, time.time() - 1e4),
-        note_of(KEY, time.time() + 1e4),
-        note_of(KEY, "now"),
-        note_of(KEY, None),
-        note_of(OTHER, time.time()),
-        b"",
-        b"\0" * PROLOGUE_BYTES,
-        note_of(KEY, time.time()) + b"\0" * (1 << 20),
-    ],
-    ids=["old", "of the future", "text", "nothing", "another's", "empty", "zeros", "large"],
-)
+OTHER_NOTES = {
+    "old": note_of(KEY, time.time() - 1e4),
+    "of the future": note_of(KEY, time.time() + 1e4),
+    "text": note_of(KEY, "now"),
+    "nothing": note_of(KEY, None),
+    "true": note_of(KEY, True),
+    "more than a float holds": note_of(KEY, 10**400),
+    "less than a float holds": note_of(KEY, -(10**400)),
+    "the largest": note_of(KEY, 1.7e308),
+    "another's": note_of(OTHER, time.time()),
+    "empty": b"",
+    "zeros": b"\0" * PROLOGUE_BYTES,
+    "large": note_of(KEY, time.time()) + b"\0" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("body", OTHER_NOTES.values(), ids=OTHER_NOTES)
 def test_other_notes_do_not_count(start: Engines, tmp_path: Path, body: bytes) -> None:
     write(tmp_path, body)
     engine = start()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,11 +15,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecshare.store import format as stored_format
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity, open_integrity
-from ecshare.store.keys import Kind, object_key
+from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Outcome, Put, StoredObject, Tier
 from ecshare.transfer.packing import Packing
@@ -94,6 +96,28 @@ def forged(payload: bytes, **changes: Any) -> memoryview:
     return body
 
 
+def forged_deep(levels: int) -> memoryview:
+    """With attributes that `seal` itself would not write."""
+    deep = f'{{"a":{"[" * levels}{"]" * levels}}}'
+    of = f'{{"dtype":"BF16","shape":[1000],"attributes":{deep}}}'
+    body = memoryview(bytearray(PROLOGUE_BYTES) + SOUND)
+    spec = TensorSpec("U8", (len(SOUND),))
+    metadata = stored_format._Metadata(
+        format=str(FORMAT_VERSION),
+        key=str(KEY),
+        checksum="",
+        attributes=f'{{"packed":"zstd","of":{of}}}',
+        producer="1",
+    )
+    metadata.checksum = stored_format._checksum(
+        stored_format._signed_fields(spec, metadata), body[PROLOGUE_BYTES:]
+    )
+    tensor = stored_format._Tensor(dtype="U8", shape=spec.shape, data_offsets=(0, len(SOUND)))
+    header = msgspec.json.encode(stored_format._Header(metadata=metadata, tensor=tensor))
+    body[:PROLOGUE_BYTES] = (4088).to_bytes(8, "little") + header.ljust(4088)
+    return body
+
+
 def frame(count: int, *, tells: bool = True) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=tells).compress(bytes(count))
 
@@ -144,6 +168,17 @@ def test_false_bytes_are_refused(payload: bytes) -> None:
 def test_false_facts_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ObjectCorrupt, match="it is packed, and"):
         unpacked(forged(SOUND, **changes))
+
+
+def test_attributes_of_any_number_of_levels_give_an_object_or_are_refused() -> None:
+    """What can be read cannot always be written: that takes more of Python's stack."""
+    refused = []
+    for levels in range(900, 1000):
+        try:
+            unpacked(forged_deep(levels))
+        except ObjectCorrupt as exc:
+            refused.append(str(exc))
+    assert any("too many levels" in each for each in refused)
 
 
 @given(st.integers(0, len(SOUND) - 1), st.integers(1, 255))
