@@ -31,6 +31,7 @@ from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import StreamingChecksum
 from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import (
+    check_still_private,
     default_roots,
     fitting,
     floor_bytes,
@@ -290,7 +291,10 @@ class HostCache:
 
         Least first. The smallest counts for all: each evicts down to its own.
         """
-        return sorted(declared_limits(self.root) - {self.limit_bytes})
+        with contextlib.suppress(OSError):
+            check_still_private(self.root)
+            return sorted(declared_limits(self.root) - {self.limit_bytes})
+        return []
 
     @property
     def floor_bytes(self) -> int:
@@ -301,6 +305,7 @@ class HostCache:
         """Return the entry, pinned, or None."""
         path = self._path(key)
         try:
+            check_still_private(self.root)
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
@@ -377,6 +382,7 @@ class HostCache:
         """
         name = os.path.basename(self._path(key))
         try:
+            check_still_private(self.root)
             return Claim.take(
                 f"{self.root}/{_CLAIMS_NAME}", f"{name}.{purpose}" if purpose else name
             )
@@ -413,8 +419,10 @@ class HostCache:
                     self._reserve(draft)
             except FileNotFoundError as exc:
                 failure = exc
+                # Session clean-up takes folders out of /dev/shm. If somebody else has put something
+                # there, the next try says so.
                 with contextlib.suppress(ConfigError):
-                    make_private(self.root)  # session clean-up takes folders out of /dev/shm
+                    make_private(self.root)
             except OSError as exc:
                 failure = exc
                 if exc.errno not in _FULL:

@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -166,14 +167,29 @@ def make_private(root: Path) -> None:
         ) from exc
 
 
-def check_private(root: Path) -> None:
+def check_still_private(root: str | Path) -> None:
+    """Check once more, before a use of the running cache, what `check_private` has found at start.
+
+    A clean-up may remove the folder, and somebody else may then put a link under its name. Nobody
+    else can do that while the folder is there: its parent is sticky, or theirs alone.
+
+    Raises:
+        OSError: it is not private any more, or is gone.
+    """
+    try:
+        check_private(root)
+    except ConfigError as exc:
+        raise PermissionError(errno.EPERM, str(exc)) from None
+
+
+def check_private(root: str | Path) -> None:
     """Check that the existing folder `root` is private to this user.
 
     Raises:
         ConfigError: it is not a folder, or others own it or may enter it.
         OSError: it cannot be examined, e.g. because it does not exist.
     """
-    status = root.lstat()
+    status = os.lstat(root)
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
         raise ConfigError(f"host_cache_dir: {root} is {kind}; name a real folder")

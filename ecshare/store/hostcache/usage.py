@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ecshare.store.hostcache.folder import check_still_private
+
 _COUNTER = struct.Struct("<qq")
 _COUNTER_NAME = ".used"
 # A process that holds the counter for so long was stopped: it is held for a few milliseconds.
@@ -179,6 +181,8 @@ class HostLock:
 
     def attempt(self) -> int | None:
         """As `take`, without waiting. None: somebody holds the lock."""
+        # All that changes the folder first takes a lock in it.
+        check_still_private(os.path.dirname(self._path))
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

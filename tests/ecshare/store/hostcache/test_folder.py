@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -130,6 +131,42 @@ def test_a_link_or_a_file_is_refused(root: Path, tmp_path: Path) -> None:
     root.write_text("")
     with pytest.raises(ConfigError, match="host_cache_dir: .* is not a folder"):
         HostCache(root, KIB)
+
+
+@pytest.mark.parametrize("squats", ["a link", "a folder"])
+def test_what_is_put_in_place_of_a_running_cache_is_not_used(
+    root: Path, tmp_path: Path, squats: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a clean-up has removed the folder: nothing is read, written or removed there."""
+    cache, elsewhere = HostCache(root, 1 << 20), tmp_path / "elsewhere"
+    planted = HostCache(elsewhere, 1 << 20).publish(KEY, b"planted")
+    assert planted is not None
+    planted.close()
+    (elsewhere / ".limits" / "123").touch()
+    shutil.rmtree(root)
+    if squats == "a link":
+        root.symlink_to(elsewhere)
+    else:
+        elsewhere = shutil.copytree(elsewhere, root)
+        root.chmod(0o755)
+    before = {path: path.lstat() for path in [elsewhere, *elsewhere.rglob("*")]}
+    assert cache.open(KEY) is None
+    assert cache.publish(KEY, b"ours") is None
+    claim = cache.claim(KEY)
+    assert claim is not None, "who cannot share the claim fetches on its own"
+    draft = cache.receive(KEY, 100)
+    draft.begin(4)
+    draft.write(0, b"ours")
+    assert bytes(draft.body) == b"ours", "in private memory"
+    assert draft.publish() is None
+    cache.discard(KEY)
+    assert cache.other_limits() == []
+    assert {path: path.lstat() for path in [elsewhere, *elsewhere.rglob("*")]} == before
+    assert "host_cache_dir: " in caplog.text
+    root.unlink() if squats == "a link" else shutil.rmtree(root)
+    entry = cache.publish(KEY, b"ours")
+    assert entry is not None, "once it is gone, the folder is made again"
+    assert bytes(entry.body) == b"ours"
 
 
 @pytest.fixture
