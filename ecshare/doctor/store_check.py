@@ -16,6 +16,7 @@ from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
 from ecshare.store.fsspec_store import FsspecStore
 from ecshare.store.keys import Key
 from ecshare.store.objects import Memory, ObjectStore, probe
+from ecshare.store.s3_region import wrong_region
 from ecshare.store.secrets import masked_url
 
 _LOOKUPS = 5
@@ -60,7 +61,8 @@ async def check_store(
     except (StoreError, TimeoutError) as exc:
         problem = await asyncio.to_thread(endpoint_problem, config)
         words = error_text(exc) or f"no answer within {config.io_timeout_s:g} s"
-        yield Finding("store", Level.PROBLEM, problem or f"{words}; {advice(exc)}")
+        fix = await asyncio.to_thread(wrong_region, config) or advice(exc)
+        yield Finding("store", Level.PROBLEM, problem or f"{words}; {fix}")
         return
     if median_s is None:
         problem = await asyncio.to_thread(endpoint_problem, config)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which account of Azure, or which emulator, a url means: its options and the environment say it.
+"""Which account of Azure, which endpoint of S3, or which emulator a url means: its options and the
+environment say it.
 
 Believes nothing: what is of a wrong type counts as not there. `azureoptions` refuses it.
 """
@@ -70,6 +71,17 @@ def connection_fields(url: str, options: Mapping[str, Any]) -> dict[str, str]:
         text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     fields = (field.partition("=") for field in text.split(";") if field.strip())
     return {name.strip().lower(): value.strip() for name, _, value in fields}
+
+
+def ignores_s3_endpoints() -> bool:
+    """Whether no endpoint counts but the one in the options: AWS's tools heed this, too."""
+    return os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+
+
+def s3_endpoint() -> str:
+    """Where the environment says that S3 is served; "": it says nothing, or is not to be heeded."""
+    names = () if ignores_s3_endpoints() else ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str:

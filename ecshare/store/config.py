@@ -3,7 +3,6 @@
 
 import difflib
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ecshare.store.accounts import AZURE, GCS, azure_account, gcs_endpoint
+from ecshare.store.accounts import AZURE, GCS, azure_account, gcs_endpoint, s3_endpoint
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import (
     check_levels,
@@ -108,9 +107,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             client.get("endpoint_url") if isinstance(client, Mapping) else None
         )
         if endpoint is None:
-            # Where S3 clients look for it when no option says it.
-            names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-            endpoint = next((os.environ[name] for name in names if name in os.environ), "")
+            endpoint = s3_endpoint()
         return str(endpoint)
 
     def store_id(self) -> str:

@@ -7,12 +7,14 @@ is opened by fsspec, and the log names the option.
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ecshare.store.accounts import ignores_s3_endpoints, s3_endpoint
 from ecshare.store.cloud_options import (
     FSSPEC_MOOT,
     ODD_PREFIX,
@@ -65,20 +67,22 @@ def plan(config: StoreConfig, path: str) -> S3Plan | str:
     endpoint = options.text("endpoint_url") or options.text("client_kwargs", "endpoint_url")
     region = options.text("client_kwargs", "region_name")
     credentials: Credentials | None = None
-    anonymous = options.flag("anon")
+    anonymous, ignores = options.flag("anon"), ignores_s3_endpoints()
     if not anonymous:
         account = options.account() or _search(options.text("profile"), path)
         credentials = account.credentials
         endpoint = endpoint or account.endpoint
         region = region or account.region
-    endpoint = endpoint or from_environment(
-        "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
-    )
+        ignores = ignores or account.ignores_endpoints
+    if not ignores:
+        endpoint = endpoint or s3_endpoint() or from_environment("AWS_ENDPOINT")
     region = region or from_environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
     url = checked_endpoint(endpoint, options.where("endpoint_url"))
     style = options.text("config_kwargs", "s3", "addressing_style") or "auto"
     # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
     virtual = style == "virtual" or (style == "auto" and not url and "." not in bucket)
+    # What is not given, obstore itself looks up in the environment.
+    asked = url or (f"https://s3.{region}.amazonaws.com" if ignores else "")
     signed = options.flag("config_kwargs", "s3", "payload_signing_enabled", default=not _safe(url))
     return S3Plan(
         bucket=bucket,
@@ -92,7 +96,7 @@ def plan(config: StoreConfig, path: str) -> S3Plan | str:
             "virtual_hosted_style_request": virtual,
             **({"request_payer": True} if options.flag("requester_pays") else {}),
             # Under this name, or the environment's AWS_ENDPOINT_URL_S3 would win over the option.
-            **({"aws_endpoint_url_s3": _with_bucket(url, bucket, virtual)} if url else {}),
+            **({"aws_endpoint_url_s3": _with_bucket(asked, bucket, virtual)} if asked else {}),
         },
     )
 
@@ -104,6 +108,8 @@ class _Account:
     credentials: Credentials | None = field(repr=False)
     region: str = ""
     endpoint: str = ""
+    ignores_endpoints: bool = False
+    """Whether the environment's endpoints do not count."""
 
 
 class _Options(Options):
@@ -171,7 +177,9 @@ def _search(profile: str, path: str) -> _Account:
     try:
         session = Session(profile=profile or None)
         found = session.get_credentials()
-        profile_options = session.get_scoped_config()
+        ignores = bool(session.get_config_variable("ignore_configured_endpoint_urls"))
+        # The environment comes before the profile's file.
+        endpoint = "" if ignores else s3_endpoint() or _of_profile(session, path)
     except BotoCoreError as exc:
         raise ConfigError(f"{path}.storage_options: no S3 credentials: {exc}") from exc
     if found is None:
@@ -192,10 +200,28 @@ def _search(profile: str, path: str) -> _Account:
     return _Account(
         credentials=provide,
         region=str(session.get_config_variable("region") or ""),
-        # The environment comes before the profile's file.
-        endpoint=from_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-        or str(profile_options.get("endpoint_url") or ""),
+        endpoint=endpoint,
+        ignores_endpoints=ignores,
     )
+
+
+def _of_profile(session: Any, path: str) -> str:
+    """Return the endpoint that the profile in AWS's configuration gives for S3, or for everything.
+
+    Raises:
+        ConfigError: the profile names a section that does not exist.
+    """
+    profile = session.get_scoped_config()
+    name = profile.get("services")
+    sections = session.full_config.get("services", {})
+    if name is not None and name not in sections:
+        raise ConfigError(
+            f"{path}.storage_options: the profile in AWS's configuration has services = {name}, "
+            f"and there is no section [services {name}]"
+        )
+    of_s3 = sections.get(name, {}).get("s3", {})
+    in_section = of_s3.get("endpoint_url") if isinstance(of_s3, Mapping) else None
+    return str(in_section or profile.get("endpoint_url") or "")
 
 
 def _with_bucket(url: str, bucket: str, virtual: bool) -> str:

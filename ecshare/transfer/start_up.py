@@ -12,6 +12,7 @@ from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreBusy, StoreError
 from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore, probe
+from ecshare.store.s3_region import wrong_region
 from ecshare.store.secrets import masked_url
 from ecshare.store.temp_files import sweep
 from ecshare.transfer.affinity import start_unbound
@@ -67,10 +68,10 @@ class StartUp:
         try:
             reason = self._block_on(self._asked_until_it_serves(write=write))
         except StoreError as exc:
+            check = f"Check the url, {self._path}.storage_options and that the store is up"
             # Without its causes: a client's own words may quote a signed url.
             raise ConfigError(
-                f"{option} cannot be used: {exc}. "
-                f"Check the url, {self._path}.storage_options and that the store is up."
+                f"{option} cannot be used: {exc}. {wrong_region(self._config) or check}."
             ) from None
         if reason:
             logger.warning(

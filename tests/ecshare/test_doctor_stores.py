@@ -353,6 +353,15 @@ def test_a_store_in_conflict_is_a_sentence(doctor: Doctor, answer: tuple[int, st
     assert f"the store at {url} answered {status} {code}: Try again." in problem
 
 
+def test_the_region_of_the_bucket_is_named(doctor: Doctor) -> None:
+    with http_server((301, "text/plain", b""), x_amz_bucket_region="eu-north-1") as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert "the bucket is in the region eu-north-1, and us-east-1 was asked" in problem
+
+
 def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> None:
     body = (
         b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'

@@ -162,6 +162,53 @@ def test_a_profile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert found.config["aws_endpoint_url_s3"] == "https://team.store"
 
 
+SERVICES = """[profile team]
+services = ours
+endpoint_url = https://all.services
+aws_access_key_id = tk
+aws_secret_access_key = ts
+[services ours]
+dynamodb =
+  endpoint_url = https://not.s3
+s3 =
+  endpoint_url = https://s3.ours
+"""
+
+
+def test_a_profile_may_name_a_section_of_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text(SERVICES)
+    assert planned(profile="team").config["aws_endpoint_url_s3"] == "https://s3.ours"
+    (tmp_path / "config").write_text(SERVICES.replace("s3 =", "iam ="))
+    assert planned(profile="team").config["aws_endpoint_url_s3"] == "https://all.services"
+    (tmp_path / "config").write_text(SERVICES.replace("[services ours]", "[services theirs]"))
+    assert "there is no section [services ours]" in refusal(profile="team")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from.env")
+    assert planned(profile="team").config["aws_endpoint_url_s3"] == "https://from.env"
+
+
+@pytest.mark.parametrize("by_profile", [False, True])
+def test_configured_endpoints_can_be_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_profile: bool
+) -> None:
+    """Also by obstore, which looks into the environment itself."""
+    text = SERVICES
+    if by_profile:
+        text = text.replace("services = ours", "ignore_configured_endpoint_urls = true")
+    else:
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    (tmp_path / "config").write_text(text)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://from.env")
+    amazon = "https://bucket.s3.us-east-1.amazonaws.com"
+    assert planned(profile="team").config["aws_endpoint_url_s3"] == amazon
+    written = planned(profile="team", endpoint_url="https://minio")
+    assert written.config["aws_endpoint_url_s3"] == "https://minio"
+    if not by_profile:
+        assert planned(**KEYS).config["aws_endpoint_url_s3"] == amazon
+        assert StoreConfig(url="s3://bucket").endpoint_url == ""
+
+
 def _with_env(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> S3Plan:
     monkeypatch.setenv(name, value)
     return planned()

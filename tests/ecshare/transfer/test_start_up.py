@@ -167,6 +167,46 @@ def test_what_can_never_work_is_refused_at_once(
         engine.close()
 
 
+def redirected(asked: Asked) -> None:
+    """As S3 does with a new bucket of another region, in a header of each answer."""
+    body = b"<Error><Code>TemporaryRedirect</Code><Message>Go there.</Message></Error>"
+    there = f"http://{asked.headers['host']}{asked.path}"
+    asked.say(307, body, location=there, x_amz_bucket_region="eu-north-1")
+
+
+def moved_for_good(asked: Asked) -> None:
+    """As S3 does with other buckets: without a location."""
+    asked.say(301, b"", x_amz_bucket_region="eu-north-1")
+
+
+def followed(asked: Asked) -> None:
+    """As it looks where obstore has followed: without a signature."""
+    asked.say(403, b"<Error><Code>AccessDenied</Code></Error>", x_amz_bucket_region="eu-north-1")
+
+
+@pytest.mark.parametrize("answer", [redirected, moved_for_good, followed])
+def test_the_region_of_the_bucket_is_named(answer: Answer, tmp_path: Path) -> None:
+    with serving(answer) as server:
+        engine = engine_at(server.endpoint, tmp_path)
+        with pytest.raises(ConfigError, match="in the region eu-north-1, and us-east-1 was asked"):
+            engine.probe(write=True)
+        engine.close()
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "a b; c", "", "y" * 50])
+def test_no_other_region_is_named(region: str, tmp_path: Path) -> None:
+    def answer(asked: Asked) -> None:
+        asked.say(403, b"<Error><Code>AccessDenied</Code></Error>", x_amz_bucket_region=region)
+
+    with serving(answer) as server:
+        engine = engine_at(server.endpoint, tmp_path)
+        with pytest.raises(ConfigError, match="Check the url") as caught:
+            engine.probe(write=True)
+        assert "region" not in str(caught.value)
+        assert f"the store at {server.endpoint} answered 403 AccessDenied" in str(caught.value)
+        engine.close()
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_nobody_there_or_no_tls_is_refused(scheme: str, tmp_path: Path) -> None:
     with serving(well) as server, socket.create_server(("127.0.0.1", 0)) as closed:
