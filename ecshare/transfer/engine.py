@@ -421,7 +421,7 @@ class TransferEngine:
         """Tell those who wait for the object of a save that has failed."""
         self._serving.add(handle)
         try:
-            with suppress(StoreError):
+            with suppress(StoreError, TimeoutError):
                 await self._gaps.note(job.key)
         finally:
             self._serving.discard(handle)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,9 @@ _LONG_PAUSE_S = 0.1
 # Another process of this host may publish a guessed object so long after the first look for it: the
 # engine that asks may need a whole step to ask again.
 _GUESS_WAIT_S = 0.02
+# So many objects of this host wait for a load thread at a time, open and mapped: one prompt may ask
+# for thousands.
+_MOST_IN_HAND = 16
 
 
 def open_object(host: HostCache, key: Key, *, own: bool = False) -> StoredObject | None:
@@ -159,6 +162,7 @@ class Fetcher:
         self._poll_rate = PollRate()
         self._watch = HostWatch(host)
         self._roll_call = RollCall(client)
+        self._in_hand = asyncio.Semaphore(_MOST_IN_HAND)
 
     @property
     def is_open(self) -> bool:
@@ -247,13 +251,15 @@ class Fetcher:
         # Whoever holds the claim may have been stopped; then go without.
         patience_s = started_s + _PATIENCE * (deadline_s - started_s)
         while True:
-            found = self._host.open_or_claim(job.key)
-            if isinstance(found, Entry):
-                here = _usable(self._host, found, job.accepts)
-                if here is not None:
-                    await self._check_store(job, here, deadline_s)
-                    return await self._from_host(job, here, started_s)
-                found = self._host.claim(job.key)
+            # Without a `use` the receiver limits how many it holds.
+            async with self._in_hand if job.use is not None else nullcontext():
+                found = self._host.open_or_claim(job.key)
+                if isinstance(found, Entry):
+                    here = _usable(self._host, found, job.accepts)
+                    if here is not None:
+                        await self._check_store(job, here, deadline_s)
+                        return await self._from_host(job, here, started_s)
+                    found = self._host.claim(job.key)
             if found is not None or time.monotonic() >= patience_s:
                 break
             await self._download_elsewhere(job, patience_s - time.monotonic())

@@ -45,9 +45,13 @@ class Gaps:
     async def note(self, key: Key) -> None:
         """Note that the object under `key` will not be stored, in place of an earlier note.
 
+        A note whose turn comes too late to be of use is dropped: while the store is down, each save
+        that fails adds one.
+
         Raises:
-            StoreError: the note is on this host alone.
+            StoreError, TimeoutError: the note is on this host alone.
         """
+        deadline_s = time.monotonic() + _VALID_S
         name, body = gap_key(key), bytearray(PROLOGUE_BYTES)
         spec = TensorSpec("U8", (0,), {_TIME: self._clock_s()})
         seal(memoryview(body), spec, name, self._integrity)
@@ -55,7 +59,7 @@ class Gaps:
             self._host.discard(name)
         if (entry := self._host.publish(name, body)) is not None:
             entry.close()
-        await self._client.note(name, body)
+        await self._client.note(name, body, deadline_s)
 
     def is_noted_here(self, key: Key) -> bool:
         """Whether a process of this host has noted it."""

@@ -17,13 +17,20 @@ from ecshare.transfer.store_client import StoreClient
 
 # What the processes of a host see while one of them stores an object.
 _STORING = "storing"
+# So many entries are stored again at a time. Others that are to be hold neither descriptors nor
+# pins: after a restart with a full host cache these are thousands.
+_BACKFILLS = 8
+# So many objects are packed at a time: the store gets some while others wait, and what waits takes
+# no memory beyond its slab.
+_MOST_PACKED = 16
 
 
 class Saver:
     """Serves Put and Backfill jobs.
 
-    While an object is being stored, a claim shows this to the processes of the host. Ownership: the
-    I/O thread; slabs are sealed, published and packed on `copies`.
+    While an object is being stored, a claim shows this to the processes of the host. Its entry is
+    not pinned: hundreds of saves may wait for the store, and loads need room in the host cache.
+    Ownership: the I/O thread; slabs are sealed, published and packed on `copies`.
     """
 
     def __init__(
@@ -40,6 +47,8 @@ class Saver:
         self._copies = copies
         self._integrity = integrity
         self._packing = packing
+        self._backfills = asyncio.Semaphore(_BACKFILLS)
+        self._packs = asyncio.Semaphore(_MOST_PACKED)
 
     async def put(self, job: Put) -> tuple[Moved, ...]:
         """Publish the slab's object on this host and store it. Return the transfers.
@@ -50,25 +59,31 @@ class Saver:
             StoreError: it is not stored.
         """
         loop = asyncio.get_running_loop()
-        body, entry, published = await loop.run_in_executor(self._copies, self._prepare, job)
+        body, is_new, published = await loop.run_in_executor(self._copies, self._prepare, job)
         claim = self._host.claim(job.key, _STORING)
         started_s = time.monotonic()
         try:
-            packed = await self._packed(self._packing, job.key, body) if self._packing else body
-            await self._client.put(job.key, packed)
-            num_bytes = memoryview(packed).nbytes
+            num_bytes = await self._store(job.key, body)
             stored = Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s)
         except Exception:
             # What was there before may well be in the store.
-            if entry is not None and entry.is_new and not job.keeps_unstored:
+            if is_new and not job.keeps_unstored:
                 await loop.run_in_executor(self._copies, self._host.discard, job.key)
             raise
         finally:
             if claim is not None:
                 claim.release()
-            if entry is not None:
-                entry.close()
         return published, stored
+
+    async def _store(self, key: Key, body: memoryview) -> int:
+        """Store an object; return how many bytes the store was sent."""
+        if self._packing is None:
+            await self._client.put(key, body)
+            return body.nbytes
+        async with self._packs:
+            packed = await self._packed(self._packing, key, body)
+            await self._client.put(key, packed)
+            return memoryview(packed).nbytes
 
     async def backfill(self, job: Backfill) -> tuple[bool, tuple[Moved, ...]]:
         """Store an entry of the host cache, unless the store has it. Return whether it lacked it,
@@ -78,15 +93,16 @@ class Saver:
             ObjectMissing: this host does not have it.
             StoreError: it is not known to be stored.
         """
-        entry = self._host.open(job.key)
-        if entry is None:
-            raise ObjectMissing(job.key)
-        with entry:
-            claim = self._host.claim(job.key, _STORING)
-            if claim is None:
-                return False, ()  # somebody here is storing it already
-            with claim:
-                return await self._store_again(job.key, entry)
+        async with self._backfills:
+            entry = self._host.open(job.key)
+            if entry is None:
+                raise ObjectMissing(job.key)
+            with entry:
+                claim = self._host.claim(job.key, _STORING)
+                if claim is None:
+                    return False, ()  # somebody here is storing it already
+                with claim:
+                    return await self._store_again(job.key, entry)
 
     async def _store_again(self, key: Key, entry: Entry) -> tuple[bool, tuple[Moved, ...]]:
         started_s, body = time.monotonic(), entry.body
@@ -106,12 +122,16 @@ class Saver:
             self._copies, packing.pack, body, key, self._integrity
         )
 
-    def _prepare(self, job: Put) -> tuple[memoryview, Entry | None, Moved]:
-        """Seal the slab, publish it on this host, and return the object. Copy thread."""
+    def _prepare(self, job: Put) -> tuple[memoryview, bool, Moved]:
+        """Seal the slab and publish it on this host. Return the object, and whether this host did
+        not have it. Copy thread."""
         body = job.slab.arrived()
         started_s = time.monotonic()
         seal(body, job.slab.spec, job.key, self._integrity)
         entry = self._host.publish(job.key, body)
         seconds = time.monotonic() - started_s
         num_bytes = len(body) if entry else 0
-        return body, entry, Moved("write", Tier.HOST, num_bytes, seconds)
+        is_new = entry is not None and entry.is_new
+        if entry is not None:
+            entry.close()
+        return body, is_new, Moved("write", Tier.HOST, num_bytes, seconds)

@@ -125,13 +125,15 @@ class StoreClient:
                 except TimeoutError as exc:
                     raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc
 
-    async def note(self, key: Key, body: Buffer) -> None:
+    async def note(self, key: Key, body: Buffer, deadline_s: float) -> None:
         """Write a small object in place of what is there. It waits for no save.
 
         Raises:
-            StoreError: as `ask`.
+            StoreError, TimeoutError: as `ask`.
         """
-        await self.ask(lambda store: store.put(key, body, replace=True), Priority.NOTE)
+        await self.ask(
+            lambda store: store.put(key, body, replace=True), Priority.NOTE, 0, deadline_s
+        )
 
     async def has(self, key: Key) -> bool:
         """Whether the store has an object that need not be replaced.

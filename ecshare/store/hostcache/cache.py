@@ -40,7 +40,7 @@ from ecshare.store.hostcache.folder import (
     temporary_root,
 )
 from ecshare.store.hostcache.limits import declare_limit, declared_limits
-from ecshare.store.hostcache.single_flight import Claim
+from ecshare.store.hostcache.single_flight import Claim, Claims
 from ecshare.store.hostcache.usage import Usage, unlock_and_close
 from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer, Memory
@@ -276,6 +276,7 @@ class HostCache:
         self._usage = Usage(root, fitting(root, limit_bytes))
         self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)
+        self._claims = Claims(f"{root}/{_CLAIMS_NAME}")
         declared = declare_limit(root, self.limit_bytes)
         if declared is not None:
             # Closed, not unlocked: a fork holds the same opening.
@@ -383,16 +384,14 @@ class HostCache:
         name = os.path.basename(self._path(key))
         try:
             check_still_private(self.root)
-            return Claim.take(
-                f"{self.root}/{_CLAIMS_NAME}", f"{name}.{purpose}" if purpose else name
-            )
+            return self._claims.take(f"{name}.{purpose}" if purpose else name)
         except OSError as exc:
             self._warn_once(
                 "claim",
                 "the host cache cannot lock: each process fetches objects on its own: %s",
                 exc,
             )
-            return Claim(-1, 0)
+            return Claim()
 
     def discard(self, key: Key) -> None:
         """Remove the entry, even if it is pinned. Its users keep its bytes."""
