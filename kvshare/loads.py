@@ -155,11 +155,12 @@ class Loads:
         streams: LoadStreams,
         *,
         keeps_prefix: bool,
-        arrived_from: Callable[[Key, Sequence[Moved]], None],
+        arrived_from: Callable[[Key, Piece, Sequence[Moved]], None],
     ) -> None:
         """`blocks`: of each layer set. `streams`: how load threads write to them.
 
-        `arrived_from`: told of the key of each fetch that ended, and what was moved for it.
+        `arrived_from`: told of each fetch that ended its key, a piece that it was for, and what was
+        moved for it.
         `keeps_prefix`: vLLM can keep what leads up to a piece that failed. It cannot for layers
         that look back over a window, whose earlier blocks it has not reserved, nor be told of
         single blocks where it has several cache groups.
@@ -296,7 +297,7 @@ class Loads:
                 self._ask(load)
             self._end_if_complete(load)
         self._submit()
-        self._arrived_from(job.key, done.moved)
+        self._arrived_from(job.key, wanted.piece, done.moved)
 
     def _ask(self, load: _Load) -> None:
         """Want the pieces of `load` whose turn it is."""

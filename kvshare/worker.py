@@ -288,14 +288,20 @@ class KVWorker:
         self._has_misfits |= bool(finished.misfits)
         return finished
 
-    def _make_up_for(self, key: Key, moved: Sequence[Moved]) -> None:
+    def _make_up_for(self, key: Key, piece: Piece, moved: Sequence[Moved]) -> None:
         """Have what this host's cache had stored, unless it is: its writer may have been killed
         before, and the scheduler half saves nothing that a look-up has found."""
-        if not self._saves or key in self._in_store:
+        if not self._saves or not self._is_first_holder(piece) or key in self._in_store:
             return
         if [each.tier for each in moved] == [Tier.HOST]:
             self._in_store.add(key)
             self._engine.submit(Backfill(key))
+
+    def _is_first_holder(self, piece: Piece) -> bool:
+        """Whether this is the first of the ranks that load the same object, as all do with MLA."""
+        if self._shape is None or (piece.shard is not None and piece.shard.heads.first):
+            return False
+        return self._shape.layer_sets[piece.layer_set].is_written_by(self._rank)
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks that loads have left unfilled, since the last call."""

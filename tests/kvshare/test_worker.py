@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer import staging
 from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Moved, Tier
 from kvshare import loads
 from kvshare.blocks import BlockCaches
 from kvshare.config import KVConfig
@@ -247,6 +248,30 @@ def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves
         assert not path.exists(), "it was there a moment ago: nobody asks again"
     for one in (writer, reader):
         one.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("stored_in", "total_heads"), [(None, HEADS), (None, 1), (1, 2 * HEADS), (2, 8 * HEADS)]
+)
+def test_of_the_ranks_that_load_one_object_one_makes_up_for_it(
+    tmp_path: Path, stored_in: int | None, total_heads: int
+) -> None:
+    """With MLA, few heads or another size several ranks load the same: the store is asked once."""
+    ranks = 8
+    layer_set = replace(LAYER_SET, total_heads=total_heads, num_heads=max(1, total_heads // ranks))
+    asked: Counter[str] = Counter()
+    loaded: set[str] = set()
+    for number in range(ranks):
+        engine = SimpleNamespace(stats=None, submit=lambda job: asked.update([job.key]))
+        shape = replace(SHAPE, layer_sets=(layer_set,))
+        worker = KVWorker(
+            KVConfig(url=f"file://{tmp_path}"), shape, Rank(number, ranks), cast(Any, engine)
+        )
+        for piece in worker._sourced(Piece(A, 1, TOKENS, ((1,),), tp_size=stored_in)):
+            key = worker._object_key(NAMESPACE, piece)
+            loaded.add(key)
+            worker._make_up_for(key, piece, [Moved("read", Tier.HOST, 1, 0.0)])
+    assert asked == Counter(loaded)
 
 
 def test_a_chunk_is_stored_as_one_object_and_loaded_in_part(host: Callable[[], Host]) -> None:
