@@ -211,7 +211,7 @@ class EncoderScheduler:
         self._engine.begin_step()
         saves = self._save_orders(scheduled) if self._role.is_producer else ()
         self._late_pins.let_go()
-        if self._idle_steps.is_idle(scheduled) and self._wanted:
+        if self._idle_steps.is_idle(scheduled) and self._wanted and self._engine.in_flight:
             self._engine.wait_idle()
         return Orders(self._take_loads(), saves)
 

@@ -341,8 +341,13 @@ class KVScheduler:
             tracked.progress.end_tokens = 0
 
     def _is_searching(self) -> bool:
-        searches = (tracked.search for tracked in self._tracked.values())
-        return any(search is not None and not search.is_over for search in searches)
+        """Whether a request waits for a look-up, or for what its adapter is."""
+        return any(
+            not tracked.search.is_over
+            if tracked.search is not None
+            else not tracked.progress.adapter.is_settled
+            for tracked in self._tracked.values()
+        )
 
     @property
     def is_empty(self) -> bool:

@@ -272,8 +272,9 @@ class KVWorker:
         self._save_all(orders.namespace, orders.leaving)
 
     def wait_idle(self, orders: Orders) -> None:
-        """Wait a moment for the end of a load, if the step of `orders` computes nothing."""
-        if orders.is_idle and self._loads is not None and self._loads.are_under_way:
+        """Wait a moment for the end of a load or save, if the step of `orders` computes nothing."""
+        is_loading = self._loads is not None and self._loads.are_under_way
+        if orders.is_idle and (is_loading or self._saving):
             self._engine.wait_idle()
 
     def settle(self) -> Finished:

@@ -268,13 +268,12 @@ class TransferEngine:
     def wait_idle(self) -> None:
         """Block until a job ends, for at most 3 ms, and call its continuation.
 
-        For a step in which the engine computes nothing because its requests wait for jobs. vLLM
-        makes the next such step at once. Hundreds of them a second would keep a core busy in each
-        of its processes, and would learn of a job's end no sooner.
+        For a step in which the engine computes nothing because its requests wait, for jobs or for
+        the time of the next one. vLLM makes the next such step at once. Hundreds of them a second
+        would keep a core busy in each of its processes, and would learn of a job's end no sooner.
         """
-        if self.in_flight:
-            with suppress(queue.Empty):
-                self._end(*self._done.get(timeout=_IDLE_WAIT_S))
+        with suppress(queue.Empty):
+            self._end(*self._done.get(timeout=_IDLE_WAIT_S))
 
     def drain(self, timeout_s: float, *, until: Handle[Any] | None = None) -> list[Done[Any]]:
         """As `poll`, but block until all jobs or `until` have ended, for at most `timeout_s`."""

@@ -346,6 +346,26 @@ def test_it_is_crowded_from_half_of_the_memory_on() -> None:
     assert not room.is_crowded
 
 
+def test_an_idle_engine_whose_saves_are_behind_makes_no_step_without_waiting(
+    gated: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = gated(buffer_bytes=NUM_CHUNKS * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("r", PROMPT))
+    spin(engine, lambda: is_served(engine), "the request does not end")
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(engine.transfer, "wait_idle", wait)
+    for _ in range(20):
+        assert engine.has_work
+        engine.step()
+    assert waits == 20
+
+
 def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
     clock = Clock()
     room = budget(10, clock)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.pooling_params import PoolingParams
 from vllm.utils.hashing import sha256
@@ -191,6 +192,17 @@ def test_only_a_step_that_computes_nothing_waits_for_a_look_up(
     here.ask(asked)
     here.half.orders(SchedulerOutput.make_empty())
     assert waits["now"] == 1, "nobody asks any more"
+
+
+def test_a_step_that_computes_nothing_waits_for_an_adapter_to_be_read(
+    bench: StartBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, waits = bench(), Counter[str]()
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
+    lora = LoRARequest("tuned", 1, str(tmp_path))
+    assert here.half.num_loadable_tokens(make_request("r", PROMPT, lora_request=lora), 0) is None
+    here.half.orders(SchedulerOutput.make_empty())
+    assert waits["now"] == 1
 
 
 def test_the_longest_stored_prefix_counts(bench: StartBench) -> None:

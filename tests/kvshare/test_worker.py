@@ -179,6 +179,24 @@ def test_only_a_step_that_computes_nothing_waits_for_a_load(
     assert waits["now"] == 1
 
 
+def test_a_step_that_computes_nothing_waits_for_a_save_too(
+    host: Callable[[], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such steps are made while saves are behind, hundreds a second if nobody waits."""
+    source, waits = host(), Counter[str]()
+    monkeypatch.setattr(source.engine, "wait_idle", lambda: waits.update(["now"]))
+    GatedFileSystem.close_gate("put")
+    source.worker.save(Orders(NAMESPACE, saves=(block(A, TOKENS, 3),)))
+    source.worker.wait_idle(Orders(NAMESPACE))
+    assert not waits, "requests of this step would wait too"
+    source.worker.wait_idle(Orders(NAMESPACE, is_idle=True))
+    assert waits["now"] == 1
+    GatedFileSystem.open_gates()
+    source.settle()
+    source.worker.wait_idle(Orders(NAMESPACE, is_idle=True))
+    assert waits["now"] == 1
+
+
 def test_blocks_travel_to_the_byte(host: Callable[[], Host]) -> None:
     source, target = host(), host()
     source.cache.copy_(random_cache())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -225,12 +226,28 @@ def test_poll_never_waits_and_counts_down(engine: TransferEngine) -> None:
 
 
 def test_an_idle_wait_ends_with_the_next_job_and_tells_of_it(engine: TransferEngine) -> None:
-    engine.wait_idle()  # there is nothing to wait for
     told: list[Outcome] = []
     engine.submit(Handle(Lookup((key("a"),), 5), lambda done: told.append(done.outcome)))
     while engine.in_flight:
         engine.wait_idle()
     assert told == [Outcome.OK]
+
+
+def test_an_idle_wait_lasts_though_no_job_is_under_way(
+    engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is due in a moment: an announced chunk is looked up again and again."""
+    waits: list[float] = []
+
+    class NoEnds:
+        def get(self, timeout: float) -> None:
+            waits.append(timeout)
+            raise queue.Empty
+
+    monkeypatch.setattr(engine, "_done", NoEnds())
+    engine.wait_idle()
+    assert len(waits) == 1
+    monkeypatch.undo()
 
 
 def test_a_closed_engine_rejects(engine: TransferEngine, staging: Staging) -> None:
