@@ -360,10 +360,16 @@ def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run
 
 
 def _filled(chunks: Sequence[Chunk], tiers: Tiers) -> list[Tier]:
-    """Return the tier of each chunk. One for which nobody asked is where the next one is for which
-    somebody did: a host has the beginning of a prompt, or all of it."""
-    found, tier = [], Tier.STORE
-    for chunk in reversed(chunks):
-        tier = tiers.get(chunk.key, tier)
-        found.append(tier)
-    return found[::-1]
+    """Return the tier of each chunk. One for which nobody asked is in the slower one of those of
+    the chunks around it for which somebody did: where a host has a part of a prompt it is the end,
+    since loads begin with the first chunk, and what was opened longest ago is evicted first."""
+    found: list[Tier] = []
+    before: Tier | None = None
+    for number, chunk in enumerate(chunks):
+        tier = tiers.get(chunk.key)
+        if tier is not None:
+            between = Tier.STORE if before is Tier.STORE else tier
+            found += [between] * (number - len(found))
+            found.append(tier)
+            before = tier
+    return found + [before or Tier.STORE] * (len(chunks) - len(found))

@@ -106,6 +106,22 @@ def test_the_part_that_is_on_this_host_is_loaded_though_the_store_is_slow(
     assert choice.worth(where) == expected
 
 
+@pytest.mark.parametrize("where", ["s??h", "h??s", "?ssh"])
+def test_what_lies_between_the_store_and_the_host_came_from_the_store(
+    choice: Choice, where: str
+) -> None:
+    """A host has the end of a prompt: what was opened longest ago is evicted first."""
+    choice.loads(where, 0.0007)  # of the store's three chunks that is less than a computed one
+    assert choice.worth("ssss") == 4
+
+
+def test_the_end_for_which_nobody_asked_is_where_the_chunk_before_it_is(choice: Choice) -> None:
+    choice.loads("ss", SLOW)
+    choice.loads("hh", FAST)
+    assert choice.worth("hh??") == 4
+    assert choice.worth("ss??") == 0
+
+
 def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice) -> None:
     choice.loads("ss", 2 * 0.001)
     assert choice.worth("ssss", ahead=300) == 0
