@@ -209,8 +209,13 @@ class Lookups:
         return self._engine.has_at_once(keys)
 
     def _answered(self, query: "_Query", done: Done[Found]) -> None:
-        for search in self._asking.pop(query):
-            self._answer(search, done)
+        first, *joined = self._asking.pop(query)
+        self._answer(first, done)
+        for search in joined:
+            if done.is_late:
+                search.is_asking = False  # it came later, and asks anew with the time it has left
+            else:
+                self._answer(search, done)
 
     def _answer(self, search: Search, done: Done[Found]) -> None:
         search.is_asking = False

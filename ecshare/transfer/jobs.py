@@ -214,6 +214,13 @@ class Done(Struct, Generic[R], frozen=True):
     value: R | None = None
     moved: tuple[Moved, ...] = ()
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the job is a look-up that the store did not answer in time."""
+        if not isinstance(self.job, Lookup | MultiLookup):
+            return False
+        return self.outcome is Outcome.UNAVAILABLE and self.seconds >= self.job.timeout_s
+
 
 @dataclass(slots=True, eq=False)
 class Handle(Generic[R]):

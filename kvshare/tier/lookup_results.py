@@ -19,7 +19,8 @@ class LookupResults:
     def __init__(self) -> None:
         self._of_key: dict[OffloadKey, dict[str, LookupResult]] = {}
         self._of_request: dict[str, list[OffloadKey]] = {}
-        self._asked: set[OffloadKey] = set()  # not answered yet
+        # Not answered yet, and for which requests the store was asked. Others came later.
+        self._asked: dict[OffloadKey, set[str]] = {}
         self._unsent: dict[str, list[OffloadKey]] = {}
 
     def result(self, key: OffloadKey, request_id: str) -> LookupResult:
@@ -30,7 +31,7 @@ class LookupResults:
         results[request_id] = LookupResult.RETRY
         self._of_request.setdefault(request_id, []).append(key)
         if key not in self._asked:
-            self._asked.add(key)
+            self._asked[key] = {request_id}
             self._unsent.setdefault(request_id, []).append(key)
         return LookupResult.RETRY
 
@@ -41,11 +42,21 @@ class LookupResults:
 
     def answer(self, key: OffloadKey, *, is_there: bool) -> None:
         """Give the answer to all requests that wait for the chunk."""
-        self._asked.discard(key)
+        self._asked.pop(key, None)
         results = self._of_key.get(key, {})
         for request_id, result in results.items():
             if result is LookupResult.RETRY:
                 results[request_id] = LookupResult.HIT if is_there else LookupResult.MISS
+
+    def late(self, key: OffloadKey) -> None:
+        """Take note that the store has not answered in time: the requests for which it was asked
+        miss the chunk. For those that came later it is asked again, once."""
+        results, asked = self._of_key.get(key, {}), self._asked.pop(key, set())
+        results.update(dict.fromkeys(asked & results.keys(), LookupResult.MISS))
+        waiting = {name for name, result in results.items() if result is LookupResult.RETRY}
+        if waiting:
+            self._asked[key] = waiting
+            self._unsent.setdefault(min(waiting), []).append(key)
 
     def lost(self, keys: Iterable[OffloadKey]) -> None:
         """Change the answers for these chunks to MISS: they cannot be loaded after all."""

@@ -245,7 +245,10 @@ class KVShareTier(SecondaryTierManager):
         is_known = done.value is not None
         there = done.value or (False,) * len(keys)
         for key, is_there in zip(keys, there, strict=True):
-            self._lookup_results.answer(key, is_there=is_there)
+            if done.is_late:
+                self._lookup_results.late(key)
+            else:
+                self._lookup_results.answer(key, is_there=is_there)
         num_missed = len(keys) - sum(there)
         if num_missed:
             self._stats.add(f"chunks/{'missed' if is_known else 'failed'}", num_missed)

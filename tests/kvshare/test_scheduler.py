@@ -66,12 +66,11 @@ class Bench:
         options: dict[str, Any] | None = None,
         **roles: Any,
     ) -> None:
+        times = {"wait_s": 5.0, "io_timeout_s": 20.0}
         self.config = KVConfig(
             url="gated://bucket",
             host_cache_dir=f"{tmp_path}/host",
-            wait_s=5.0,
-            io_timeout_s=20.0,
-            **(options or {}),
+            **(times | (options or {})),
         )
         self.clock = Clock()
         self.engine = TransferEngine(self.config, "options")
@@ -235,6 +234,33 @@ def test_the_answer_is_not_awaited(bench: StartBench) -> None:
     assert here.half.num_loadable_tokens(request, 0) is None
     here.clock.now_s += here.config.wait_s
     assert here.half.num_loadable_tokens(request, 0) == 0, "the deadline is over"
+
+
+def test_who_joins_a_look_up_that_takes_too_long_has_time_of_its_own(bench: StartBench) -> None:
+    here = bench(options={"io_timeout_s": 0.5, "wait_s": 20.0})
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    first, second = (make_request(name, PROMPT) for name in ("first", "second"))
+    GatedFileSystem.close_gate("exists")
+    assert here.half.num_loadable_tokens(first, 0) is None
+    assert here.half.num_loadable_tokens(second, 0) is None
+    assert here.engine.in_flight == 1, "two requests share one look-up"
+    assert len(here.engine.drain(20.0)) == 1
+    GatedFileSystem.open_gates()
+    assert here.half.num_loadable_tokens(first, 0) == 0
+    assert here.ask(second) == len(PROMPT) - 1
+
+
+def test_who_joins_a_look_up_that_fails_does_not_ask_again(bench: StartBench) -> None:
+    here = bench()
+    GatedFileSystem.broken.add("exists")
+    first, second = (make_request(name, PROMPT) for name in ("first", "second"))
+    assert here.half.num_loadable_tokens(first, 0) is None
+    assert here.half.num_loadable_tokens(second, 0) is None
+    here.engine.drain(20.0)
+    assert here.half.num_loadable_tokens(first, 0) == 0
+    assert here.half.num_loadable_tokens(second, 0) == 0
+    assert not here.engine.in_flight
 
 
 def test_a_late_answer_does_not_change_a_final_one(bench: StartBench) -> None:

@@ -40,6 +40,22 @@ def test_an_answer_holds_for_those_who_asked_before_it() -> None:
     assert (results.result(ONE, "early"), results.result(ONE, "late")) == (MISS, HIT)
 
 
+def test_who_came_after_a_question_that_is_answered_too_late_has_one_of_its_own() -> None:
+    results = LookupResults()
+    results.result(ONE, "first")
+    assert results.take_questions() == [(ONE,)]
+    for name in ("second", "third"):
+        results.result(ONE, name)
+    assert results.take_questions() == []
+    results.late(ONE)
+    assert results.result(ONE, "first") is MISS
+    assert results.result(ONE, "second") is results.result(ONE, "third") is RETRY
+    assert results.take_questions() == [(ONE,)]
+    results.late(ONE)
+    assert results.result(ONE, "second") is results.result(ONE, "third") is MISS
+    assert results.take_questions() == []
+
+
 def test_what_is_lost_is_lost_for_all_who_were_told_of_it() -> None:
     results = LookupResults()
     for request in "ab":
