@@ -3,11 +3,33 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+class Workers(ThreadPoolExecutor):
+    """Threads that cancel what comes after their end.
+
+    They end before other threads do where a process exits that has closed nothing: Python refuses
+    all work then. That is no failure of the store, nor a bug.
+    """
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """See Executor.
+
+        Raises:
+            asyncio.CancelledError: the threads have ended.
+        """
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as exc:
+            # There is no class for it. A process that has too many threads is told otherwise.
+            if "shutdown" not in str(exc):
+                raise
+            raise asyncio.CancelledError from exc
 
 
 class Threads:
@@ -19,7 +41,7 @@ class Threads:
 
     def __init__(self, name: str, limit: int) -> None:
         self._limit = limit
-        self._executor = ThreadPoolExecutor(limit, thread_name_prefix=f"ecshare-{name}")
+        self._executor = Workers(limit, thread_name_prefix=f"ecshare-{name}")
 
     async def run(self, call: Callable[..., R], *args: object) -> R:
         """Return `call(*args)`.

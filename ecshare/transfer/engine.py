@@ -15,11 +15,13 @@ work of another kind that a hook must not do.
 """
 
 import asyncio
+import atexit
 import logging
+import os
 import queue
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +34,7 @@ from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
+from ecshare.store.threads import Workers
 from ecshare.transfer.affinity import start_unbound
 from ecshare.transfer.closing import ClosingTime
 from ecshare.transfer.fetch import Fetcher, look
@@ -73,6 +76,16 @@ LOOKS_A_STEP = 16
 NAMES_A_STEP = 64
 # A new request may have to wait for so long behind an engine that has nothing to compute.
 _IDLE_WAIT_S = 0.003
+# A process that exits without `close` waits no longer for the end of each I/O thread.
+_EXIT_S = 1.0
+_running: "weakref.WeakSet[TransferEngine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop what was not closed: a thread that still runs while Python ends may crash it."""
+    for engine in tuple(_running):
+        engine.stop()
 
 
 class _Message(Struct, frozen=True):
@@ -137,6 +150,8 @@ class TransferEngine:
         # Those for copies, loads and blocking calls are started by this one.
         self._thread = start_unbound("ecshare-io", self._run)
         self._carrier = start_unbound("ecshare-inbox", self._carry)
+        self._process = os.getpid()
+        _running.add(self)
 
     def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up. `write`: it must also accept an object.
@@ -313,7 +328,13 @@ class TransferEngine:
             self._let_end(deadline_s)
             self._stop(timeout_s)
 
+    def stop(self) -> None:
+        """Drop all jobs and stop the I/O thread. A second call does nothing."""
+        self._stop(_EXIT_S)
+
     def _stop(self, timeout_s: float) -> None:
+        if self._is_closed or self._process != os.getpid():
+            return
         self._is_closed = True
         self._inbox.put(None)
         self._carrier.join()
@@ -332,10 +353,8 @@ class TransferEngine:
                 if isinstance(done.value, StoredObject):
                     done.value.release()
 
-    def _threads(self, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(
-            _COPY_THREADS, thread_name_prefix=name, initializer=self._begin_thread
-        )
+    def _threads(self, name: str) -> Workers:
+        return Workers(_COPY_THREADS, thread_name_prefix=name, initializer=self._begin_thread)
 
     # --- I/O, copy and load threads ---
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecshare.store.errors import StoreUnavailable
-from ecshare.store.threads import Threads, gather_all
+from ecshare.store.threads import Threads, Workers, gather_all
 
 
 @pytest.fixture
@@ -117,3 +117,22 @@ async def test_when_one_fails_the_others_have_ended_too(by: str) -> None:
     with pytest.raises(StoreUnavailable if by == "failure" else asyncio.CancelledError):
         await caller
     assert ended == [True, True]
+
+
+def test_what_comes_after_the_end_is_cancelled() -> None:
+    workers = Workers(1)
+    workers.shutdown()
+    with pytest.raises(asyncio.CancelledError):
+        workers.submit(print)
+
+
+def test_threads_that_cannot_be_started_are_no_end() -> None:
+    def fail() -> None:
+        raise OSError("no such device")
+
+    workers = Workers(1, initializer=fail)
+    with pytest.raises(RuntimeError, match="initializer"):
+        workers.submit(print).result()
+    with pytest.raises(RuntimeError, match="initializer"):
+        workers.submit(print)
+    workers.shutdown()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that ends without `close`: what was under way is dropped, and nothing is said."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ecshare.store.config import StoreConfig
+from ecshare.transfer import engine
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Lookup, Outcome
+
+ENDS_AT_ONCE = """
+import logging, sys, torch
+from ecshare.store.config import StoreConfig
+from ecshare.store.format import TensorSpec
+from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Lookup, Put
+from ecshare.transfer.staging import Staging
+
+logging.basicConfig(level=logging.WARNING)
+engine = TransferEngine(StoreConfig(url=sys.argv[1], host_cache_dir=sys.argv[2]), "options")
+engine.probe(write=True)
+staging, spec = Staging(torch.device("cpu"), 1 << 26), TensorSpec("U8", (100_000,))
+for number in range(300):
+    slab = staging.reserve(spec)
+    staging.copy_out(slab, torch.zeros(spec.shape, dtype=torch.uint8))
+    key = object_key(Kind.KV, "0" * 32, str(number), "t0of1")
+    engine.submit(Put(key, slab), Lookup((key,), 5.0, store_only=True))
+"""
+
+
+def test_it_ends_without_a_word(tmp_path: Path) -> None:
+    url, host = f"file://{tmp_path}/store", str(tmp_path / "host")
+    script = [sys.executable, "-c", ENDS_AT_ONCE, url, host]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_no_thread_of_ours_outlives_the_interpreter(tmp_path: Path) -> None:
+    """A daemon thread is stopped wherever it is: in C++ this ends the process by SIGABRT."""
+    config = StoreConfig(url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "host"))
+    left, closed = (TransferEngine(config, "options") for _ in range(2))
+    closed.close()
+    engine._stop_all()
+    assert not left._thread.is_alive()
+    assert not left._carrier.is_alive()
+    left.submit(Lookup((), 5.0))
+    assert [done.outcome for done in left.drain(10)] == [Outcome.REJECTED]
