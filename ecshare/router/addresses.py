@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which addresses media may be fetched from. Pure: it resolves no names."""
 
+import re
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
@@ -8,6 +9,10 @@ Network = IPv4Network | IPv6Network
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
+_OF_CLOUDS = IPv4Network("168.63.129.16/32"), IPv4Network("192.0.0.0/24")
+"""Answered within a cloud alone, although Python calls them global: the agent of Azure's hosts, and
+protocol assignments, where Oracle had its metadata."""
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 
 
 def may_connect(text: str, allowed: Iterable[Network]) -> bool:
@@ -23,6 +28,12 @@ def may_connect(text: str, allowed: Iterable[Network]) -> bool:
     return _is_public(address) or any(address in network for network in allowed)
 
 
+def is_name(host: str) -> bool:
+    """Tell whether a host is a name; else it is an address, in this spelling or another one."""
+    last = host.rstrip(".").rpartition(".")[2]
+    return ":" not in host and not _NUMBER.fullmatch(last)
+
+
 def _target(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     """Return the IPv4 address that an IPv6 address translates or tunnels to, else the address."""
     if isinstance(address, IPv4Address):
@@ -36,4 +47,6 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
     # is_global is true for multicast and, in some Python versions, for unassigned IPv6 ranges.
     if not address.is_global or address.is_multicast:
         return False
-    return isinstance(address, IPv4Address) or address in _GLOBAL_UNICAST
+    if isinstance(address, IPv6Address):
+        return address in _GLOBAL_UNICAST
+    return not any(address in network for network in _OF_CLOUDS)

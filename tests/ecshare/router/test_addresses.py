@@ -30,6 +30,8 @@ def test_public_addresses(address: str) -> None:
         "100.64.0.1",  # behind a carrier's NAT
         *("224.0.0.1", "239.255.255.250", "ff02::1", "ff0e::1"),  # multicast
         *("0.0.0.0", "0.0.0.1", "::"),  # unspecified
+        *("168.63.129.16", "192.0.0.9", "192.0.0.192"),  # of clouds: Azure's, Oracle's
+        *("::ffff:168.63.129.16", "64:ff9b::a83f:8110", "2002:c000:c0::"),  # the same
         *("240.0.0.1", "255.255.255.255", "::7f00:1", "4000::1"),  # reserved
         *("192.0.2.1", "198.18.0.1", "2001:db8::1"),  # documentation, benchmarks
         *("::ffff:127.0.0.1", "::ffff:10.0.0.1"),  # mapped
