@@ -42,6 +42,7 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     hand_over: Literal["streamed", "after"] = "streamed"
     allow_media_domains: tuple[str, ...] = ()
     allow_media_networks: tuple[Network, ...] = ()
+    media_proxy_resolves: bool = False
     timeout_s: float = 600.0
     client_timeout_s: float = 20.0
     first_byte_timeout_s: float = 60.0

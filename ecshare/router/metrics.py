@@ -25,6 +25,7 @@ M = TypeVar("M", Counter, Histogram)
 _BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 
 _EVENTS = ("asked", "avoided", "lost")
+_FETCHES = ("fetched", "unchanged", "shared", "refused")
 
 Counts = Mapping[str, Any]
 """What /health tells beside the engines."""
@@ -152,7 +153,7 @@ class _State(Collector):
             CounterMetricFamily,
             "media_fetches",
             "Media from urls.",
-            {(event,): counts["downloads"][event] for event in ("fetched", "unchanged", "shared")},
+            {(event,): counts["downloads"][event] for event in _FETCHES},
             "event",
         )
 

@@ -125,13 +125,14 @@ _ERRORS = {
     408: "The body came too slowly.",
     413: "The body or its media are too large.",
     415: "The body is compressed.",
+    422: "Media cannot be fetched, also if it is tried again.",
     429: "The router or the engines have too much to do; see Retry-After.",
     500: "The router failed.",
-    502: "An engine failed, and no other one could answer.",
+    502: "An engine failed, and no other one could answer; or media cannot be fetched now.",
     503: "No engine can be reached, or the router is shutting down.",
     504: "The request took too long.",
 }
-_DOOR_ERRORS = (400, 404, 408, 413, 415, 429, 500, 502, 503, 504)
+_DOOR_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 502, 503, 504)
 _OBJECT: Json = {"type": "object"}
 _ENGINES_OWN = {
     "description": "An engine's own answer, passed on.",

@@ -210,6 +210,13 @@ OPTIONS = (
         field="allow_media_networks",
         if_none="public addresses only",
     ),
+    Option(
+        "--media-proxy-resolves",
+        "give the names of media's hosts to the proxy of HTTP_PROXY or HTTPS_PROXY instead of "
+        "their addresses; for networks where only the proxy can look names up, or where it "
+        "decides by names; the proxy must then refuse addresses that are not public itself",
+        is_switch=True,
+    ),
     Option("--timeout-s", "deadline of a whole request", "SECONDS", positive, default="600"),
     Option(
         "--client-timeout-s",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP clients of the router, and its calls to engines.
+"""The HTTP client for engines, and the calls to engines.
 
 Foreign exceptions end here: engines raise EngineError or RefusalError.
 Cancelling a call closes its connection, and so tells the engine that nobody waits for the answer
@@ -7,9 +7,7 @@ any more.
 """
 
 import asyncio
-import errno
 import re
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import ContextVar
@@ -20,7 +18,6 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from ecshare.router.addresses import may_connect
 from ecshare.router.blobs import Payload
 from ecshare.router.client_request import Request
 from ecshare.router.config import RouterConfig
@@ -163,15 +160,10 @@ class Reply:
         return body
 
 
-class _ForbiddenAddressError(OSError):
-    """Media resolve to an address that is neither public nor allowed."""
-
-    def __init__(self) -> None:
-        super().__init__(errno.EACCES, "no public address; --allow-media-network allows others")
-
-
 class Relay:
-    """Pooled HTTP clients for engines and media. Create and close it inside the event loop."""
+    """A pooled HTTP client for engines, and the loader of media. Create and close it inside the
+    event loop.
+    """
 
     def __init__(
         self,
@@ -194,11 +186,8 @@ class Relay:
         self._fresh_session = self._make_session(
             aiohttp.TCPConnector(limit=config.max_connections, force_close=True)
         )
-        # A separate session: no connection to an engine is ever used for media.
-        self._media_session = self._make_session(
-            aiohttp.TCPConnector(limit=config.max_connections, socket_factory=self._media_socket)
-        )
-        self.media = MediaLoader(config, self._media_session)
+        # Has a client of its own: no connection to an engine is ever used for media.
+        self.media = MediaLoader(config)
 
     def _make_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -210,26 +199,12 @@ class Relay:
             auto_decompress=False,
         )
 
-    def _media_socket(self, info: aiohttp.AddrInfoType) -> socket.socket:
-        """Return a socket for an address that media may be fetched from.
-
-        This is the last step before connecting. It sees the resolved addresses, after every
-        redirect, and addresses that were in the url, so a second look-up cannot bypass it.
-
-        Raises:
-            _ForbiddenAddressError: the address is not allowed.
-        """
-        family, kind, protocol, _, address = info
-        if not may_connect(str(address[0]), self._config.allow_media_networks):
-            raise _ForbiddenAddressError
-        return socket.socket(family, kind, protocol)
-
     async def close(self) -> None:
         """Close every connection."""
         await self.monitor.close()
         await self._session.close()
         await self._fresh_session.close()
-        await self._media_session.close()
+        await self.media.close()
 
     @asynccontextmanager
     async def call(

@@ -3,7 +3,7 @@
 
 import pytest
 
-from ecshare.router import relay
+from ecshare.router import fetcher, relay
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +11,4 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a crowded machine the test's own process may stand still for longer than a router waits
     for a connection; the engine would count as down."""
     monkeypatch.setattr(relay, "CONNECT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(fetcher, "CONNECT_TIMEOUT_S", 60.0)

@@ -219,7 +219,9 @@ def test_it_says_its_version() -> None:
     assert (ran.returncode, ran.stdout) == (0, f"ecshare {__version__}\n")
 
 
-@pytest.mark.parametrize("package", ["aiohttp", "msgspec", "prometheus_client", "pybase64", "yarl"])
+@pytest.mark.parametrize(
+    "package", ["aiohttp", "msgspec", "prometheus_client", "pybase64", "pycares", "yarl"]
+)
 def test_a_missing_extra_is_one_sentence(package: str) -> None:
     program = (
         f"import sys; sys.modules[{package!r}] = None; "
@@ -229,7 +231,7 @@ def test_a_missing_extra_is_one_sentence(package: str) -> None:
     assert ran.returncode == 1
     assert ran.stderr == (
         f"ecshare router needs {package}: install ecshare with its extra [router] "
-        "(pip install aiohttp prometheus_client pybase64 yarl)\n"
+        "(pip install aiohttp prometheus_client pybase64 pycares yarl)\n"
     )
 
 

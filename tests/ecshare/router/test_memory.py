@@ -377,6 +377,6 @@ async def test_downloads_that_fail_keep_nothing(kind: str) -> None:
     ):
 
         async def ask() -> None:
-            assert await router.post(at(url)) == (413 if kind == "large" else 400)
+            assert await router.post(at(url)) == (413 if kind == "large" else 502)
 
         await router.keeps_nothing(ask)
