@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
+from ecshare.router.bodies import check_content_type
 from ecshare.router.config import AdminConfig, RouterConfig
 from ecshare.router.connections import Runner
 from ecshare.router.engine_urls import BY_NAME, engine_url
@@ -47,7 +48,9 @@ class Admin:
 
     def application(self, config: RouterConfig, key: Secret) -> web.Application:
         """Return the web application. It answers only those who send the key."""
-        own = msgspec.structs.replace(config, max_body_bytes=_MAX_BODY_BYTES)
+        own = msgspec.structs.replace(
+            config, max_body_bytes=_MAX_BODY_BYTES, allow_origins=(), forward_headers=()
+        )
         app = web.Application(
             middlewares=[request_middleware(own), _only_with(key)], client_max_size=_MAX_BODY_BYTES
         )
@@ -131,6 +134,7 @@ async def _order(http: web.Request, kind: type[T]) -> T:
     Raises:
         ApiError: it is malformed; names the field at fault.
     """
+    check_content_type(http)
     try:
         return msgspec.json.decode(await http.read(), type=kind)
     except (ValueError, RecursionError) as exc:

@@ -97,7 +97,7 @@ class Answers:
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
         context.passed_on = Passed()
         context.passed_on.add(body)
-        return verbatim(reply.status, body, reply.content_type, reply.retry_after)
+        return verbatim(reply.status, body, reply.content_type, reply.returned)
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
         if not request.get("stream"):  # the first byte arrives with the last

@@ -30,6 +30,7 @@ from ecshare.router.middleware import (
 )
 from ecshare.router.model_lists import MODELS, ModelLists
 from ecshare.router.observer import Observer
+from ecshare.router.origins import Origins
 from ecshare.router.pages import Pages
 from ecshare.router.probes import (
     Checked,
@@ -107,7 +108,10 @@ class Router:
             **pages.routes(),
         }.items():
             app.router.add_get(path, handler, expect_handler=_send_continue)
+        for path in [route.canonical for route in app.router.resources()]:
+            app.router.add_route("*", path + "/", _without_slash)
         app.on_response_prepare.append(self._close_if_stopping)
+        app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
         self._observer.attach(app)
         return app
 
@@ -225,6 +229,13 @@ class Router:
             await self._lists.check_client(context.headers)
         call = Call(http, client, reservation)
         return await (self._flow.answer(call) if path in SPLIT else self._flow.pass_on(call))
+
+
+async def _without_slash(http: web.Request) -> web.StreamResponse:
+    """Send a client whose path ends with a slash to the one without, as vLLM does."""
+    path, mark, query = http.path_qs.partition("?")
+    location = path.removesuffix("/") + mark + query
+    return web.Response(status=307, headers={hdrs.LOCATION: location})
 
 
 async def _send_continue(http: web.Request) -> None:

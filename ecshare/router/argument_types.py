@@ -20,6 +20,8 @@ import msgspec
 from ecshare.router.addresses import Network
 from ecshare.router.config import MIB
 from ecshare.router.engine_urls import engine_url
+from ecshare.router.headers import may_be_forwarded
+from ecshare.router.origins import ANY
 from ecshare.router.secret import Secret, read_secret
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
@@ -55,6 +57,26 @@ def network(text: str) -> Network:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be a network like 10.0.0.0/8 or fd00::/8, or one address"
         ) from exc
+
+
+def header(text: str) -> str:
+    """Return the name of a header that clients' requests may bring to engines."""
+    if not may_be_forwarded(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be the name of a header that does not belong to the connection, the "
+            "body or the router itself"
+        )
+    return text
+
+
+def origin(text: str) -> str:
+    """Return an origin as browsers send it, or * for any."""
+    if text != ANY and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/,;*?#@]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must look like https://chat.example or http://localhost:3000, without a "
+            "path, or be *"
+        )
+    return text
 
 
 @_telling

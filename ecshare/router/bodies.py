@@ -2,6 +2,8 @@
 """Reads request bodies, within limits of format, size, speed and memory."""
 
 import asyncio
+from codecs import BOM_UTF8
+from json import detect_encoding
 
 from aiohttp import hdrs, web
 
@@ -18,6 +20,8 @@ _MAX_TEXT_BYTES = 16 * MIB
 _TEXT_COST = 8
 """Bytes of memory for each byte of JSON, decoded and encoded again. A string with one emoji takes
 four bytes a character, and the copies in UTF-8 come on top."""
+_DECODED_COST = 4
+"""Bytes of memory for each byte of UTF-16: as Python's text, and as UTF-8."""
 _MAX_SEPARATORS = 1_000_000
 _SEPARATORS = (b",", b":", b"[", b"{")
 _SEPARATOR_COST = 100
@@ -29,22 +33,63 @@ _COUNTED_AT_ONCE = MIB
 async def read_body(
     http: web.Request, config: RouterConfig, reservation: Reservation, blobs: Blobs
 ) -> bytes | bytearray:
-    """Return the body's JSON, with its long base64 texts moved to `blobs`.
+    """Return the body's JSON as UTF-8, with its long base64 texts moved to `blobs`.
 
     The memory that the body needs is taken from `reservation`.
 
     Raises:
-        ApiError: the body is compressed, too large or too slow, or there is no memory for it.
+        ApiError: the body is not JSON by its header, compressed, too large or too slow, or there is
+            no memory for it.
     """
+    check_content_type(http)
     if http.headers.get(hdrs.CONTENT_ENCODING, "").strip().lower() not in ("", "identity"):
         # vLLM does not accept compressed bodies either, and a small one may expand to gigabytes.
         raise ApiError(415, "The body must not be packed: leave the Content-Encoding out.")
-    json = await blobs.extract(await _received(http, config, reservation))
+    received = _as_utf8(await _received(http, config, reservation), reservation)
+    json = await blobs.extract(received)
     if len(json) > _MAX_TEXT_BYTES:
         message = f"The body is larger than {_MAX_TEXT_BYTES // MIB} MiB without its base64 texts."
         raise ApiError(413, message, code="request_too_large")
     reservation.take(len(json) * _TEXT_COST + _num_separators(json) * _SEPARATOR_COST)
     return json
+
+
+def check_content_type(http: web.Request) -> None:
+    """Check that the client says that it sends JSON, as vLLM does.
+
+    A browser sends other types for any page without asking first (CORS), so that any page could
+    have a router on this host or in this network work for it.
+
+    Raises:
+        ApiError: it does not.
+    """
+    given = http.headers.get(hdrs.CONTENT_TYPE, "").lower()
+    if given.partition(";")[0] != "application/json":
+        message = "Unsupported media type: send the header `Content-Type: application/json`."
+        raise ApiError(400, message, code="wrong_content_type")
+
+
+def _as_utf8(body: bytearray, reservation: Reservation) -> bytearray:
+    """Return JSON of any encoding that vLLM reads: UTF-8, with a byte order mark or without,
+    UTF-16 and UTF-32.
+
+    Raises:
+        ApiError: it is malformed, too large or there is no memory for it.
+    """
+    encoding = detect_encoding(body[:4])
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        del body[: len(BOM_UTF8)]
+        return body
+    if len(body) > _MAX_TEXT_BYTES:
+        message = f"A body in {encoding} must not be larger than {_MAX_TEXT_BYTES // MIB} MiB."
+        raise ApiError(413, message, code="request_too_large")
+    reservation.take(len(body) * _DECODED_COST)
+    try:
+        return bytearray(body.decode(encoding).encode())
+    except UnicodeError as exc:
+        raise ApiError(400, f"The body is not valid {encoding}.") from exc
 
 
 def _num_separators(json: bytes | bytearray) -> int:

@@ -90,6 +90,9 @@ def _kind(part: Request, path: FieldPath) -> str | None:
     another one's uuid.
     """
     named = part.get("type")
+    null = [key for key in MEDIA_FIELDS if key in part and part[key] is None]
+    if named is None and null:  # vLLM would take it for an item without data
+        raise refusal(f"`{null[0]}` is null; send the media, or leave the field out.", path)
     if named == "input_image":  # the Responses API's name
         named = "image_url"
     has_uuid = part.get("uuid") is not None

@@ -91,7 +91,7 @@ class ClientRequest(Struct, frozen=True):
     def model(self) -> str | None:
         """Return the requested model, None if the engine may choose."""
         model: str | None = self.request.get("model")
-        return model
+        return model or None
 
     @property
     def save_params(self) -> Request:

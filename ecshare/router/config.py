@@ -40,6 +40,8 @@ class RouterConfig(Struct, frozen=True, kw_only=True):
     max_items: int = 64
     max_connections: int = 4096
     hand_over: Literal["streamed", "after"] = "streamed"
+    forward_headers: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     allow_media_domains: tuple[str, ...] = ()
     allow_media_networks: tuple[Network, ...] = ()
     media_proxy_resolves: bool = False

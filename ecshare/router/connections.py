@@ -5,10 +5,12 @@ import asyncio
 import logging
 import resource
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import LineTooLong
 
 from ecshare.router.bodies import SLOWEST_BYTES_A_S
 from ecshare.router.errors import ApiError
@@ -19,6 +21,12 @@ _DESCRIPTORS_A_CLIENT = 4
 """Its own connection, one to an engine, one to a media server, and one in reserve: hundreds may be
 accepted before the first can be closed."""
 _MAX_SHOWN_CHARS = 200
+# vLLM takes more, but tokens and cookies do not get longer, and each connection may send as much.
+_KIB = 1024
+_MAX_TARGET_BYTES = 16 * _KIB
+_MAX_HEADER_BYTES = 64 * _KIB
+_MAX_HEADERS = 256
+_MAX_HEAD_BYTES = 256 * _KIB
 
 
 def raise_open_files() -> int:
@@ -50,7 +58,14 @@ class Runner(web.AppRunner):
         self, app: web.Application, client_timeout_s: float, max_connections: int, **kwargs: Any
     ) -> None:
         """`kwargs` are passed to web.AppRunner."""
-        super().__init__(app, keepalive_timeout=client_timeout_s, **kwargs)
+        super().__init__(
+            app,
+            keepalive_timeout=client_timeout_s,
+            max_line_size=_MAX_TARGET_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
+            **kwargs,
+        )
         self._client_timeout_s = client_timeout_s
         self._max_connections = max_connections
 
@@ -112,6 +127,10 @@ class _Connection(web.RequestHandler):
     def __init__(self, server: _Server, options: dict[str, Any]) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._server = server
+        self._body: StreamReader | None = None
+        """Of the last request whose head is whole."""
+        self._head_bytes = 0
+        """Received of a request whose head is not whole yet."""
         self._writing: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         """Of the answer, when it was last looked whether the client takes it."""
@@ -126,6 +145,20 @@ class _Connection(web.RequestHandler):
         refused = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         refused.write(_REFUSAL)
         refused.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Refuse a head that is too large as a whole. aiohttp limits only its parts."""
+        num_heads, is_of_body = self._request_count, self._body and not self._body.is_eof()
+        super().data_received(data)
+        if self._request_count > num_heads:
+            self._body = self._messages[-1][1]
+            self._head_bytes = 0
+        elif not is_of_body:
+            self._head_bytes += len(data)
+        if self._head_bytes > _MAX_HEAD_BYTES and self.transport is not None:
+            if self._current_request is None and not self._messages:
+                self.transport.write(_HEAD_REFUSAL)
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -182,22 +215,47 @@ class _Connection(web.RequestHandler):
             return super().handle_error(request, status, exc, message)
         reason = " ".join((message or "").split())[:_MAX_SHOWN_CHARS]
         logger.warning("malformed HTTP from %s: %s", request.remote, reason)
-        error = ApiError(400, "The HTTP request is malformed.", code="malformed_http")
+        error = _of_head(exc)
         response = web.Response(
-            status=400, body=msgspec.json.encode(error.body()), content_type="application/json"
+            status=error.status,
+            body=msgspec.json.encode(error.body()),
+            content_type="application/json",
         )
         response.force_close()
         return response
 
 
-def _refusal() -> bytes:
-    error = ApiError(503, "There are too many connections.", code="too_many_connections")
+def _of_head(exc: BaseException | None) -> ApiError:
+    """Return the error for the head of a request that aiohttp's parser has refused."""
+    if isinstance(exc, LineTooLong):
+        if exc.args[1] == _MAX_TARGET_BYTES:
+            message = f"The path with its query is longer than {_MAX_TARGET_BYTES // _KIB} KiB."
+            return ApiError(414, message, code="uri_too_long")
+        return _headers_too_large(f"A header is larger than {_MAX_HEADER_BYTES // _KIB} KiB.")
+    if "Too many headers" in str(exc):
+        return _headers_too_large(f"There are more than {_MAX_HEADERS} headers.")
+    return ApiError(400, "The HTTP request is malformed.", code="malformed_http")
+
+
+def _headers_too_large(message: str) -> ApiError:
+    return ApiError(431, message, code="headers_too_large")
+
+
+def _refusal(error: ApiError, more: str = "") -> bytes:
+    """Return a whole answer, for a connection that ends with it."""
     body = msgspec.json.encode(error.body())
     head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{more}Connection: close\r\n\r\n"
     )
     return head.encode() + body
 
 
-_REFUSAL = _refusal()
+_REFUSAL = _refusal(
+    ApiError(503, "There are too many connections.", code="too_many_connections"),
+    "Retry-After: 1\r\n",
+)
+_HEAD_REFUSAL = _refusal(
+    _headers_too_large(f"All headers together are larger than {_MAX_HEAD_BYTES // _KIB} KiB.")
+)

@@ -5,6 +5,7 @@ The same three stages serve each endpoint that makes tokens. What else vLLM serv
 one engine.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ Raises ApiError if the body is malformed; it names the field at fault.
 _NO_STATE = "responses are not kept; send the whole conversation"
 _NOT_KEPT = ("previous_response_id", "background")
 _USUAL_TYPE = "image/jpeg"  # what vLLM takes a picture for that has no type
+_TYPE = re.compile(r"[A-Za-z0-9._+-]{1,63}(/[A-Za-z0-9._+-]{1,63})?")
 # Schemas and options may hold anything, and vLLM reads no media from them.
 _WITHOUT_MEDIA = ("tools", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs")
 
@@ -167,15 +169,11 @@ def _image_url(source: Any, path: FieldPath) -> str:
         if isinstance(url, str) and url:
             return url
     else:
-        text, media_type = given.get("data"), given.get("media_type", _USUAL_TYPE)
-        # vLLM inserts the type into a url, where a comma would move the start of the data.
-        if isinstance(text, str) and isinstance(media_type, str) and _is_plain(media_type):
+        text, media_type = given.get("data"), given.get("media_type") or _USUAL_TYPE
+        # vLLM reads no type, but inserts it into a url: a comma would move the start of the data.
+        if isinstance(text, str) and isinstance(media_type, str) and _TYPE.fullmatch(media_type):
             return f"data:{media_type};base64,{text}"
     raise refusal("`source` must hold base64 text with a media type, or a url.", path)
-
-
-def _is_plain(media_type: str) -> bool:
-    return media_type.startswith("image/") and not set(media_type) & set(",;")
 
 
 def _image_block(part: Request, item: MediaItem, held: Media) -> Request:

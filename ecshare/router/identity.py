@@ -32,8 +32,8 @@ def identity(modality: str, url: str, blobs: Blobs | None = None) -> str:
     """
     blobs = blobs or Blobs()
     head, comma, text = url[5:].partition(",")
-    media_type, _, encoding = head.rpartition(";")
-    if not comma or encoding != "base64":
+    media_type, semicolon, encoding = head.rpartition(";")
+    if not comma or not semicolon or encoding != "base64":
         raise ValueError("A data: url must read data:TYPE;base64,DATA.")
     digest = hashlib.sha256(modality.encode() + b"\0")
     if modality == "video" and media_type.partition(";")[0].lower() == "video/jpeg":

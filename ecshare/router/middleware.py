@@ -4,12 +4,13 @@
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from ecshare.router import plan
@@ -27,6 +28,8 @@ from ecshare.router.dialects import (
 )
 from ecshare.router.engines import Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
+from ecshare.router.headers import forwarded
+from ecshare.router.origins import Origins
 from ecshare.router.prefilled import Turn
 from ecshare.router.trace import ENGINES_OWN
 
@@ -34,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_CHARS = 200
 OVERLOAD_RETRY_AFTER_S = 2.0
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
 
 
 @dataclass
@@ -122,14 +124,15 @@ CONTEXT: web.RequestKey[RequestContext] = web.RequestKey("context", RequestConte
 
 def request_middleware(config: RouterConfig) -> Middleware:
     """Return the middleware for all requests, including those that match no route."""
+    origins = Origins(config.allow_origins)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         context = request[CONTEXT] = _begin(request)
         began_s = time.monotonic()
         try:
-            _check_headers(context)
-            response = await handler(request)
+            context.headers |= forwarded(request.headers, config.forward_headers)
+            response = origins.answer_preflight(request) or await handler(request)
         except ConnectionResetError:
             if context.answer is None:
                 raise
@@ -171,13 +174,13 @@ async def send(http: web.Request, response: web.StreamResponse) -> web.StreamRes
 
 
 def verbatim(
-    status: int, body: bytes | bytearray, content_type: str, retry_after: str | None = None
+    status: int,
+    body: bytes | bytearray,
+    content_type: str,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> web.Response:
-    """Return an engine's answer unchanged."""
-    response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
-    if retry_after is not None:
-        response.headers["Retry-After"] = retry_after
-    return response
+    """Return an engine's answer, with those of its `headers` that the client gets."""
+    return web.Response(status=status, body=body, headers={**headers, "Content-Type": content_type})
 
 
 async def end_stream(context: RequestContext, error: ApiError) -> web.StreamResponse:
@@ -234,22 +237,7 @@ def too_large(config: RouterConfig) -> ApiError:
 def _begin(request: web.Request) -> RequestContext:
     given = plan.acceptable_request_id(request.headers.get("x-request-id"))
     request_id = given or uuid.uuid4().hex
-    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
-    headers["X-Request-Id"] = request_id
-    return RequestContext(request_id, headers, dialect_of(request.path))
-
-
-def _check_headers(context: RequestContext) -> None:
-    """Check that the headers can be forwarded.
-
-    Raises:
-        ApiError: one cannot; names the first.
-    """
-    for name, value in context.headers.items():
-        try:
-            value.encode()  # aiohttp reads bytes that are no UTF-8 as lone surrogates
-        except UnicodeEncodeError as exc:
-            raise ApiError(400, f"The header `{name}` is not UTF-8 text.") from exc
+    return RequestContext(request_id, {"X-Request-Id": request_id}, dialect_of(request.path))
 
 
 def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> web.Response:
@@ -274,6 +262,8 @@ def _answer_of(error: Exception, request: web.Request, config: RouterConfig) -> 
             shown = ApiError(500, "The router failed.", code="internal_error")
     request[CONTEXT].error = shown.kind
     response = json_response(shown.status, error_body(dialect, shown))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers[hdrs.ALLOW] = error.headers[hdrs.ALLOW]
     if shown.retry_after_s is not None:
         response.headers["Retry-After"] = str(max(1, round(shown.retry_after_s)))
     return response

@@ -11,10 +11,12 @@ from ecshare.router.argument_types import (
     collector,
     count,
     engine,
+    header,
     key,
     mebibytes,
     natural,
     network,
+    origin,
     port,
     positive,
     share,
@@ -216,6 +218,23 @@ OPTIONS = (
         "their addresses; for networks where only the proxy can look names up, or where it "
         "decides by names; the proxy must then refuse addresses that are not public itself",
         is_switch=True,
+    ),
+    Option(
+        "--forward-header",
+        "pass this header of clients on to engines too; may be given several times",
+        "NAME",
+        header,
+        field="forward_headers",
+        if_none="those that vLLM reads",
+    ),
+    Option(
+        "--allow-origin",
+        "let scripts of web pages from this origin (such as https://chat.example) ask, and read "
+        "answers (CORS); *: from any; may be given several times",
+        "ORIGIN",
+        origin,
+        field="allow_origins",
+        if_none="none",
     ),
     Option("--timeout-s", "deadline of a whole request", "SECONDS", positive, default="600"),
     Option(

@@ -24,6 +24,7 @@ from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import GONE_STATUSES, EngineError, RefusalError
 from ecshare.router.events import carries_data
+from ecshare.router.headers import returned
 from ecshare.router.health import HealthMonitor, PendingRequest, SilentError, TimeLimits
 from ecshare.router.media import MediaLoader
 from ecshare.router.memory import Reservation
@@ -87,6 +88,7 @@ class Reply:
         self.status = response.status
         self.content_type = response.headers.get("Content-Type", "application/json")
         self.retry_after = response.headers.get("Retry-After")
+        self.returned = returned(response.headers)
         self.is_stream = self.status == 200 and self.content_type.startswith("text/event-stream")
         self._has_begun = not self.is_stream
         # Overload counts as failure: another engine or another path may succeed.

@@ -33,6 +33,8 @@ RUN_BY_TESTS = {
 # Checked elsewhere: their own options by vLLM, their JSON below.
 ENGINES = ("vllm", "vllm.entrypoints.openai.api_server")
 VLLM_OPTIONS = {
+    "--allow-credentials",
+    "--allowed-origins",
     "--ec-transfer-config",
     "--enable-prompt-tokens-details",
     "--enable-tower-connector-lora",

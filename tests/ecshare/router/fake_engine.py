@@ -23,6 +23,8 @@ from ecshare.router.secret import Secret
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
+HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % CHAT.encode()
+"""The start of a chat completion's head."""
 PNG = b"\x89PNG picture one"
 PNG_2 = b"\x89PNG picture two"
 EVENTS = [b'data: {"n":1}\n\n', b'data: {"n":', b"2}\n\n", b"data: [DONE]\n\n"]
@@ -230,7 +232,9 @@ class FakeEngine:
         app.middlewares.append(self._connection_middleware())
         app.on_response_prepare.append(self._close)
         async with listening_on(
-            web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+            web.AppRunner(
+                app, handler_cancellation=True, shutdown_timeout=0.1, max_field_size=1 << 17
+            )
         ) as self.url:
             yield self
 
@@ -355,5 +359,7 @@ async def fleet(
         )
         router = Router(config, clock)
         url = await stack.enter_async_context(listening_on(make_runner(router, config)))
-        client = await stack.enter_async_context(aiohttp.ClientSession())
+        client = await stack.enter_async_context(
+            aiohttp.ClientSession(headers={"Content-Type": "application/json"})
+        )
         yield Fleet(stages[0], stages[1], stages[2], url, client, clock, router)

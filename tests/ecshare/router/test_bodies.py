@@ -8,7 +8,7 @@ import json
 import pytest
 
 from ecshare.router.chat import CHAT
-from tests.ecshare.router.fake_engine import Fleet, chat, fleet
+from tests.ecshare.router.fake_engine import HEAD, Fleet, chat, fleet
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "unheard-of", "gzip, gzip"])
@@ -55,10 +55,10 @@ async def test_paths_that_are_no_text_are_4xx(start: bytes) -> None:
         assert 400 <= status < 500
 
 
-@pytest.mark.parametrize("name", [b"Authorization", b"traceparent", b"tracestate"])
+@pytest.mark.parametrize("name", [b"Authorization", b"traceparent", b"baggage"])
 async def test_headers_that_cannot_be_passed_on_are_400(name: bytes) -> None:
     async with fleet(0, 0) as f:
-        head = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % CHAT.encode()
+        head = HEAD + b"Connection: close\r\n"
         body = json.dumps(chat()).encode()
         length = b"\r\nContent-Length: %d\r\n\r\n" % len(body)
         status, rest = await raw(f, head + name + b": a\xffb" + length + body)
@@ -69,13 +69,11 @@ async def test_headers_that_cannot_be_passed_on_are_400(name: bytes) -> None:
         assert status == 200
 
 
-@pytest.mark.parametrize(
-    "name", [b"Accept", b"Cookie", b"Content-Type", b"Expect", b"Range", b"X-Request-Id"]
-)
+@pytest.mark.parametrize("name", [b"Accept", b"Cookie", b"Expect", b"Range", b"X-Request-Id"])
 async def test_headers_that_nobody_needs_may_hold_anything(name: bytes) -> None:
     async with fleet(0, 0) as f:
         body = json.dumps(chat()).encode()
-        head = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % CHAT.encode()
+        head = HEAD + b"Connection: close\r\n"
         length = b"\r\nContent-Length: %d\r\n\r\n" % len(body)
         assert (await raw(f, head + name + b": \xff" + length + body))[0] == 200
 

@@ -15,10 +15,9 @@ from aiohttp import web
 
 from ecshare.router.chat import CHAT
 from ecshare.router.connections import fitting_connections
-from tests.ecshare.router.fake_engine import FakeEngine, chat, decoded, fleet
+from tests.ecshare.router.fake_engine import HEAD, FakeEngine, chat, decoded, fleet
 from tests.ecshare.router.router_process import router_process
 
-HEAD = b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode()
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

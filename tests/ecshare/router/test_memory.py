@@ -24,6 +24,7 @@ from ecshare.router.config import MIB
 from ecshare.router.errors import ApiError
 from ecshare.router.memory import MemoryBudget
 from tests.ecshare.router.fake_engine import (
+    HEAD,
     LOOPBACK,
     STATUS_KEY,
     Answer,
@@ -43,6 +44,7 @@ from tests.ecshare.router.fake_engine import (
 )
 from tests.waiting import until
 
+JSON = {"Content-Type": "application/json"}
 PICTURE = random.Random(1).randbytes(3 * MIB)
 """4 MiB of base64."""
 
@@ -135,7 +137,7 @@ async def test_answers_count_until_their_clients_have_them() -> None:
         f.d.answer = answer_much
         reader, writer = await asyncio.open_connection("127.0.0.1", int(f.url.rpartition(":")[2]))
         body = json.dumps(chat()).encode()
-        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+        writer.write(HEAD)
         writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         head = await reader.readuntil(b"\r\n\r\n")
         assert await used_bytes(f) >= 40 * MIB
@@ -154,7 +156,7 @@ async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
     ):
         port = int(f.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+        writer.write(HEAD)
         writer.write(b"Content-Length: %d\r\n\r\n" % (5 * MIB))
         assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
         writer.close()
@@ -257,7 +259,7 @@ async def process(*options: str, **engines: FakeEngine) -> AsyncIterator[Process
     )
     try:
         assert running.stderr is not None
-        async with aiohttp.ClientSession() as client:
+        async with aiohttp.ClientSession(headers=JSON) as client:
             async with asyncio.timeout(30):
                 await running.stderr.readline()
             yield Process(f"http://127.0.0.1:{port}", running.pid, client)
@@ -285,7 +287,7 @@ async def test_idle_connections_keep_nothing() -> None:
         body = json.dumps(chat(picture(LARGE))).encode()
 
         async def ask() -> None:
-            client = await stack.enter_async_context(aiohttp.ClientSession())
+            client = await stack.enter_async_context(aiohttp.ClientSession(headers=JSON))
             async with client.post(router.url + CHAT, data=io.BytesIO(body)) as response:
                 assert response.status == 200
 
@@ -339,7 +341,7 @@ async def test_clients_that_leave_keep_nothing() -> None:
             _, writer = await asyncio.open_connection(
                 "127.0.0.1", int(router.url.rpartition(":")[2])
             )
-            writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % CHAT.encode())
+            writer.write(HEAD)
             writer.write(b"Content-Length: %d\r\n\r\n" % (6 * MIB))
             for _ in range(5):
                 writer.write(b" " * MIB)

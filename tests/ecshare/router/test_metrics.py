@@ -326,6 +326,7 @@ def test_the_page_lists_every_kind_of_error_and_every_outcome() -> None:
     (answers,) = re.findall(rf"^\| `{PREFIX}answers_total` \|(.*)\|$", page, re.M)
     sources = "\n".join(path.read_text() for path in (ROOT / "ecshare" / "router").glob("*.py"))
     elsewhere = {"malformed_http", "too_many_connections"}  # below HTTP
+    elsewhere |= {"uri_too_long", "headers_too_large"}
     elsewhere |= {"admin_key_needed", "engine_not_found", "engine_conflict"}  # the operators' port
     kinds = set(re.findall(r'code="(\w+)"', sources)) - elsewhere
     kinds |= {"engine", "invalid_request"}

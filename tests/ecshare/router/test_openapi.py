@@ -43,6 +43,7 @@ def test_every_route_is_described_and_nothing_else() -> None:
         (route.resource.canonical, route.method.lower())
         for route in application.router.routes()
         if route.resource is not None and route.method != "HEAD"
+        if not route.resource.canonical.endswith("/")  # these lead to the same without a slash
     }
     described = {
         (path, method) for path, methods in description()["paths"].items() for method in methods
