@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes D's answers on to clients, unchanged."""
+"""Passes D's answers on to clients."""
 
 import logging
 import time
@@ -11,6 +11,7 @@ from aiohttp import web
 from ecshare.router.accounts import Passed
 from ecshare.router.call import Call
 from ecshare.router.client_request import Request
+from ecshare.router.client_view import ClientView
 from ecshare.router.config import RouterConfig
 from ecshare.router.engines import Stage
 from ecshare.router.errors import EngineError
@@ -67,6 +68,8 @@ class Answers:
     ) -> web.StreamResponse:
         """Pass on the answer of one D to what it is sent of the client's request.
 
+        The client sees it as `ClientView` shows it.
+
         Raises:
             EngineError: it failed, and the attempt is not the last.
         """
@@ -97,7 +100,8 @@ class Answers:
         context.seconds[Stage.DECODE] = time.monotonic() - began_s
         context.passed_on = Passed()
         context.passed_on.add(body)
-        return verbatim(reply.status, body, reply.content_type, reply.returned)
+        shown = ClientView(context.dialect, context.prefill_usage).whole(body)
+        return verbatim(reply.status, shown, reply.content_type, reply.returned)
 
     def _first_byte_limit_s(self, request: Request, concurrent_stage: Stage | None) -> float:
         if not request.get("stream"):  # the first byte arrives with the last
@@ -112,17 +116,22 @@ class Answers:
         opening: bytes,
         rest: AsyncIterator[bytes],
     ) -> web.StreamResponse:
-        """Copy D's events to the client, byte for byte."""
+        """Pass D's events on to the client, as `ClientView` shows them, as they come."""
         context.first_event_s = time.monotonic()
         passed_on = context.passed_on = Passed(is_stream=True)
+        view = ClientView(context.dialect, context.prefill_usage)
         passed_on.add(opening)
         answer = await client.stream()
         try:
-            if opening:  # empty: nothing came, or comments alone
-                await answer.write(opening)
+            # aiohttp takes an empty chunk for the end. Nothing came, or comments alone: no opening.
+            if shown := view.chunk(opening):
+                await answer.write(shown)
             async for chunk in rest:
                 passed_on.add(chunk)
-                await answer.write(chunk)
+                if shown := view.chunk(chunk):
+                    await answer.write(shown)
+            if shown := view.end():
+                await answer.write(shown)
         except EngineError as failure:
             logger.warning("request %s: %s", context.request_id, failure)
             return await end_stream(context, unavailable(failure, self._config))

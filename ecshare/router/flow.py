@@ -9,7 +9,8 @@ while P computes the rest.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +27,14 @@ from ecshare.router.client_request import (
     Media,
     Request,
 )
+from ecshare.router.client_view import PrefillUsage
 from ecshare.router.config import RouterConfig
 from ecshare.router.encoded import EncodedMedia
 from ecshare.router.engines import Engine, EnginePool, Stage, Work
 from ecshare.router.errors import ApiError, EngineError, RefusalError
 from ecshare.router.limits import Place, StageLimits
 from ecshare.router.metrics import RouterMetrics
+from ecshare.router.middleware import RequestContext
 from ecshare.router.prefilled import Known, PrefilledPrompts, turns_of, with_json_of
 from ecshare.router.relay import Relay
 from ecshare.router.retries import Attempt, Retries, RetryBudget
@@ -349,9 +352,11 @@ class Flow:
         with limited as place, context.timed(Stage.PREFILL):
             place.take()
             payload = context.payload(plan.prefill_request(endpoint, request), context.work)
-            answer = await self._relay.ask(
-                engine, endpoint.path, payload, context.headers, call.reservation
-            )
+            with _usage_of_prefill(context) as usage:
+                answer = await self._relay.ask(
+                    engine, endpoint.path, payload, context.headers, call.reservation
+                )
+                usage.told = plan.told_usage(answer)
         if context.turns:
             self._prefilled.note_prefilled(context.turns, answer)
         hand_over = plan.reported_hand_over(answer)
@@ -429,6 +434,17 @@ class Flow:
 
 def _is_never_last(status: int | None = None) -> bool:
     return False
+
+
+@contextmanager
+def _usage_of_prefill(context: RequestContext) -> Iterator[PrefillUsage]:
+    """Yield where P's usage belongs, while P is asked. A P that is not reached computes nothing."""
+    usage = context.prefill_usage = PrefillUsage(was_asked=True)
+    try:
+        yield usage
+    except EngineError as failure:
+        usage.was_asked = failure.reached
+        raise
 
 
 def _check_accepted(answer: web.StreamResponse | None) -> None:

@@ -17,6 +17,7 @@ from ecshare.router import plan
 from ecshare.router.accounts import Passed
 from ecshare.router.blobs import Blobs, Payload
 from ecshare.router.client_request import Request, too_deep
+from ecshare.router.client_view import PrefillUsage
 from ecshare.router.config import MIB, RouterConfig
 from ecshare.router.dialects import (
     Dialect,
@@ -54,6 +55,8 @@ class RequestContext:
     """The messages of the prompt, if P is asked only for what it has not stored."""
     avoided: list[Stage] = field(default_factory=list)
     """The stages that would have had nothing to do."""
+    prefill_usage: PrefillUsage = field(default_factory=PrefillUsage)
+    """What P has told of the prompt."""
     work: Work = Work()
     """What P has to do for it."""
     answer: web.StreamResponse | None = None

@@ -288,6 +288,12 @@ def prompt_tokens(answer: Request) -> PromptTokens | None:
     return PromptTokens(total, cached) if type(cached) is int else None
 
 
+def told_usage(answer: Request) -> Request | None:
+    """Return the usage that an answer tells; None: it tells none."""
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else None
+
+
 def is_streamed(hand_over: Request | None) -> bool:
     """Whether P stored KV while it computed, as its hand-over tells."""
     return hand_over is not None and STREAMED.keys() <= hand_over.keys()

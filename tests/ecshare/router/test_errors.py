@@ -415,7 +415,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
         response, body = await f.post(chat(stream=True))
         assert response.status == 200
         start, _, end = body.rpartition(b"\n\ndata: ")
-        assert start == EVENTS[0] + EVENTS[1]
+        assert start == EVENTS[0], "the half of an event is not shown"
         assert json.loads(end)["error"]["code"] == "engine_failed"
 
 
