@@ -19,6 +19,10 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+
 from ecshare.store.integrity import TOKEN_HEADER, read_key, router_token
 
 KEY_VARIABLE = "ECSHARE_ROUTER_KEY"
@@ -66,7 +70,7 @@ class RouterGate:
         if body is None:
             await _refuse(send, 413, "The body is too large.")
             return
-        field = forbidden_field(body)
+        field = forbidden_field(body) or await _field_in_form(scope, body)
         if field is not None:
             await _refuse(send, 400, f"`{field}` is not accepted from clients; leave it out.")
             return
@@ -96,6 +100,25 @@ def forbidden_field(body: bytes) -> str | None:
             if part.get(name) is not None:
                 return name
     return None
+
+
+async def _field_in_form(scope: Scope, body: bytes) -> str | None:
+    """Return the first such field in the JSON texts of a form, such as `vllm_xargs` beside a sound.
+
+    The form is read as the server reads it. It refuses a form that cannot be read.
+    """
+    if not any(word in body for word in _MARKERS):
+        return None
+    try:
+        async with Request(scope, _replaying(body, _nothing)).form() as form:
+            texts = [value for _, value in form.multi_items() if isinstance(value, str)]
+    except (MultiPartException, HTTPException):
+        return None
+    return next(filter(None, (forbidden_field(text.encode()) for text in texts)), None)
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def _is_media(part: dict[str, Any]) -> bool:

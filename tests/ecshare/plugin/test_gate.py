@@ -4,6 +4,7 @@
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import pytest
 from starlette.requests import Request
@@ -122,6 +123,47 @@ async def test_what_names_nothing_passes_unchanged(request_: Any) -> None:
 @pytest.mark.parametrize("body", [b"", b"uuid", b'{"uuid": "\xff"}', b"[" * 5000 + b'"uuid"'])
 async def test_what_is_no_json_is_the_servers_to_refuse(body: bytes) -> None:
     assert (await ask(body)).reached == body
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    disposition = b"--B\r\nContent-Disposition: form-data; "
+    return b"".join(
+        disposition + name.encode() + b"\r\n\r\n" + value + b"\r\n" for name, value in parts
+    )
+
+
+SOUND = 'name="file"; filename="a.wav"', b"\0\\u{uuid: 1, transfer_params}" * 100
+FORM = (("content-type", "multipart/form-data; boundary=B"),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"kv_transfer_params": ["a"]}',
+        b'{"a": 1, "ec_transfer_params": "b"}',
+        b'{"kv\\u005ftransfer_params": "x"}',
+    ],
+)
+@pytest.mark.parametrize("name", ['name="vllm_xargs"', "name=vllm_xargs", 'NAME="vllm_xargs"'])
+async def test_forms_are_read_as_the_server_reads_them(text: bytes, name: str) -> None:
+    body = form((name, text), SOUND) + b"--B--\r\n"
+    answered = await ask(body, headers=FORM)
+    assert (answered.status, answered.reached) == (400, None)
+    assert b"transfer_params` is not accepted" in answered.text
+    coded = b"vllm_xargs=" + quote_from_bytes(text).encode()
+    answered = await ask(coded, headers=(("content-type", "application/x-www-form-urlencoded"),))
+    assert answered.status == 400
+
+
+async def test_sounds_and_what_is_said_beside_them_pass() -> None:
+    texts = [
+        ('name="prompt"', b"a uuid, and kv_transfer_params"),
+        ('name="vllm_xargs"', b'{"a": 1}'),
+    ]
+    body = form(SOUND, *texts) + b"--B--\r\n"
+    assert (await ask(body[:40], body[40:], headers=FORM)).reached == body
+    broken = form(SOUND, *texts)[:-9]
+    assert (await ask(broken, headers=FORM)).reached == broken
 
 
 async def test_the_router_names_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
