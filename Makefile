@@ -5,8 +5,10 @@ STORE ?= folder
 MODEL ?=
 # For `make test-matrix`: releases, such as VLLM="0.31.0 0.32.0" (default: all that we serve).
 VLLM ?=
-# For `make fuzz`: which cases, and how many times as many as `make unit` tries.
-SEED ?= 1
+# For `make fuzz`: which cases (default: others each day), and how many times as many as `make unit`
+# tries.
+SEED ?= $(shell date -u +%Y%m%d)
+SEED := $(SEED)
 CASES ?= 20
 
 BIN := .venv/bin
@@ -66,7 +68,7 @@ test-faults: setup
 test-gpu:
 	@$(PYTHON) -m lab.gpu_kit
 
-# The seed makes the cases: the same one makes the same again.
+# The seed makes the cases: the same one makes the same again. It is said first.
 fuzz: setup
 	@echo "SEED=$(SEED) CASES=$(CASES)"
 	FUZZ_SEED="$(SEED)" FUZZ_CASES="$(CASES)" $(BIN)/python -m pytest -q -m fuzz -n 2 --durations=0 \

@@ -87,4 +87,7 @@ def _can_be_looked_up(host: str) -> bool:
 
 
 def _base_path(path: str) -> str:
-    return path.rstrip("/").removesuffix("/v1").rstrip("/")
+    path = path.rstrip("/")
+    while path.endswith("/v1"):
+        path = path.removesuffix("/v1").rstrip("/")
+    return path
