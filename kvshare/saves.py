@@ -38,6 +38,8 @@ class Progress:
     num_saved_blocks: int = 0
     """The number of full blocks that were considered for a save. Each block is considered once,
     also if it came from the local cache: the store may have lost it."""
+    loaded: range = range(0)
+    """Blocks, in whole chunks, that were loaded: there is nothing to save of them."""
     saved_prompt_tokens: int = 0
     """The length of the prompt when its end was considered. A session's prompt grows."""
     has_gap: bool = False
@@ -113,6 +115,16 @@ class SavePlan:
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)
         return pieces
+
+    def loaded(self, progress: Progress, chunks: Sequence[Chunk]) -> None:
+        """Take note that a request has loaded these consecutive chunks."""
+        grid, end = self._facts.grid, len(chunks)
+        # The last ones may be parts of a chunk, which is not stored as a whole.
+        while end and chunks[end - 1].num_tokens < grid.chunk_tokens:
+            end -= 1
+        if end:
+            end_block = chunks[end - 1].first_block + grid.chunk_blocks
+            progress.loaded = range(chunks[0].first_block, end_block)
 
     def left(self, progress: Progress) -> tuple[int, int]:
         """Order, with the next step, what to save of the blocks that a request has just lost.
@@ -197,11 +209,18 @@ class SavePlan:
     def _save_whole(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
         """Order the saves of whole chunks before `end_block` that were not considered yet."""
         size = grid.chunk_blocks
-        for first in range(progress.num_saved_blocks // size * size, end_block - size + 1, size):
+        first, end_block = progress.num_saved_blocks // size * size, end_block // size * size
+        while first < end_block:
+            if first in progress.loaded and not progress.has_gap:
+                # At once: to look at hundreds of chunks takes too long for a hook.
+                first = min(progress.loaded.stop, end_block)
+                progress.num_saved_blocks = max(progress.num_saved_blocks, first)
+                continue
             pieces = self._save_run(progress, grid, first, first + size)
             if pieces is None:
                 return
             yield from pieces
+            first += size
 
     def _save_part(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
         """Order the save of the partial chunk before `end_block`, if all whole chunks before it

@@ -411,6 +411,7 @@ class KVScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             add_span(tracked.progress.request, "kvshare.load", seconds, tokens=num_tokens)
+            self._saves.loaded(tracked.progress, loading.chunks[:first])
         if num_tokens:
             self._stats.add("tokens/loaded", num_tokens)
         if is_whole:

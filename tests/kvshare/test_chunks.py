@@ -3,6 +3,7 @@
 
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES
 from kvshare.config import KVConfig
+from kvshare.prefix import Chunk, Grid
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,
@@ -128,6 +130,40 @@ def test_engines_with_other_chunks_miss_each_others(start: StartEngine) -> None:
     other = start(store=chunked(3))
     assert serve(other, LONG).computed_prompt_tokens == len(LONG)
     assert "blocks/failed" not in other.counts
+
+
+def test_what_was_loaded_is_not_looked_at_chunk_by_chunk_for_saves(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of chunks of a prompt, and tens of prompts in one step: it is the scheduler's
+    thread."""
+    serve(start(store=chunked(2)), LONG)
+    engine, looked_at = start(store=chunked(2)), set[int]()
+    run = Grid.run
+
+    def noted(grid: Grid, hashes: Sequence[bytes], first: int, end: int) -> Chunk:
+        looked_at.add(first)
+        return run(grid, hashes, first, end)
+
+    engine.before_load = lambda: monkeypatch.setattr(Grid, "run", noted)
+    serve(engine, LONG, max_tokens=2 * BLOCK)
+    assert min(looked_at) == 12, "the chunks before it were loaded as a whole"
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 4])
+def test_what_was_loaded_in_parts_is_saved_as_a_whole_once_it_is_full(
+    start: StartEngine, tmp_path: Path, chunk_blocks: int
+) -> None:
+    """The last block was loaded as a prompt's tail, the chunk around it up to there."""
+    prompt = LONG[: 4 * BLOCK - 1]
+    serve(start(store=chunked(chunk_blocks)), prompt, max_tokens=1)
+    before = len(objects(tmp_path))
+    answer = serve(start(store=chunked(chunk_blocks)), prompt, max_tokens=3)
+    assert answer.computed_prompt_tokens == 1
+    assert len(objects(tmp_path)) == before + 1
+    longer = [*prompt, *answer.tokens[:2]]
+    served = serve(start(store=chunked(chunk_blocks)), longer, name="longer")
+    assert served.computed_prompt_tokens == len(longer) - 4 * BLOCK
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3, 4])
