@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from msgspec import structs
 
 from ecshare.plugin.compat import option
@@ -61,9 +62,14 @@ def with_default_buffer(
 
 
 def num_local_ranks(vllm_config: "VllmConfig") -> int:
-    """Return how many workers of a deployment share this host, if none `has_remote_workers`."""
+    """Return how many workers may share this host, if none `has_remote_workers`.
+
+    An engine of several dense replicas is told that it is the only one. So each GPU that it sees
+    counts as that of a worker.
+    """
     parallel = vllm_config.parallel_config
-    return int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)
+    num_told = int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)
+    return max(num_told, torch.cuda.device_count())
 
 
 def memory_bytes(cgroups: Path = _CGROUPS) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 from vllm.config import VllmConfig
 
@@ -65,6 +66,18 @@ def test_all_ranks_together_take_a_sixteenth_of_the_memory(  # noqa: PLR0913
     engine.parallel_config.data_parallel_size_local = num_engines
     assert num_local_ranks(engine) == num_ranks * num_engines
     assert default_of(engine, tmp_path) == expected * GIB
+
+
+def test_replicas_that_do_not_know_of_each_other_share_the_memory_too(
+    engine: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells each dense replica that it is the only one. They see the GPUs of all."""
+    monkeypatch.setattr(module, "memory_bytes", lambda: 192 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    engine.parallel_config.data_parallel_size = 8
+    engine.parallel_config.data_parallel_size_local = 8
+    engine.parallel_config.reconfigure_for_independent_dp_rank()
+    assert default_of(engine, tmp_path) == 1.5 * GIB
 
 
 def on_a_cpu(engine: VllmConfig) -> None:
