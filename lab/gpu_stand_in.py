@@ -3,7 +3,8 @@
 
 What is launched on a side stream does not happen until something waits for it, as on a busy device:
 who reads or overwrites too early sees the wrong bytes. vLLM's own stream computes at once, unless
-the device is busy. A copy that comes to memory which was freed meanwhile finds other bytes there.
+the device is busy. A copy that comes to memory which was freed meanwhile finds other bytes there,
+unless that memory belongs to the copy's own stream.
 Pinning, the driver and how much memory there is are not played.
 """
 
@@ -141,9 +142,9 @@ class Gpu:
         place = (source.storage_offset(), source.shape, source.stride())
         stream.launch(partial(_copy_from, weakref.ref(storage), source.dtype, place, target))
 
-    def allocate_like(self, tensor: Tensor) -> Tensor:
-        """Return memory of the current stream's."""
-        result = torch.empty_like(tensor)
+    def allocate_like(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As torch's `empty_like`: memory of the current stream's."""
+        result = _REAL_EMPTY_LIKE(*args, **kwargs)
         vars(result.untyped_storage())["streams"] = {self.current_stream()}
         return result
 
@@ -170,6 +171,7 @@ class Gpu:
 
 
 _REAL_COPY = Tensor.copy_
+_REAL_EMPTY_LIKE = torch.empty_like
 
 
 def _copy_from(
@@ -214,6 +216,7 @@ def stand_in(monkeypatch: "pytest.MonkeyPatch", *, is_busy: bool = False) -> Gpu
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
+    monkeypatch.setattr(torch, "empty_like", gpu.allocate_like)
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: gpu.record_stream(*args))

@@ -186,6 +186,17 @@ def test_a_model_that_guesses_ahead_is_part_of_kv(vlm: Path, other_vlm: Path) ->
     assert kv(config) != plain
 
 
+def test_which_layers_keep_another_dtype_separates_kv(vlm: Path) -> None:
+    """Shapes and counts are equal, bytes are not: one layer of each engine is not in 8 bits."""
+
+    def digest(*layers: str) -> str:
+        own = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": list(layers)}
+        return kv(configure(vlm, **own))
+
+    assert digest("0") == digest("0")
+    assert len({digest(), digest("0"), digest("1")}) == 3
+
+
 def test_block_size_separates_kv_only(vlm: Path, base: VllmConfig) -> None:
     other = configure(vlm, block_size=32)
     assert kv(other) != kv(base)

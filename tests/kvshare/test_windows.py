@@ -114,6 +114,26 @@ def test_turns_of_a_conversation_are_found(start: StartEngine) -> None:
     assert computed < total / 3
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_tokens", range(5, 5 + BLOCK))
+def test_what_others_wrote_behind_a_window_is_not_stored_at_an_answers_end(
+    start: StartEngine, num_tokens: int, is_async: bool
+) -> None:
+    """vLLM frees a block of the answer's last chunk, and another request fills it meanwhile."""
+    engine = partial(start, specs=(window(W + 1),), is_async=is_async, store=chunked(8))
+    prompt, writer = LONG[: 4 * BLOCK + 1], engine("kv_producer", num_blocks=10)
+    first = make_request("first", prompt, num_tokens)
+    writer.add(first)
+    while len(writer.answers["first"].tokens) < num_tokens - 3:
+        writer.step()
+    # As long as all blocks that are free, once the first one lets one go.
+    writer.add(make_request("other", LONG[-5 * BLOCK :], 4))
+    writer.run_out()
+    assert not first.num_preemptions
+    said = [*prompt, *expected_answer(prompt, num_tokens, writer.windows)]
+    serve(engine(), said[: (len(said) - 1) // BLOCK * BLOCK])  # compares its tokens
+
+
 @each_kind
 def test_a_lost_object_costs_a_recomputation(
     start: StartEngine, tmp_path: Path, specs: Sequence[KVCacheSpec]
