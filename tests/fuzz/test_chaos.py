@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that share a store while requests are aborted and preempted, engines sleep, stores fail
+and lose what they had: all tokens are right, all ends, and nothing is kept."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.running import cases, dice
+from tests.kvshare.chaos import EVENTS, KINDS, Play
+from tests.kvshare.toy import write_model
+from tests.releases import loads_may_hang
+
+pytestmark = [pytest.mark.fuzz, loads_may_hang]
+
+FEW = 2  # plays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_the_tokens_are_right_and_nothing_is_kept(
+    tmp_path: Path, kind: str
+) -> None:
+    model, seen = write_model(tmp_path / "model"), Counter[str]()
+    for number in range(cases(FEW)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        play = Play(model, folder, dice(f"{kind} {number}"), kind)
+        try:
+            seen += play.run()
+        finally:
+            play.close()
+    never = [event for event in EVENTS if not seen[event]]
+    assert not never, f"did not happen in {cases(FEW)} plays"
