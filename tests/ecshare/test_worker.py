@@ -327,3 +327,27 @@ def test_a_rank_pins_no_more_than_it_uses(
     monkeypatch.setattr(staging, "_is_pinned", lambda memory, device: pinned.append(memory.nbytes))
     start(role, tp_rank=tp_rank)
     assert pinned == [expected]
+
+
+def test_a_model_may_write_to_what_this_host_had(start: Start) -> None:
+    """And nobody else sees it: the host's cache is of all its engines."""
+    encode(start("producer"))
+    reader = start("consumer")
+    loaded: list[torch.Tensor] = []
+    for _ in range(2):
+        cache: dict[str, torch.Tensor] = {}
+        reader.load(Orders(loads=(LOAD,)), cache)
+        loaded.append(cache["picture"])
+        assert torch.equal(loaded[-1], EMBEDDING)
+        assert "w" in rights_at(loaded[-1].data_ptr()), "to write would end the process"
+        loaded[-1].zero_()
+
+
+def rights_at(address: int) -> str:
+    """What this process may do with its memory there, such as rw-p."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_ = line.split()
+        first, end = (int(each, 16) for each in place.split("-"))
+        if first <= address < end:
+            return rights
+    raise AssertionError("no memory is there")

@@ -271,6 +271,16 @@ def test_what_is_no_such_chunk_is_not_used(change: dict[str, Any]) -> None:
     assert not blocks.can_use(structs.replace(spec, **change), piece)
 
 
+@pytest.mark.parametrize(("num_blocks", "num_tokens"), [(1, 3 * TOKENS), (TOKENS, 3)])
+def test_blocks_that_begin_within_others_are_not_used(num_blocks: int, num_tokens: int) -> None:
+    """There are as many tokens in all."""
+    blocks, piece = blocks_of(named(head_major())), piece_of([1, 2, 3])
+    shape = (LAYERS, num_blocks, HEADS, num_tokens, CONTENT)
+    spec = blocks.spec(piece)
+    assert structs.replace(spec, shape=shape).num_bytes == spec.num_bytes
+    assert not blocks.can_use(structs.replace(spec, shape=shape), piece)
+
+
 def test_what_a_cpu_kernel_has_mixed_is_read_by_blocks_of_its_size_alone() -> None:
     piece = piece_of([1])
     of_halves = blocks_of(named(kernel_blocks())).spec(piece)

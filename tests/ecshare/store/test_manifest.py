@@ -17,6 +17,7 @@ from ecshare.store.errors import ObjectCorrupt
 from ecshare.store.keys import Key, Kind, manifest_key, namespace_digest, object_key
 from ecshare.store.manifest import (
     MAX_BYTES,
+    MOST_READ,
     Manifest,
     differences,
     list_manifests,
@@ -138,6 +139,15 @@ async def test_of_very_many_manifests_the_youngest_are_read(tmp_path: Path) -> N
     epochs = [manifest.facts["epoch"] for manifest in await list_manifests(store, Kind.EC)]
     assert epochs == [str(number) for number in range(69, 5, -1)]
     await store.close()
+
+
+async def test_what_is_too_large_for_a_manifest_hides_none(store: ObjectStore) -> None:
+    """Only so many are read, and anybody may have written younger ones."""
+    await write_manifest(store, Kind.EC, NAMESPACE, FACTS)
+    for number in range(MOST_READ):
+        key = manifest_key(Kind.EC, f"{number:032x}")
+        await store.put(key, b" " * (MAX_BYTES + 1))
+    assert [each.namespace for each in await list_manifests(store, Kind.EC)] == [NAMESPACE]
 
 
 def test_the_nearest_differs_in_the_fewest_fields_but_in_some() -> None:

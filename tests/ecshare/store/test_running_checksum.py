@@ -89,3 +89,11 @@ def test_what_is_no_object_is_left_to_the_reader() -> None:
     running = StreamingChecksum()
     running.take(0, memoryview(b"x" * SIZE))
     assert running.digest(SIZE) == ""
+
+
+def test_what_is_there_counts_and_not_what_came_first() -> None:
+    """A store may send the beginning twice: the later bytes lie in the host cache."""
+    streamed, there = added_up(sealed(), []), sealed()
+    other = TensorSpec("U8", (3000,), {"num_embeds": 4})
+    seal(memoryview(there), other, KEY)
+    assert unseal(memoryview(there), KEY, streamed=streamed).spec == other
