@@ -52,10 +52,16 @@ class Model:
         self._update_known(output.scheduled_cached_reqs)
 
     def _update_known(self, known: CachedRequestData) -> None:
-        for request_id, new_ids, num_computed in zip(
-            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        for request_id, new_ids, num_computed, num_output in zip(
+            known.req_ids,
+            known.new_block_ids,
+            known.num_computed_tokens,
+            known.num_output_tokens,
+            strict=True,
         ):
             row = self.rows[request_id]
+            # What was sampled from blocks that a connector could not fill in time was dropped.
+            del row.tokens[row.num_prompt_tokens + num_output :]
             if request_id in known.resumed_req_ids:
                 row.block_ids = [[] for _ in row.block_ids]
                 # What was sampled of it meanwhile may be dropped.
