@@ -252,6 +252,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self._promise(request, blocks, num_external_tokens)
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
+        self.scheduler.admitted(request, blocks.get_block_ids, num_external_tokens)
 
     def _refuse_promised(self, scheduler_output: "SchedulerOutput") -> Orders:
         promised, self._promised = self._promised, set()

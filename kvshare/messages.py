@@ -178,12 +178,26 @@ def _announced(request: "Request") -> dict[Any, Any]:
     return ours if isinstance(ours, dict) else {}
 
 
-def _is_prefilled_for_storage(params: dict[Any, Any]) -> bool:
-    """Whether a coordinator says that the prompt was prefilled, and D is to find it in a store.
+def is_prefilled_elsewhere(request: "Request") -> bool:
+    """Whether the request says where P is: another connector is to fetch the prompt from there.
 
-    Where another connector is to fetch it from P, the params tell where P is.
+    One that takes the request sets `do_remote_prefill` to false, as vLLM's own do.
     """
-    return params.get("do_remote_prefill") is True and not any(
+    params: Any = request.kv_transfer_params
+    return (
+        isinstance(params, dict)
+        and params.get("do_remote_prefill") is True
+        and _names_source(params)
+    )
+
+
+def _is_prefilled_for_storage(params: dict[Any, Any]) -> bool:
+    """Whether a coordinator says that the prompt was prefilled, and D is to find it in a store."""
+    return params.get("do_remote_prefill") is True and not _names_source(params)
+
+
+def _names_source(params: dict[Any, Any]) -> bool:
+    return any(
         isinstance(name, str) and name.startswith("remote_") and value is not None
         for name, value in params.items()
     )

@@ -48,8 +48,25 @@ class Progress:
     """Of the prompt when `due_tokens` was found."""
     due_tokens: int = 0
     """Nothing is to be saved before its blocks are computed up to here."""
-    limit: Limit = Limit()
-    """Nothing that ends after it is saved."""
+    asked_limit: Limit = Limit()
+    """Of what is worth saving."""
+    own_tokens: int = sys.maxsize
+    """The KV up to here was computed by this engine or loaded by this connector. What follows was
+    brought by another connector, or computed on top of that. See siblings.py."""
+    awaits_sibling: bool = False
+    """When it was last admitted, it was to wait for a load by another connector."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether some of its KV is not its own."""
+        return self.own_tokens < sys.maxsize
+
+    @property
+    def limit(self) -> Limit:
+        """Nothing that ends after it is saved."""
+        if self.own_tokens < self.asked_limit.end_tokens:
+            return Limit(self.own_tokens, "other_connector")
+        return self.asked_limit
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]], *, is_anew: bool) -> None:
         """Take note of further blocks, of each cache group. `is_anew`: they are all it has."""
@@ -110,7 +127,7 @@ class SavePlan:
         if grid is None:
             return ()
         if not is_same_prompt:
-            progress.limit = self._policy.limit_of(progress.request, grid)
+            progress.asked_limit = self._policy.limit_of(progress.request, grid)
         pieces = tuple(self._save_due(progress, grid, end_tokens))
         progress.prompt_tokens = progress.request.num_prompt_tokens
         progress.due_tokens = _due_tokens(progress, grid)

@@ -30,14 +30,22 @@ from kvshare.layers import is_shareable
 from kvshare.load_or_compute import LoadOrCompute
 from kvshare.load_plan import Loading, LoadPlan
 from kvshare.lookups import Lookups, Search
-from kvshare.messages import Orders, Piece, Report, announcement, wants_announcement
+from kvshare.messages import (
+    Orders,
+    Piece,
+    Report,
+    announcement,
+    is_prefilled_elsewhere,
+    wants_announcement,
+)
 from kvshare.misfits import Misfits
-from kvshare.pieces import Pieces
-from kvshare.prefix import ChunkKey, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.pieces import BlocksOfGroups, Pieces
+from kvshare.prefix import ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy
 from kvshare.saves import Progress, SavePlan
+from kvshare.siblings import Siblings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +62,8 @@ class _Tracked:
     progress: Progress
     start_tokens: int = 0
     """Tokens of the local cache hit that the latest answer was given for."""
+    names_source: bool = False
+    """At that time another connector was to load it."""
     search: Search | None = None
     load_failed: bool = False
     num_lost_before: int = 0
@@ -102,6 +112,7 @@ class KVScheduler:
         self._num_lost = 0
         self._saves_fail = False
         self._misfits = Misfits(clock_s)
+        self._siblings = Siblings(facts.grid.block_tokens)
 
     @classmethod
     def start(
@@ -154,11 +165,13 @@ class KVScheduler:
         if not self._facts.loads and not self._facts.saves:
             return 0
         tracked = self._track(request)
+        tracked.start_tokens = num_computed_tokens
+        tracked.names_source = is_prefilled_elsewhere(request)
+        if tracked.names_source and self._siblings.fetch:
+            return 0  # a look-up would hold that one up
         adapter = tracked.progress.adapter
-        if not adapter.is_settled:
-            self._engine.poll()
-            if not self._adapters.is_settled(adapter):
-                return None
+        if not self._is_settled(adapter):
+            return None
         grid = self._adapters.grid_of(adapter)
         # Who has waited in vain has waited long enough. Besides, vLLM goes on to keep free what
         # such a request still needs, and counts that against a second load of its own: where
@@ -166,15 +179,9 @@ class KVScheduler:
         may_load = self._facts.loads and not request.skip_reading_prefix_cache
         if not may_load or tracked.load_failed or grid is None:
             return 0
-        tracked.start_tokens = num_computed_tokens
         search = tracked.search
-        if search is None:
-            self._stats.add("tokens/queried", request.num_tokens - num_computed_tokens)
-            if self._misfits.is_pause:
-                tracked.load_failed = True  # or as good as that
-                num_blocks = len(request.block_hashes) - num_computed_tokens // grid.block_tokens
-                self._stats.add("misses/layout", num_blocks)
-                return 0
+        if search is None and not self._may_look_up(tracked, grid):
+            return 0
         if search is None or search.start_tokens > num_computed_tokens:
             # None yet; or the local hit has shrunk below what was looked up.
             fewest_tokens = self._choice.fewest_tokens if self._choice is not None else 0
@@ -187,7 +194,26 @@ class KVScheduler:
         if not search.is_weighed:
             self._weigh(request, search)
             self._trace_look_up(request, search)
+        if tracked.progress.awaits_sibling:
+            # That load has failed, which leaves the request with a claim to blocks as well. So ours
+            # is offered once: where there is no room for both, it would never be admitted.
+            tracked.load_failed = True
         return max(0, covered_tokens(request, search.found) - num_computed_tokens)
+
+    def _may_look_up(self, tracked: _Tracked, grid: Grid) -> bool:
+        """Count a request that is about to be looked up, or would be but for a pause."""
+        request, start_tokens = tracked.progress.request, tracked.start_tokens
+        self._stats.add("tokens/queried", request.num_tokens - start_tokens)
+        if self._misfits.is_pause:
+            tracked.load_failed = True  # or as good as that
+            num_blocks = len(request.block_hashes) - start_tokens // grid.block_tokens
+            self._stats.add("misses/layout", num_blocks)
+        return not tracked.load_failed
+
+    def _is_settled(self, adapter: Adapter) -> bool:
+        if not adapter.is_settled:
+            self._engine.poll()
+        return self._adapters.is_settled(adapter)
 
     def _trace_look_up(self, request: Request, search: Search) -> None:
         start_tokens = self._tracked[request.request_id].start_tokens
@@ -239,6 +265,23 @@ class KVScheduler:
         event = "announced" if search.is_announced else "hit"
         self._stats.add(f"tokens/{event}", num_external_tokens)
 
+    def admitted(
+        self, request: Request, block_ids: Callable[[], BlocksOfGroups], num_external_tokens: int
+    ) -> None:
+        """Take note that vLLM gave blocks to `request`, whether we load into them or another
+        connector does; as `allocated`.
+
+        `block_ids`: called in `orders`, if at all.
+        """
+        tracked = self._track(request)
+        self._siblings.admitted(
+            tracked.progress,
+            tracked.start_tokens,
+            num_external_tokens,
+            block_ids,
+            names_source=tracked.names_source,
+        )
+
     def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
         """Return how many of the tokens that were just allocated come from where.
 
@@ -258,11 +301,13 @@ class KVScheduler:
         if is_idle and self._is_searching():
             self._engine.wait_idle()
         loads, abandoned = self._loads.take()
+        if self._facts.saves:
+            for request_id in output.preempted_req_ids or ():
+                if request_id in self._tracked:
+                    self._saves.left(self._tracked[request_id].progress)
+        self._siblings.scheduled(output, self._progress_of)
         if not self._facts.saves:
             return Orders(self._facts.namespace, loads, abandoned, is_idle=is_idle)
-        for request_id in output.preempted_req_ids or ():
-            if request_id in self._tracked:
-                self._saves.left(self._tracked[request_id].progress)
         leaving = self._saves.take_leaving(_overwritten(output))
         saves = tuple(self._plan_saves(output))
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
@@ -392,6 +437,10 @@ class KVScheduler:
             tracked = _Tracked(progress, num_lost_before=self._num_lost)
             self._tracked[request.request_id] = tracked
         return tracked
+
+    def _progress_of(self, request_id: str) -> Progress | None:
+        tracked = self._tracked.get(request_id)
+        return tracked.progress if tracked is not None else None
 
     def _loaded(self, request_id: str, loading: Loading, *, failed: bool) -> None:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""

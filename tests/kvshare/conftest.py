@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvshare.connector import KVShareConnector
 from lab.vllm_loop import RunnerName
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.toy import ToyEngine, ToyModel, options, vllm_config, write_model
+from tests.kvshare.toy import ToyEngine, ToyModel, options, ours, vllm_config, write_model
 
 StartEngine = Callable[..., ToyEngine]
 
@@ -94,8 +94,7 @@ def spin(engine: ToyEngine, is_so: Callable[[], bool], otherwise: str) -> None:
 
 def worker_connector(engine: ToyEngine) -> KVShareConnector:
     (rank,) = engine.runners
-    assert isinstance(rank.kv_connector, KVShareConnector)
-    return rank.kv_connector
+    return ours(rank.kv_connector)
 
 
 def sleep_and_wake(engine: ToyEngine) -> None:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -41,6 +42,7 @@ from kvshare.connector import KVShareConnector
 from kvshare.layers import AttentionWindow
 from kvshare.prefix import Chunk, Grid, Prefix
 from lab.vllm_loop import EngineLoop, Model, Row, RunnerName
+from tests.sibling import Load, Sibling
 
 BLOCK = 4
 LAYERS = 3
@@ -108,14 +110,21 @@ def cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheC
 
 
 def vllm_config(
-    model: Path, options: dict[str, Any], kv_role: str = "kv_both", **engine_args: Any
+    model: Path,
+    options: dict[str, Any],
+    kv_role: str = "kv_both",
+    sibling: dict[str, Any] | None = None,
+    **engine_args: Any,
 ) -> VllmConfig:
-    transfer = KVTransferConfig(
-        kv_connector="KVShareConnector",
-        kv_connector_module_path="kvshare.connector",
-        kv_role=kv_role,  # type: ignore[arg-type]
-        kv_connector_extra_config=options,
-    )
+    """`sibling`: the options of a `ToySibling` before ours, both below vLLM's MultiConnector, or
+    behind ours if they say `is_behind`."""
+    ours = {
+        "kv_connector": "KVShareConnector",
+        "kv_connector_module_path": "kvshare.connector",
+        "kv_role": kv_role,
+        "kv_connector_extra_config": options,
+    }
+    transfer = KVTransferConfig(**(ours if sibling is None else both_below(ours, sibling)))
     args = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -128,6 +137,22 @@ def vllm_config(
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK
     return config
+
+
+def both_below(ours: dict[str, Any], sibling: dict[str, Any]) -> dict[str, Any]:
+    theirs = {
+        "kv_connector": "ToySibling",
+        "kv_connector_module_path": "tests.kvshare.toy",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": sibling,
+    }
+    children = [ours, theirs] if sibling.get("is_behind") else [theirs, ours]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
@@ -260,6 +285,27 @@ class ToyModel(Model):
         return self._cache[:, block, :, position % BLOCK]
 
 
+class ToySibling(Sibling):
+    """Brings KV that other tokens have; with the option `is_right`, the right one."""
+
+    def fill(self, load: Load, group: int, place: int) -> None:
+        before = [] if self.options.get("is_right") else [-1]
+        for position in range(place * BLOCK, min(load.end, (place + 1) * BLOCK)):
+            kv = kv_of([*before, *load.tokens[: position + 1]], group)
+            for name in self.groups[group].layer_names:
+                self.caches[name][load.block_ids[group][place], :, position % BLOCK] = kv
+
+
+def ours(connector: Any) -> KVShareConnector:
+    """Our connector, be it below a MultiConnector."""
+    if isinstance(connector, MultiConnector):
+        (connector,) = (
+            each for each in connector.sub_connectors if isinstance(each, KVShareConnector)
+        )
+    assert isinstance(connector, KVShareConnector)
+    return connector
+
+
 class ToyEngine(EngineLoop):
     """See the module's docstring.
 
@@ -290,10 +336,8 @@ class ToyEngine(EngineLoop):
         with patch("kvshare.worker.repacks_blocks", lambda: False):
             super().__init__(config, [self.model], cache, runner)
         (rank,) = self.runners
-        connector, worker = self.scheduler.get_kv_connector(), rank.kv_connector
-        assert isinstance(connector, KVShareConnector)
-        assert isinstance(worker, KVShareConnector)
-        self.connector = connector
+        worker = ours(rank.kv_connector)
+        self.connector = ours(self.scheduler.get_kv_connector())
         self.worker = worker.worker
         self.transfer = self.worker.engine
         self._worker_connector = worker
@@ -334,7 +378,9 @@ class ToyEngine(EngineLoop):
             answer.kv_transfer_params = one.kv_transfer_params or answer.kv_transfer_params
         stats = outputs.scheduler_stats
         if stats and stats.kv_connector_stats:
-            self._count(stats.kv_connector_stats)
+            by_connector = stats.kv_connector_stats
+            counts = by_connector.get("KVShareConnector", by_connector)
+            self._count(getattr(counts, "data", counts))
         if stats and stats.connector_prefix_cache_stats:
             hits = stats.connector_prefix_cache_stats
             self.hit_sources.update(getattr(hits, "hits_by_source", {}))
