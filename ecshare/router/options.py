@@ -183,7 +183,7 @@ OPTIONS = (
         "--max-connections",
         "most connections of clients, or a quarter of the open files that the process may have "
         "(ulimit -n) where that is less; one beyond it takes the place of one that has sent no "
-        "request yet, or is answered 503 and closed",
+        "request yet, or is answered 503 and closed; as many downloads of media may be under way",
         "N",
         count,
         default="4096",
