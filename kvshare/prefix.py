@@ -11,7 +11,8 @@ A chunk is a run of consecutive blocks of a request that begins at a multiple of
 Whole and partial chunks are named by vLLM's own chained hash of their last block. vLLM's hashes
 cover the tokens, all tokens before them, the media, the name of the LoRA adapter and the
 cache_salt; what the adapter contains is added (see `adapters`). So equal names mean equal KV, and
-with the chunk size (a fact of the namespace) equal blocks in one chunk.
+with the chunk size (a fact of the namespace) equal blocks in one chunk. The one input that they do
+not cover is refused: see `is_mixed`. tests/kvshare/test_inputs.py judges each field of a request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +97,12 @@ class Tail:
         )
         start_tokens = self.block * grid.block_tokens
         return Chunk(ChunkKey(key + grid.adapter), self.block, 1, start_tokens, len(self.tokens))
+
+
+def is_mixed(request: Request) -> bool:
+    """Whether the prompt has token ids and embeddings in turn. Its KV must not be shared: vLLM's
+    hashes cover both, and not which of them counts at each position."""
+    return request.prompt_is_token_ids is not None
 
 
 def tail_of(request: Request, grid: Grid) -> Tail | None:

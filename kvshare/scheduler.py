@@ -40,7 +40,14 @@ from kvshare.messages import (
 )
 from kvshare.misfits import Misfits
 from kvshare.pieces import BlocksOfGroups, Pieces
-from kvshare.prefix import ChunkKey, Grid, covered_tokens, prompt_chunks, stored_tokens
+from kvshare.prefix import (
+    ChunkKey,
+    Grid,
+    covered_tokens,
+    is_mixed,
+    prompt_chunks,
+    stored_tokens,
+)
 from kvshare.recent_keys import RecentKeys
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy
@@ -429,8 +436,8 @@ class KVScheduler:
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            is_nameless = self._facts.numbers_media and any(
-                map(is_named_by_request, request.mm_features)
+            is_nameless = is_mixed(request) or (
+                self._facts.numbers_media and any(map(is_named_by_request, request.mm_features))
             )
             adapter = Adapter(None, True) if is_nameless else self._adapters.of(request)
             progress = Progress(request, adapter)

@@ -68,6 +68,18 @@ def test_an_adapter_that_was_trained_further_finds_nothing_old(
     assert ask(start(), lora, NEW).computed_prompt_tokens == 1
 
 
+def test_an_adapter_whose_files_are_read_in_another_way_is_another_one(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "lora", OLD)
+    if not hasattr(lora, "is_3d_lora_weight"):
+        pytest.skip("this vLLM reads them in one way")
+    ask(start(), lora, OLD)
+    lora.is_3d_lora_weight = not lora.is_3d_lora_weight
+    assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT)
+    assert ask(start(), lora, OLD).computed_prompt_tokens == 1
+
+
 def test_with_and_without_an_adapter_are_two_prompts(start: StartEngine, tmp_path: Path) -> None:
     serve(start(), PROMPT)
     lora = adapter(tmp_path / "lora", OLD)

@@ -873,20 +873,24 @@ def long_request(name: str, tokens: list[int], **params: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("make", "num_notes"),
+    ("make", "only_saves", "num_notes"),
     [
-        (make_request, 0),
-        (pooling_request, 0),
-        (long_request, 0),
-        (partial(long_request, do_remote_decode=True), 1),
-        (partial(long_request, kvshare={"for_decode": True}), 1),
+        (make_request, False, 0),
+        (make_request, True, 1),
+        (pooling_request, True, 0),
+        (long_request, True, 0),
+        (partial(long_request, do_remote_decode=True), False, 1),
+        (partial(long_request, kvshare={"for_decode": True}), False, 1),
     ],
 )
 def test_a_note_is_left_where_an_engine_may_wait(
-    bench: StartBench, make: Callable[[str, list[int]], Request], num_notes: int
+    bench: StartBench,
+    make: Callable[[str, list[int]], Request],
+    only_saves: bool,
+    num_notes: int,
 ) -> None:
-    """Nobody waits because a request is limited to one token, as it is if it only pools."""
-    here = bench()
+    """Nobody waits for what only pools, though that is limited to one token too."""
+    here = bench(loads=not only_saves)
     request = make("r", PROMPT)
     here.ask(request)
     assert here.half.finished(request) is None

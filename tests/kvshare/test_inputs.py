@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each field of a request is judged: whether it changes KV or embeddings, and if so, what names it.
+
+What vLLM's block hashes and media identifiers leave out would give two different objects one name,
+for the whole fleet. When a release adds a field, this test fails until somebody has read what vLLM
+does with it. A release may lack a field.
+"""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request, StreamingUpdate
+
+from kvshare.prefix import Grid, prompt_chunks
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.toy import BLOCK
+
+Judgements = dict[str, str]
+
+NAMED = "part of the name"
+REFUSED = "nothing is shared"
+ANSWER = "decides what is answered, not KV: the answer's tokens are part of its names"
+ACCOUNT = "an account of the engine's, or a place"
+OURS = "says what is stored, looked up or awaited, not what is computed"
+
+
+def judged(judgement: str, names: str) -> Judgements:
+    return dict.fromkeys(names.split(), judgement)
+
+
+# The tokens of a prompt with embeddings are hashed as 0, and the embeddings' bytes beside them.
+INPUTS = (
+    judged(NAMED, "prompt_token_ids prompt_embeds mm_features lora_request cache_salt")
+    | judged(REFUSED, "prompt_is_token_ids")
+    | judged(ANSWER, "sampling_params")  # judged below, and so are the next ones
+    | judged("see the tables of their fields", "pooling_params")
+)
+ENGINE_CORE_REQUEST = (
+    INPUTS
+    | judged(ACCOUNT, "request_id arrival_time data_parallel_rank client_index current_wave")
+    | judged(ACCOUNT, "priority trace_headers external_req_id abort_immediately session_id")
+    | judged("further turns are tokens and media of the same request", "resumable")
+    | judged(ANSWER, "reasoning_ended reasoning_parser_kwargs")
+    | judged("for whom to keep blocks (0.31)", "kv_hints")
+)
+REQUEST = (
+    ENGINE_CORE_REQUEST
+    | judged(NAMED, "_prompt_embeds_per_block_hashes block_hashes _block_hasher")
+    | judged(NAMED, "_output_token_ids _all_token_ids output_token_ids all_token_ids")
+    | judged(ANSWER, "max_tokens structured_output_request stop_reason spec_token_ids")
+    | judged(OURS, "kv_transfer_params ec_transfer_params skip_reading_prefix_cache")
+    | judged(ACCOUNT, "status events kv_cache_report_mode num_prompt_tokens num_computed_tokens")
+    | judged(ACCOUNT, "num_output_placeholders num_stale_output_tokens drop_stale_output")
+    | judged(ACCOUNT, "num_in_flight_tokens next_decode_eligible_step last_sched_seq")
+    | judged(ACCOUNT, "is_prefill_chunk num_nans_in_logits num_preemptions prefill_stats")
+    | judged(ACCOUNT, "spec_decode_metrics streaming_queue shared_prefix_boundary")
+    | judged("blocks of a window before it are no blocks, and not saved (0.31)", "replay_start")
+)
+STREAMING_UPDATE = INPUTS | judged(ACCOUNT, "arrival_time") | judged(ANSWER, "max_tokens")
+NEW_REQUEST = (
+    INPUTS
+    | judged(ACCOUNT, "req_id block_ids num_computed_tokens")
+    | judged(NAMED, "prefill_token_ids")
+    | judged(REQUEST["replay_start"], "replay_start")
+)
+CACHED_REQUEST = judged(NAMED, "new_token_ids all_token_ids") | judged(
+    ACCOUNT, "req_ids resumed_req_ids new_block_ids num_computed_tokens num_output_tokens"
+)
+MEDIA = (
+    judged(NAMED, "identifier mm_position")
+    | judged("follows from the identifier, which covers the processor's options", "data mm_hash")
+    | judged("follows from the identifier", "modality")
+)
+PLACE = judged(NAMED, "offset") | judged("follows from identifier and tokens", "length is_embed")
+ADAPTER = (
+    judged(NAMED, "lora_name lora_path is_3d_lora_weight")  # and the content of the files
+    | judged(ACCOUNT, "lora_int_id base_model_name")
+    | judged("files that have changed are not shared", "load_inplace")
+    | judged(REFUSED + " (until 0.31)", "tensorizer_config_dict")
+)
+SAMPLING = (
+    judged(
+        ANSWER, "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k"
+    )
+    | judged(ANSWER, "watermarking _watermarking_skipped min_p seed stop stop_token_ids ignore_eos")
+    | judged(ANSWER, "max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids")
+    | judged(ANSWER, "prompt_logprob_start logprob_token_ids flat_logprobs detokenize")
+    | judged(ANSWER, "skip_special_tokens spaces_between_special_tokens output_kind")
+    | judged(ANSWER, "include_stop_str_in_output stream_interval skip_clone _eos_token_id")
+    | judged(ANSWER, "output_text_buffer_length _all_stop_token_ids structured_outputs logit_bias")
+    | judged(ANSWER, "allowed_token_ids bad_words _bad_words_token_ids thinking_token_budget")
+    | judged(ANSWER, "repetition_detection routed_experts_prompt_start trace_decode_token_ids")
+    | judged(OURS, "skip_reading_prefix_cache")
+    | judged("transfer params, and arguments of logits processors", "extra_args")
+)
+POOLING = (
+    judged(ANSWER, "use_activation dimensions step_tag_id returned_token_ids task output_kind")
+    | judged(
+        ANSWER, "requires_token_ids late_interaction_params late_chunking_params"
+    )  # last: 0.33
+    | judged(OURS, "skip_reading_prefix_cache")
+    | judged("token types, for models that keep no KV: BERT and RoBERTa", "extra_kwargs")
+)
+
+TOKENS = list(range(2 * BLOCK + 3))
+
+
+def names_in(kind: type) -> set[str]:
+    return {each.name for each in fields(kind)} if is_dataclass(kind) else set(struct_fields(kind))
+
+
+def struct_fields(kind: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = kind.__struct_fields__
+    return names
+
+
+@pytest.mark.parametrize(
+    ("kind", "judgements"),
+    [
+        (EngineCoreRequest, ENGINE_CORE_REQUEST),
+        (StreamingUpdate, STREAMING_UPDATE),
+        (NewRequestData, NEW_REQUEST),
+        (CachedRequestData, CACHED_REQUEST),
+        (MultiModalFeatureSpec, MEDIA),
+        (PlaceholderRange, PLACE),
+        (LoRARequest, ADAPTER),
+        (SamplingParams, SAMPLING),
+        (PoolingParams, POOLING),
+    ],
+)
+def test_each_field_is_judged(kind: type, judgements: Judgements) -> None:
+    unjudged = names_in(kind) - judgements.keys()
+    assert not unjudged, f"does one of these change KV or embeddings? {kind.__name__}: {unjudged}"
+
+
+def asking(**more: Any) -> Request:
+    said: dict[str, Any] = {"prompt_token_ids": TOKENS, "sampling_params": SamplingParams()}
+    said |= {"pooling_params": None} | more
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(request_id="r", **said, block_hasher=hasher)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"sampling_params": None, "pooling_params": PoolingParams(task="embed")}],
+)
+def test_each_attribute_of_the_schedulers_request_is_judged(params: dict[str, Any]) -> None:
+    init_none_hash(sha256)
+    unjudged = vars(asking(**params)).keys() - REQUEST.keys()
+    assert not unjudged, f"does one of these change KV or embeddings? {unjudged}"
+
+
+def test_a_prompt_of_tokens_and_embeddings_in_turn_is_not_shared(start: StartEngine) -> None:
+    """The names of all three are equal, and only one is a prompt of embeddings alone."""
+    engine, names = start(), set()
+    for mask in ([True] * len(TOKENS), [True] * BLOCK + [False] * (BLOCK + 3), None):
+        request = asking(
+            prompt_token_ids=[0] * len(TOKENS),
+            prompt_embeds=torch.zeros(len(TOKENS), 8),
+            prompt_is_token_ids=mask,
+        )
+        chunks = prompt_chunks(request, Grid(BLOCK, 1), sha256)
+        names.add(tuple(chunk.key for chunk in chunks))
+        half = engine.connector.scheduler
+        half.num_loadable_tokens(request, 0)
+        progress = half._tracked[request.request_id].progress
+        assert (half._adapters.grid_of(progress.adapter) is None) is (mask is not None)
+        half.finished(request)
+    assert len(names) == 1, "vLLM tells them apart now: share them"
