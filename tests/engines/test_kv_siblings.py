@@ -50,7 +50,7 @@ def test_noise_of_a_sibling_does_not_get_into_the_store(
     assert wrong.tokens != expected
     assert again.num_cached_tokens >= 10 * BLOCK, "in the local cache"
     assert stored_kv(tmp_path, "t0of1") == set()
-    assert gained["kvshare_declined/other_connector"] >= 2 * 10, gained
+    assert gained["kvshare_declined/"] >= 2 * 10, gained
 
     read = complete(reader, reader.model, PROMPT, ANSWER_TOKENS)
     assert (read.tokens, read.num_cached_tokens) == (expected, 0)
