@@ -512,6 +512,16 @@ def test_an_engine_whose_kernels_fail_when_they_are_tried_shares_nothing(
     assert refused.counts() == {"blocks/dropped": 1, "blocks/failed": 1}
 
 
+def test_what_does_not_fit_its_key_leaves_this_hosts_cache(host: Callable[[], Host]) -> None:
+    """What is computed and saved in its place is to be found there."""
+    one, key = host(), object_key(Kind.KV, NAMESPACE, bytes(A), "t0of1")
+    one.save(block(A, TOKENS, 3))
+    assert one.engine.host.has(key)
+    one.load("r", Piece(A, 2, 2 * TOKENS, ((1, 2),)))
+    assert one.settle().invalid_blocks == {1, 2}
+    assert not one.engine.host.has(key)
+
+
 def test_what_other_kernels_have_filled_is_a_miss(
     host: Callable[[], Host], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,9 +220,22 @@ async def test_cookies_of_an_engine_stay_with_it() -> None:
         # By name: no jar keeps the cookies of a bare address.
         by_name = engine.url.replace("127.0.0.1", "localhost")
         async with fleet(num_e=0, encoders_more=(by_name,)) as f:
-            for _ in range(2):
-                assert (await f.post(chat(picture(PNG))))[0].status == 200
+            for each in (PNG, PNG_2):  # of a picture that is known nobody is asked again
+                assert (await f.post(chat(picture(each))))[0].status == 200
+        assert len(engine.headers) == 2
         assert not any("cookie" in headers for headers in engine.headers)
+
+
+async def test_an_engine_sends_nobody_elsewhere() -> None:
+    """Its answer would be another server's, which would get the prompt and the keys."""
+
+    async def redirect(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": elsewhere.url + http.path})
+
+    async with FakeEngine(decoded).serving() as elsewhere, fleet(0, 0) as f:
+        f.d.answer = redirect
+        assert (await f.post(chat()))[0].status == 307
+        assert not elsewhere.headers
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b'{"a": "\xff"}', b"[" * 100_000])
