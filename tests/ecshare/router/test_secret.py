@@ -47,6 +47,7 @@ async def test_without_a_key_there_is_nothing_to_guess() -> None:
         (f"bearer  {KEY} ", True),
         (KEY, False),
         (f"Basic {KEY}", False),
+        (f"Digest {KEY}", False),
         (f"Bearer {KEY}x", False),
         ("Bearer \udcff\u00e9\u20ac", False),
         ("", False),
