@@ -184,3 +184,11 @@ def test_a_short_prompt_is_asked_for_at_once() -> None:
     )
     assert [chunk.num_blocks for chunk in found.chunks] == [16, 4]
     assert len(rounds) == 1
+
+
+def test_what_is_found_ends_before_a_chunk_of_no_known_size() -> None:
+    """It was removed between two questions: its bytes would be read as of any size."""
+    chunks = tuple(Chunk(ChunkKey(bytes([n])), n, 1, n, 1) for n in range(3))
+    found = Found(chunks, ()).in_tp_sizes({chunks[0].key: 1, chunks[2].key: 2})
+    assert found.chunks == chunks[:1]
+    assert found.missing == (chunks[1].key,)
