@@ -9,6 +9,9 @@ engines that share the store.
 vLLM tells each connector of its own loads alone. What a sibling loads shows elsewhere: the request
 begins to be computed behind its local hit and our load, or it waits for a load that is not ours.
 The blocks of such a request may then be a local hit of others, so they are remembered.
+
+Blocks of a prompt with token ids and embeddings in turn are remembered too: vLLM may give them to a
+prompt that its hashes do not tell from it.
 """
 
 import sys
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvshare.messages import is_prefilled_elsewhere
 from kvshare.pieces import BlocksOfGroups
+from kvshare.prefix import is_mixed
 from kvshare.saves import Progress
 
 if TYPE_CHECKING:
@@ -107,15 +111,17 @@ class Siblings:
             else:  # it waits for a load
                 has_sibling_loaded = not admission.loaded_tokens
             admission.progress.awaits_sibling = has_sibling_loaded and name not in begins
-            self._set_own(admission, has_sibling_loaded=has_sibling_loaded)
+            is_foreign = has_sibling_loaded or is_mixed(admission.progress.request)
+            self._set_own(admission, is_foreign=is_foreign)
 
-    def _set_own(self, admission: _Admission, *, has_sibling_loaded: bool) -> None:
+    def _set_own(self, admission: _Admission, *, is_foreign: bool) -> None:
+        """`is_foreign`: what lies behind its local hit is."""
         progress, own_tokens = admission.progress, sys.maxsize
-        if has_sibling_loaded or self._foreign:
+        if is_foreign or self._foreign:
             block_ids = admission.block_ids()
             num_local = -(-admission.local_tokens // self._block_tokens)
             first = self._first_foreign(block_ids, num_local)
-            if first is None and has_sibling_loaded:
+            if first is None and is_foreign:
                 first = num_local
             if first is not None:
                 own_tokens = first * self._block_tokens

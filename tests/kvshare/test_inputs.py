@@ -7,6 +7,7 @@ does with it. A release may lack a field.
 """
 
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from vllm.v1.request import Request, StreamingUpdate
 
 from kvshare.prefix import Grid, prompt_chunks
 from tests.kvshare.conftest import StartEngine
-from tests.kvshare.toy import BLOCK
+from tests.kvshare.toy import BLOCK, objects
 
 Judgements = dict[str, str]
 
@@ -144,10 +145,11 @@ def test_each_field_is_judged(kind: type, judgements: Judgements) -> None:
 
 
 def asking(**more: Any) -> Request:
-    said: dict[str, Any] = {"prompt_token_ids": TOKENS, "sampling_params": SamplingParams()}
+    said: dict[str, Any] = {"request_id": "r", "prompt_token_ids": TOKENS}
+    said["sampling_params"] = SamplingParams()
     said |= {"pooling_params": None} | more
     hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(request_id="r", **said, block_hasher=hasher)
+    return Request(**said, block_hasher=hasher)
 
 
 @pytest.mark.parametrize(
@@ -177,3 +179,30 @@ def test_a_prompt_of_tokens_and_embeddings_in_turn_is_not_shared(start: StartEng
         assert (half._adapters.grid_of(progress.adapter) is None) is (mask is not None)
         half.finished(request)
     assert len(names) == 1, "vLLM tells them apart now: share them"
+
+
+def test_nor_are_its_blocks_where_vllm_gives_them_to_a_prompt_of_embeddings(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    engine = start()
+    for name, mask in (("mixed", [True] * len(TOKENS)), ("embeddings", None)):
+        request = asking(
+            request_id=name,
+            prompt_token_ids=[0] * len(TOKENS),
+            prompt_embeds=torch.zeros(len(TOKENS), 8),
+            prompt_is_token_ids=mask,
+            sampling_params=SamplingParams(max_tokens=1),
+        )
+        (answer,) = engine.run(request)
+    assert answer.computed_prompt_tokens == 3, "vLLM tells them apart now: this is not needed"
+    assert objects(tmp_path) == []
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run(
+        asking(
+            request_id="alone",
+            prompt_token_ids=[0] * len(TOKENS),
+            prompt_embeds=torch.zeros(len(TOKENS), 8),
+            sampling_params=SamplingParams(max_tokens=1),
+        )
+    )
+    assert len(objects(tmp_path)) == 3
