@@ -14,6 +14,7 @@ from tests.kvshare.conftest import StartEngine, is_at_rest
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import (
     BLOCK,
+    TOLD,
     Answer,
     ToyEngine,
     expected_answer,
@@ -42,7 +43,8 @@ def ask(
     engine: ToyEngine, prompt: list[int], max_tokens: int = 3, name: str = "asked", **params: Any
 ) -> Answer:
     """Serve a request that the sibling takes, whatever its tokens."""
-    request = make_request(name, prompt, max_tokens, kv_transfer_params=from_prefiller(**params))
+    said = TOLD | from_prefiller(**params)
+    request = make_request(name, prompt, max_tokens, kv_transfer_params=said)
     (answer,) = engine.run(request)
     return answer
 
