@@ -98,7 +98,7 @@ def check_refusal(path: str, error: ApiError) -> None:
 
 
 def check_sent(path: str, request: dict[str, Any], uuids: set[str]) -> None:
-    assert request.get("kv_transfer_params") is None
+    assert request.get("kv_transfer_params") in (None, plan.FOR_DECODE)
     for part in objects({name: request[name] for name in request if name not in TRANSFER_FIELDS}):
         if path.startswith("/v1/messages"):
             source = part.get("source")

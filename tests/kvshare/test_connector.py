@@ -18,6 +18,7 @@ from ecshare.plugin.metrics import CounterStats
 from ecshare.plugin.ranks import Rank
 from ecshare.store.errors import ConfigError
 from ecshare.store.keys import FORMAT_VERSION
+from kvshare import connector
 from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
 from kvshare.scheduler import KVScheduler
@@ -77,8 +78,11 @@ def test_an_engine_has_one(text_model: Path, tmp_path: Path) -> None:
         kv_connector_extra_config={"connectors": children},
     )
     says = r"kv_connector_extra_config\.connectors: an engine can have one KVShareConnector"
+    before = {*connector._running}
     with pytest.raises(ConfigError, match=says):
         MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
+    (near,) = {*connector._running} - before
+    near.shutdown()
     first, second = (
         start_scheduler_half(vllm_config(text_model, options(tmp_path))) for _ in range(2)
     )

