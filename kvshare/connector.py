@@ -118,8 +118,9 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         one's store. MultiConnector gives each child a copy of the engine's configuration, whose
         parts are the engine's own.
         """
-        own = self._vllm_config.cache_config
-        if any(other._vllm_config.cache_config is own for other in _running):
+        own = self._vllm_config
+        others = (other._vllm_config for other in _running)
+        if any(each is not own and each.cache_config is own.cache_config for each in others):
             raise ConfigError(
                 "kv_connector_extra_config.connectors: an engine can have one KVShareConnector; "
                 "leave the others out. Its host cache is the near tier before its store: "

@@ -83,12 +83,10 @@ def test_an_engine_has_one(text_model: Path, tmp_path: Path) -> None:
         MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
     (near,) = {*connector._running} - before
     near.shutdown()
-    first, second = (
-        start_scheduler_half(vllm_config(text_model, options(tmp_path))) for _ in range(2)
-    )
-    first.shutdown()
-    start_scheduler_half(first._vllm_config).shutdown()
-    second.shutdown()
+    # Two engines, the second of which is made once more.
+    own = [vllm_config(text_model, options(tmp_path)) for _ in range(2)]
+    for each in [start_scheduler_half(config) for config in (*own, own[1])]:
+        each.shutdown()
 
 
 def test_each_process_has_its_half_alone(start: StartEngine) -> None:
