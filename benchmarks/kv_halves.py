@@ -125,6 +125,7 @@ class KVHalves:
         caches: Tensor,
     ) -> None:
         config = copy.copy(vllm_config)
+        config.cache_config = copy.copy(vllm_config.cache_config)  # of an engine of its own
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=connector.__name__,
             kv_connector_module_path=connector.__module__,
