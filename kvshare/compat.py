@@ -89,6 +89,17 @@ def cache_hit_source(name: str) -> Any:
     return CacheHitSource(name)
 
 
+def most_blocks(manager: Any) -> list[tuple[int, int | None]]:
+    """Return for each cache group of vLLM's KV cache manager how many tokens a block of it holds,
+    and the most blocks of it that a request holds at once. None: as many as its tokens take."""
+    name = "max_admission_blocks_per_request"
+    return [
+        # Before 0.31 it was private.
+        (each.block_size, getattr(each, name, None) or option(each, f"_{name}"))
+        for each in manager.coordinator.single_type_managers
+    ]
+
+
 def repacks_blocks() -> bool:
     """Whether the attention kernels of this device mix the tokens of a block when they fill it."""
     from vllm.platforms import current_platform

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -230,6 +230,11 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.report()
 
     # --- scheduler process ---
+
+    @guarded(_none)
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Take hold of what knows how many blocks are free."""
+        self.scheduler.bind(kv_cache_manager)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(

@@ -49,6 +49,7 @@ from kvshare.prefix import (
     stored_tokens,
 )
 from kvshare.recent_keys import RecentKeys
+from kvshare.room import Room
 from kvshare.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.save_policy import SavePolicy
 from kvshare.saves import Progress, SavePlan
@@ -57,6 +58,7 @@ from kvshare.siblings import Siblings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class KVScheduler:
         """`clock_s`: monotonic seconds. `events`: None where vLLM's KV events are off."""
         self._stats = engine.stats
         self._clock_s = clock_s
+        self._wait_s = config.wait_s
         self._facts = facts
         self._engine = engine
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
@@ -105,6 +108,7 @@ class KVScheduler:
         self._lookups = Lookups(config, facts, engine, self._stored, clock_s)
         self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
         self._loads = LoadPlan(facts, self._pieces, clock_s)
+        self._room = Room()
         limit_bytes = most_ordered_bytes(
             config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
         )
@@ -157,6 +161,10 @@ class KVScheduler:
         half.learn_tp_sizes(config.io_timeout_s)
         return half
 
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Take note of who gives out the cache's blocks, at start-up."""
+        self._room.bind(manager)
+
     def learn_tp_sizes(self, timeout_s: float) -> None:
         """Block until the store has said in which sizes there is KV, at start-up."""
         if self._facts.loads:
@@ -167,7 +175,8 @@ class KVScheduler:
         """Return how many tokens after `num_computed_tokens` can be loaded; None: ask again.
 
         Called every step while the request waits; O(1), but for a copy of the list of its hashes
-        at first. The answer is final after `wait_s`, whatever the store does.
+        at first. The answer is final after `wait_s`, whatever the store does; zero, if other loads
+        still leave this one no room by then.
         """
         if not self._facts.loads and not self._facts.saves:
             return 0
@@ -201,11 +210,15 @@ class KVScheduler:
         if not search.is_weighed:
             self._weigh(request, search)
             self._trace_look_up(request, search)
+        num_tokens = max(0, covered_tokens(request, search.found) - num_computed_tokens)
+        if num_tokens and not self._room.is_left(request):
+            has_waited = self._clock_s() - search.begun_s > self._wait_s
+            return 0 if has_waited else None
         if tracked.progress.awaits_sibling:
             # That load has failed, which leaves the request with a claim to blocks as well. So ours
             # is offered once: where there is no room for both, it would never be admitted.
             tracked.load_failed = True
-        return max(0, covered_tokens(request, search.found) - num_computed_tokens)
+        return num_tokens
 
     def _may_look_up(self, tracked: _Tracked, grid: Grid) -> bool:
         """Count a request that is about to be looked up, or would be but for a pause."""
@@ -265,7 +278,9 @@ class KVScheduler:
         tracked = self._track(request)
         search, tracked.search = tracked.search, None
         if not num_external_tokens or search is None:
+            self._room.leave(request.request_id)
             return
+        self._room.take(request, block_ids)
         self._loads.add(
             request.request_id, search, block_ids, tracked.start_tokens, num_external_tokens
         )
@@ -359,6 +374,7 @@ class KVScheduler:
         """Forget `request`; return what its reader is to be told, if there is one."""
         tracked = self._tracked.pop(request.request_id, None)
         self._loads.abandon(request.request_id)
+        self._room.leave(request.request_id)
         if tracked is None:
             return None
         if self._facts.saves:
@@ -453,6 +469,8 @@ class KVScheduler:
         """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
         seconds = self._clock_s() - loading.begun_s
         self._stats.observe("wait_seconds/load", seconds)
+        if failed:
+            self._room.failed(request_id)
         first = 0 if failed else loading.num_sound
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)

@@ -40,6 +40,12 @@ class GatedFileSystem(MemoryFileSystem):  # type: ignore[misc]
             cls.closed |= set(operations)
 
     @classmethod
+    def open_gate(cls, operation: str) -> None:
+        with cls.changed:
+            cls.closed.discard(operation)
+            cls.changed.notify_all()
+
+    @classmethod
     def open_gates(cls) -> None:
         with cls.changed:
             cls.closed.clear()

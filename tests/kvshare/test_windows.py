@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from tests.kvshare.conftest import StartEngine
+from kvshare.scheduler import KVScheduler
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.damage import flip_a_payload_bit
+from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.test_chunks import LONG, chunked, spoil
 from tests.kvshare.toy import (
     BLOCK,
@@ -35,6 +37,7 @@ GROUPS: dict[str, tuple[KVCacheSpec, ...]] = {
     "a window alone": (window(W),),
     "a window longer than all": (spec(), window(400)),
 }
+SMALL = (spec(), window(2 * BLOCK))
 each_kind = pytest.mark.parametrize("specs", GROUPS.values(), ids=GROUPS)
 
 
@@ -180,6 +183,84 @@ def test_preempted_requests_find_what_they_had(
     for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
         assert answer.tokens == expected_answer(prompt, 20, engine.windows)
     assert any(request.num_preemptions for request in requests)
+
+
+@pytest.mark.parametrize("num_blocks", [23, 24])
+def test_loads_leave_each_other_the_blocks_that_the_rest_of_the_prompts_needs(
+    start: StartEngine, num_blocks: int
+) -> None:
+    """vLLM counts what a window has passed as held: it would let two load, and run neither."""
+    small = partial(start, specs=SMALL, max_num_batched_tokens=4 * BLOCK, max_num_seqs=4)
+    prompts = [[number, *LONG[: 10 * BLOCK - 1]] for number in range(4)]
+    writer = small(num_blocks=200)
+    for number, prompt in enumerate(prompts):
+        serve(writer, prompt[: 6 * BLOCK], max_tokens=1, name=str(number))
+    reader = small(num_blocks=num_blocks)
+    run_all(reader, prompts)
+    assert reader.counts["tokens/loaded"] == 4 * 6 * BLOCK, "each waits until it has room"
+
+
+def test_a_load_that_fails_keeps_nobody_from_running(gated: StartEngine) -> None:
+    """Its request has given its blocks back, and needs more of them than it held."""
+    small = {"specs": SMALL, "max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    prompts = [[number, *LONG[: 10 * BLOCK]] for number in range(3)]
+    writer = gated(engine=small | {"num_blocks": 200}, chunk_tokens=64 * BLOCK)
+    serve(writer, prompts[0], max_tokens=1, name="first")
+    of_first = set(GatedFileSystem.store)
+    for number, prompt in enumerate(prompts[1:]):
+        serve(writer, prompt, max_tokens=1, name=str(number))
+    of_others = set(GatedFileSystem.store) - of_first
+    reader = gated(engine=small | {"num_blocks": 41}, chunk_tokens=64 * BLOCK)
+    GatedFileSystem.close_gate("get")
+    for number, prompt in enumerate(prompts):
+        reader.add(make_request(str(number), prompt, 3))
+    half = reader.connector.scheduler
+    spin(reader, lambda: "1" in half._loads, "the second one does not load beside the first")
+    spin(reader, lambda: is_found(half, "2"), "a look-up goes on")
+    reader.step()  # it is loaded now, if it may be
+    for path in of_first:
+        if "t0of1" in path:
+            del GatedFileSystem.store[path]
+    GatedFileSystem.close_gate(*(f"get {path.rpartition('/')[2]}" for path in of_others))
+    GatedFileSystem.open_gate("get")
+    spin(reader, lambda: "0" not in half._loads, "the load does not fail")
+    GatedFileSystem.open_gates()
+    reader.run_out()
+    for number, prompt in enumerate(prompts):
+        assert reader.answers[str(number)].tokens == expected_answer(prompt, 3, reader.windows)
+    assert reader.answers["0"].computed_prompt_tokens == len(prompts[0])
+    assert is_at_rest(reader)
+
+
+def test_a_prompt_that_has_waited_for_room_is_computed_where_it_fits(gated: StartEngine) -> None:
+    """No load keeps it from running for longer than `wait_s`, however long it goes on."""
+    small = {"specs": SMALL, "max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    prompts = [[number, *LONG[: 10 * BLOCK]] for number in range(2)]
+    writer = gated(engine=small | {"num_blocks": 200})
+    for number, prompt in enumerate(prompts):
+        serve(writer, prompt, max_tokens=1, name=str(number))
+    reader = gated(engine=small | {"num_blocks": 34}, wait_s=0.1, io_timeout_s=30.0)
+    GatedFileSystem.close_gate("get")
+    for number, prompt in enumerate(prompts):
+        reader.add(make_request(str(number), prompt, 3))
+    spin(reader, lambda: bool(reader.answers["1"].finish_reason), "it is kept waiting")
+    assert reader.answers["1"].computed_prompt_tokens == len(prompts[1])
+    assert "0" in reader.connector.scheduler._loads
+    GatedFileSystem.open_gates()
+    reader.run_out()
+    assert reader.answers["0"].computed_prompt_tokens == 1
+
+
+def is_found(half: KVScheduler, name: str) -> bool:
+    search = half._tracked[name].search if name in half._tracked else None
+    return name in half._loads or (search is not None and search.is_over)
+
+
+def run_all(engine: ToyEngine, prompts: Sequence[list[int]]) -> None:
+    """Serve all at once and check their tokens."""
+    requests = [make_request(str(number), prompt, 3) for number, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, engine.run(*requests), strict=True):
+        assert answer.tokens == expected_answer(prompt, 3, engine.windows)
 
 
 @loads_may_hang
