@@ -210,6 +210,11 @@ class KVScheduler:
         if not search.is_weighed:
             self._weigh(request, search)
             self._trace_look_up(request, search)
+        return self._answer(tracked, search, num_computed_tokens)
+
+    def _answer(self, tracked: _Tracked, search: Search, num_computed_tokens: int) -> int | None:
+        """Return how much of what was found is loaded now; see `num_loadable_tokens`."""
+        request = tracked.progress.request
         num_tokens = max(0, covered_tokens(request, search.found) - num_computed_tokens)
         if num_tokens and not self._room.is_left(request):
             has_waited = self._clock_s() - search.begun_s > self._wait_s
