@@ -214,9 +214,10 @@ class LoadOrCompute:
         `tiers`: where they were, as far as a look-up asked; nothing is learnt if it did not. What
         came from the host counts for nothing beside what came from the store.
         """
-        if not tiers:
+        # The local hit may have grown beyond some chunks since they were looked up.
+        runs = [run for run in _runs(chunks, tiers, start_tokens) if run.num_tokens > 0]
+        if not tiers or not runs:
             return
-        runs = _runs(chunks, tiers, start_tokens)
         tier = Tier.STORE if any(run.tier is Tier.STORE for run in runs) else Tier.HOST
         self._tried_s[tier] = self._clock_s()
         self._loads[tier].add(sum(run.num_tokens for run in runs if run.tier is tier), seconds)

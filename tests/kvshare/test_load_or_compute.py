@@ -547,3 +547,12 @@ def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
     assert answer.computed_prompt_tokens == len(prompt) - num_loaded * BLOCK
     assert engine.counts.get("tokens/computed", 0) == (5 - num_loaded) * BLOCK
     assert engine.counts.get("tokens/loaded", 0) == num_loaded * BLOCK
+
+
+def test_chunks_that_the_local_hit_holds_by_now_teach_nothing_of_their_tier() -> None:
+    """Others have computed them since the look-up: a load of no token cannot be timed."""
+    for where in ("sh", "ssh", "s"):
+        choice = LoadOrCompute(Clock())
+        chunks, tiers = stored(where)
+        for start in (where.count("s") * CHUNK, where.count("s") * CHUNK + BLOCK):
+            choice.loaded(chunks, tiers, start, 0.1)
