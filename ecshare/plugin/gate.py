@@ -105,13 +105,13 @@ def forbidden_field(body: bytes) -> str | None:
 async def _field_in_form(scope: Scope, body: bytes) -> str | None:
     """Return the first such field in the JSON texts of a form, such as `vllm_xargs` beside a sound.
 
-    The form is read as the server reads it. It refuses a form that cannot be read. Its encoding,
-    which the client names, may hide any word in `body`. Another body makes an empty form.
+    The form is read as the server reads it, whatever its bytes look like: the client chooses the
+    charset, and may write any letter as %41. The server refuses a form that cannot be read.
     """
     try:
         async with Request(scope, _replaying(body, _nothing)).form() as form:
             texts = [value for _, value in form.multi_items() if isinstance(value, str)]
-    except (MultiPartException, HTTPException, UnicodeError):
+    except (MultiPartException, HTTPException, ValueError):  # or an odd charset
         return None
     encoded = (text.encode(errors="surrogatepass") for text in texts)
     return next(filter(None, map(forbidden_field, encoded)), None)
