@@ -16,10 +16,10 @@ from ecshare.router.client_request import TRANSFER_FIELDS
 from ecshare.router.dialects import Dialect
 
 _MARKS = (b"transfer_params", b"cached_tokens", b"cache_read_input_tokens")
-"""An event without these is shown as it is, unread."""
-_EVENT_ENDS = (b"\n\n", b"\n\r\n")
-_MAX_EVENT_BYTES = 16 * 1024 * 1024
-"""Of an event that is not whole. The rest of a larger one is shown as it is."""
+"""A line without these is shown as it is, unread."""
+_LINE_ENDS = (b"\n", b"\r")
+_MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Of a line that is not whole. The rest of a longer one is shown as it is."""
 _DATA = b"data:"
 
 # In which object each API tells of cached tokens, and what stands there if nobody knows.
@@ -63,31 +63,35 @@ class ClientView:
         return self._restated(body) if _is_marked(body) else body
 
     def chunk(self, chunk: bytes) -> bytes:
-        """Return what is shown next of a stream: events that are whole. Keeps the rest."""
-        if self._held or not chunk.endswith(_EVENT_ENDS):
-            self._held += chunk
-            end = self._end_of_events()
-            chunk = bytes(self._held[:end])
-            del self._held[:end]
-        return self._events(chunk) if _is_marked(chunk) else chunk
+        """Return what is shown next of a stream: lines that are whole. Keeps the rest."""
+        if self._held or not chunk.endswith(_LINE_ENDS):
+            chunk = self._whole_lines(chunk)
+        return self._lines(chunk) if _is_marked(chunk) else chunk
 
     def end(self) -> bytes:
         """Return what is left when the stream ends."""
         rest, self._held = bytes(self._held), bytearray()
-        return self._events(rest) if _is_marked(rest) else rest
+        return self._lines(rest) if _is_marked(rest) else rest
 
-    def _end_of_events(self) -> int:
-        ends = [at + len(mark) for mark in _EVENT_ENDS if (at := self._held.rfind(mark)) >= 0]
-        if not ends and len(self._held) > _MAX_EVENT_BYTES:
-            return len(self._held)
-        return max(ends, default=0)
+    def _whole_lines(self, chunk: bytes) -> bytes:
+        """Return the lines that end with `chunk`, and keep what follows them."""
+        end = max(chunk.rfind(mark) for mark in _LINE_ENDS) + 1
+        if not end and len(self._held) > _MAX_LINE_BYTES:
+            end = len(chunk)
+        if not end:
+            self._held += chunk
+            return b""
+        lines = bytes(self._held) + chunk[:end]
+        self._held = bytearray(chunk[end:])
+        return lines
 
-    def _events(self, events: bytes) -> bytes:
-        lines = events.split(b"\n")
-        for at, line in enumerate(lines):
-            if line.startswith(_DATA) and _is_marked(line):
-                lines[at] = _DATA + self._restated(line[len(_DATA) :])
-        return b"\n".join(lines)
+    def _lines(self, lines: bytes) -> bytes:
+        return b"".join(
+            _DATA + self._restated(line[len(_DATA) :])
+            if line.startswith(_DATA) and _is_marked(line)
+            else line
+            for line in lines.splitlines(keepends=True)
+        )
 
     def _restated(self, json: bytes | bytearray) -> bytes | bytearray:
         try:
@@ -110,7 +114,9 @@ class ClientView:
 
 
 def _is_marked(text: bytes | bytearray) -> bool:
-    return any(mark in text for mark in _MARKS)
+    # Written out: for each event of each stream a generator costs more than the searches.
+    transfers, cached, read = _MARKS
+    return transfers in text or cached in text or read in text
 
 
 def _before_request(usage: dict[str, Any], of_prefill: Mapping[str, Any]) -> dict[str, Any]:

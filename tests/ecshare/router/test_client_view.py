@@ -113,7 +113,7 @@ def test_all_else_is_shown_as_it_is(body: bytes) -> None:
     assert view.chunk(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
 
 
-@pytest.mark.parametrize("line", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("line", [b"\n", b"\r\n", b"\r"])
 def test_events_may_come_in_any_pieces(line: bytes) -> None:
     usage = {"usage": chat_usage(39, 1), "kv_transfer_params": OURS}
     texts = [b": ping", b"data: " + compact({"a": "ü" * 300}), b"event: e" + line + b"data: {}"]
@@ -132,7 +132,17 @@ def test_events_may_come_in_any_pieces(line: bytes) -> None:
         assert json.loads(changed[5:]) == shown
 
 
-def test_an_event_without_end_is_not_kept() -> None:
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+def test_a_line_waits_for_no_other_one(end: bytes) -> None:
+    """A comment keeps the connection in use, and needs no empty line behind it."""
+    view = ClientView(Dialect.OPENAI, PrefillUsage())
+    for line in (b": ping", b"event: a", b"data: {}", b"", b": ping"):
+        assert view.chunk(line + end) == line + end
+    assert view.chunk(b": ping" + end + b"data: {") == b": ping" + end
+    assert view.chunk(b"}" + end) == b"data: {}" + end
+
+
+def test_a_line_without_end_is_not_kept() -> None:
     view = ClientView(Dialect.OPENAI, PrefillUsage())
     piece = b"data: " + b"x" * (1 << 20)
     told = [len(view.chunk(piece)) for _ in range(20)]
