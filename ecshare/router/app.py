@@ -108,11 +108,12 @@ class Router:
             **pages.routes(),
         }.items():
             app.router.add_get(path, handler, expect_handler=_send_continue)
-        for path in [route.canonical for route in app.router.resources()]:
-            app.router.add_route("*", path + "/", _without_slash)
         app.on_response_prepare.append(self._close_if_stopping)
         app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
         self._observer.attach(app)
+        for path in [route.canonical for route in app.router.resources()]:
+            handler = _without_slash  # nobody asks there: no series waits for it
+            app.router.add_route("*", path + "/", handler, expect_handler=_send_continue)
         return app
 
     async def _close_if_stopping(self, http: web.Request, response: web.StreamResponse) -> None:

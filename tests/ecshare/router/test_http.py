@@ -323,6 +323,8 @@ async def test_a_slash_at_the_end_leads_to_the_path_without() -> None:
                 assert response.headers["Location"] == path + "?a=b%20c"
         response, _ = await f.post(json.dumps(chat()).encode(), path=CHAT + "/")
         assert response.status == 200
+        head = b"GET /live/ HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: \xff\r\n\r\n"
+        assert (await raw(f, head))[0] == 307
         for path in ("/nothing/", "/", "//evil.example/", CHAT + "//"):
             async with f.client.get(f.url + path, allow_redirects=False) as response:
                 assert response.status == 404, path

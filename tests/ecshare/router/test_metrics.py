@@ -259,6 +259,13 @@ async def test_every_series_of_calls_and_answers_is_there_from_the_start() -> No
         assert found[f"calls_total{{engine=prefill-1,outcome={outcome},stage=prefill}}"] == 0
 
 
+async def test_paths_that_lead_elsewhere_have_no_series_until_somebody_asks() -> None:
+    async with fleet() as f:
+        assert "/,status=" not in "".join(await samples(f))
+        async with f.client.get(f.url + "/live/", allow_redirects=False):
+            assert (await samples(f))["answers_total{route=/live/,status=3xx}"] == 1
+
+
 async def test_nothing_that_a_client_writes_is_a_metric() -> None:
     async with fleet() as f:
         headers = {"Authorization": "Bearer sk-a-clients-key", "x-request-id": "my-request"}
