@@ -71,7 +71,8 @@ class Answers:
         The client sees it as `ClientView` shows it.
 
         Raises:
-            EngineError: it failed, and the attempt is not the last.
+            EngineError: it failed before the client has an event of an answer. Of the last attempt,
+                an answer that tells of a failure is passed on instead.
         """
         context, began_s = call.context, time.monotonic()
         first_byte_s = self._first_byte_limit_s(request, concurrent_stage)

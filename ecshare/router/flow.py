@@ -137,7 +137,7 @@ class Flow:
             if answer is not None:
                 return answer
         except EngineError as failure:
-            if context.first_event_s is not None or self._is_refused(failure):
+            if self._is_refused(failure):
                 raise
             logger.warning("request %s falls back to decode alone: %s", context.request_id, failure)
             self._num_fallbacks += 1
@@ -202,7 +202,7 @@ class Flow:
             )
             _check_accepted(answer)
         except (EngineError, RefusalError) as failure:
-            if context.first_event_s is not None or not self._may_be_wrong(encoded, failure):
+            if not self._may_be_wrong(encoded, failure):
                 raise
             if not (encoded.was_known and may_repeat and self._may_encode_again(failure)):
                 raise

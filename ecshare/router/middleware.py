@@ -63,8 +63,8 @@ class RequestContext:
     """The answer whose head the client has. Of a stream it may have nothing but comments besides:
     another engine may still be asked, and goes on with it. Errors are sent as events of it."""
     first_event_s: float | None = None
-    """When the first event of a stream was sent, in seconds of `time.monotonic`. From then on no
-    other engine may be asked."""
+    """When the first event of a stream was sent, in seconds of `time.monotonic`. From then on D's
+    failure is an event of the stream, and no other engine is asked."""
     passed_on: Passed = field(default_factory=Passed)
     """D's answer, as far as the client got it."""
     blobs: Blobs = field(default_factory=Blobs)

@@ -144,8 +144,8 @@ class Retries:
     ) -> T:
         """Return what `call` returns for an engine of the stage, and for another one if that fails.
 
-        `may_move` tells whether another engine may be asked after a failure of this stage. Once
-        the client has an event of an answer, none is.
+        `may_move` tells whether another engine may be asked after a failure of this stage. A
+        failure that `call` raises has left the client without an event of an answer.
 
         Raises:
             EngineError: no engine is available, the last one failed, or another stage did.
@@ -167,10 +167,7 @@ class Retries:
             try:
                 return await call(Attempt(engine, is_last))
             except EngineError as failure:
-                may_be_asked = (
-                    failure.may_move and context.first_event_s is None and may_move(failure)
-                )
-                if failure.stage is not stage or not may_be_asked:
+                if failure.stage is not stage or not (failure.may_move and may_move(failure)):
                     raise
                 pool.mark_doubtful(engine)
                 following = another(failure.status)
