@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from ecshare.router import relay
 from ecshare.router.chat import CHAT
 from ecshare.router.config import MIB
 from ecshare.router.errors import ApiError
@@ -147,6 +148,31 @@ async def test_answers_count_until_their_clients_have_them() -> None:
         await until(is_free)
         assert (await f.post(chat()))[0].status == 200
         writer.close()
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+async def test_an_answer_of_any_engine_is_bounded(
+    num_more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of its length, and may have no end."""
+
+    async def answer_much(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.enable_chunked_encoding()
+        await response.prepare(http)
+        for _ in range(10):
+            await response.write(b" " * 100)
+        await response.write(b"{}" + b" " * num_more)
+        return response
+
+    monkeypatch.setattr(relay, "_MAX_ANSWER_BYTES", 1002)
+    async with fleet(0, 1) as f:
+        f.p.answer = answer_much
+        response, _ = await f.post(chat())
+        path = response.headers["x-ecshare-path"]
+        assert path == ("decode" if num_more else "prefill,decode")
+        f.d.answer = answer_much
+        assert (await f.post(chat(n=2)))[0].status == (502 if num_more else 200)
 
 
 async def test_a_body_that_says_it_is_too_much_is_not_read() -> None:
