@@ -3,13 +3,14 @@
 
 It can what vLLM's own fetch can. A client that names slow, silent or hostile servers harms nobody
 but itself: the downloads and look-ups under way are bounded for each request, for each host and in
-all, and none of them holds a thread.
+all, none of them holds a thread, and slow downloads end when others need their places.
 """
 
 import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 
 import aiohttp
 import pybase64
@@ -104,9 +105,10 @@ class Fetcher:
         Raises:
             ApiError: it cannot be had; names the item.
         """
+        time_limit = asyncio.timeout(self._config.media_timeout_s)
         try:
-            async with asyncio.timeout(self._config.media_timeout_s):
-                with self._places.place() as place:
+            async with time_limit:
+                with self._places.place(partial(_expire, time_limit)) as place:
                     return await self._follow(item, budget, etag, place)
         except FullError as exc:
             self.num_refused += 1
@@ -114,6 +116,8 @@ class Fetcher:
         except ValueError as exc:  # also aiohttp.InvalidURL
             raise _lasting(item, repr(exc)) from exc
         except (aiohttp.ClientError, OSError) as exc:  # with time-outs
+            if place.was_given_up:
+                raise _passing(item, "it was slow, and others needed its place") from exc
             is_clear = isinstance(exc, aiohttp.ClientConnectorError | _ForbiddenAddressError)
             reason = f"{type(exc).__name__}: {exc}" if is_clear else repr(exc)
             raise _passing(item, reason) from exc
@@ -133,7 +137,7 @@ class Fetcher:
                     return Fetched(None, "")
                 _check_answer(item, response)
                 budget.expect(item, response.content_length or 0)
-                text = await _base64(item, response.content.iter_any(), budget)
+                text = await _base64(item, response.content.iter_any(), budget, place)
                 return Fetched(text, "" if num_redirects else _strong_etag(response.headers))
         raise _lasting(item, "too many redirects")
 
@@ -262,6 +266,12 @@ class Budget:
         self._left_bytes -= num_bytes
 
 
+def _expire(time_limit: asyncio.Timeout) -> None:
+    """Have the time be up now, unless it is already."""
+    if not time_limit.expired():
+        time_limit.reschedule(asyncio.get_running_loop().time())
+
+
 def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
@@ -306,7 +316,9 @@ def _as_base64(num_bytes: int) -> int:
     return num_bytes * 4 // 3
 
 
-async def _base64(item: MediaItem, chunks: AsyncIterator[bytes], budget: Budget) -> bytearray:
+async def _base64(
+    item: MediaItem, chunks: AsyncIterator[bytes], budget: Budget, place: Place
+) -> bytearray:
     """Return the incoming bytes as base64, without a copy of the whole."""
     text = bytearray()
     rest = b""
@@ -314,6 +326,7 @@ async def _base64(item: MediaItem, chunks: AsyncIterator[bytes], budget: Budget)
     try:
         async for chunk in chunks:
             budget.take(item, len(chunk))
+            place.received(len(chunk))
             rest += chunk
             whole = len(rest) - len(rest) % 3
             text += pybase64.b64encode(rest[:whole])

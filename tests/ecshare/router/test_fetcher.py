@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from ecshare import __version__
+from ecshare.router import places
 from ecshare.router.engines import Stage
 from tests.ecshare.router.fake_engine import (
     LOOPBACK,
@@ -252,6 +253,34 @@ async def test_a_place_is_free_when_its_request_ends() -> None:
                 await until(lambda: len(silent.open) == 8)
             await until(lambda: not silent.open)
         assert (await f.post(at(url + "/picture")))[0].status == 200
+
+
+async def test_slow_downloads_end_where_others_need_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many silent servers as there are places; their requests may be tried again."""
+    silent = Silent()
+    hosts = [f"h{n}.example" for n in range(17)]
+    async with (
+        name_server({host: ["127.0.0.1"] for host in hosts}) as server,
+        asked_by(monkeypatch, server),
+        served(silent.serve, max_connections=16) as (f, url),
+    ):
+        *bad, good = (url.replace("127.0.0.1", host) for host in hosts)
+        several, *single = [at(*(each + "/silent" for each in bad[:8]))] + [
+            at(each + "/silent") for each in bad[8:]
+        ]
+        async with in_the_way(f, several) as first:
+            await until(lambda: len(silent.open) == 8)
+            async with in_the_way(f, *single) as others:
+                await until(lambda: len(silent.open) == 16)
+                assert (await f.post(at(good + "/picture")))[0].status == 429
+                monkeypatch.setattr(places, "_SLOW_S", 0.0)  # two seconds later, so to say
+                assert (await f.post(at(good + "/picture")))[0].status == 200
+                response, _ = await first[0]
+                assert (response.status, response.headers["Retry-After"]) == (502, "2")
+                assert not any(each.done() for each in others)
+                await until(lambda: len(silent.open) == 8)
 
 
 async def test_beside_silent_names_all_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
