@@ -2,6 +2,7 @@
 """Each benchmark runs from start to end and has a number in every row. No figure is judged."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 # Rows that say in words why they have no number.
 EXCUSE = "cannot use S3"
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-rmn", "true"], capture_output=True, check=False).returncode
+    != 0,
+    reason="the system gives no network and mount namespace",
+)
 
 
 @pytest.mark.s3
@@ -22,6 +29,7 @@ EXCUSE = "cannot use S3"
         "in_flight",
         "gpu",
         "router",
+        pytest.param("router_hostile", marks=NEEDS_NAMESPACES),
         "codecs",
         "load_or_compute",
         # No engine is started, but to load and configure vLLM takes as long.
