@@ -214,9 +214,8 @@ class LoadOrCompute:
         `tiers`: where they were, as far as a look-up asked; nothing is learnt if it did not. What
         came from the host counts for nothing beside what came from the store.
         """
-        # The local hit may have grown beyond some chunks since they were looked up.
-        runs = [run for run in _runs(chunks, tiers, start_tokens) if run.num_tokens > 0]
-        if not tiers or not runs:
+        runs = _runs(chunks, tiers, start_tokens) if tiers else []
+        if not runs:
             return
         tier = Tier.STORE if any(run.tier is Tier.STORE for run in runs) else Tier.HOST
         self._tried_s[tier] = self._clock_s()
@@ -236,13 +235,13 @@ class LoadOrCompute:
         engine computes before it comes to this request: a load goes on meanwhile. Called only if a
         load seems to be slower than computing.
         """
-        if not chunks:
+        runs = _runs(chunks, tiers, start_tokens)
+        if not runs:
             return 0
         most = self._most(chunks, tiers, start_tokens, is_alone=not under_way)
         late_s = self._late_s(under_way)
         lines = self._lines(late_s)
         compute_s = self.steps.pace.s_per_token
-        runs = _runs(chunks, tiers, start_tokens)
         if compute_s is None:
             return min(most, _num_fast(chunks, runs, lines, start_tokens))
         best = _best(runs, lines, compute_s, 0.0)
@@ -351,12 +350,14 @@ def _num_within(num_tokens: float, chunks: Sequence[Chunk], start_tokens: int) -
 
 
 def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:
-    """Return the chunks by the tiers in which they are, in order."""
+    """Return the chunks by the tiers in which they are, in order; none that ends before
+    `start_tokens`: the local hit may have grown since they were looked up."""
     runs, end = [], 0
     for tier, group in groupby(_filled(chunks, tiers)):
         first, end = end, end + len(list(group))
-        position = max(start_tokens, chunks[first].start_tokens)
-        runs.append(_Run(tier, end, chunks[end - 1].end_tokens - position))
+        num_tokens = chunks[end - 1].end_tokens - max(start_tokens, chunks[first].start_tokens)
+        if num_tokens > 0:
+            runs.append(_Run(tier, end, num_tokens))
     return runs
 
 

@@ -122,6 +122,17 @@ def test_the_end_for_which_nobody_asked_is_where_the_chunk_before_it_is(choice: 
     assert choice.worth("ss??") == 0
 
 
+@pytest.mark.parametrize("start", [CHUNK, 2 * CHUNK])
+def test_what_the_local_hit_holds_by_now_was_not_loaded(choice: Choice, start: int) -> None:
+    """The local hit may grow between a look-up and the load: nothing before it was moved."""
+    chunks, tiers = stored("sshh"[2 - start // CHUNK :])
+    choice.load_or_compute.loaded(chunks, tiers, start, 100.0)
+    assert choice.worth("ssss") == 4, "the store is not known"
+    assert choice.worth("hhhh") == 0, "the host is"
+    choice.load_or_compute.loaded(chunks, tiers, len(chunks) * CHUNK, 100.0)  # nothing
+    assert choice.worth("s", start=CHUNK) == 0
+
+
 def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice) -> None:
     choice.loads("ss", 2 * 0.001)
     assert choice.worth("ssss", ahead=300) == 0
@@ -445,6 +456,25 @@ def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench)
     before = make_request("before", list(range(5000, 5000 + 500 * 250)))
     here.ask(before)
     assert here.ask(make_request("second", PROMPT)) == 400
+
+
+def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> None:
+    """Another request has computed the first blocks, which only the store had."""
+    here = bench()
+    prompt = PROMPT[: 3 * BLOCK + 1]
+    first, *others = chunks_of(prompt)
+    here.put(others)
+    here.put([first])
+    here.forget_host_cache([first])
+    compute(here, "new", 0.080)
+    asked = make_request("asked", prompt)
+    assert here.ask(asked) == 3 * BLOCK
+    assert here.ask(asked, BLOCK) == 2 * BLOCK
+    here.half.allocated(asked, [list(range(4))], 2 * BLOCK)
+    here.clock.now_s += 1.0
+    here.half.reported(KVConnectorOutput(finished_recving={"asked"}))
+    assert here.half.is_empty is False
+    here.half.finished(asked)
 
 
 # --- what is too little to be looked up ---
