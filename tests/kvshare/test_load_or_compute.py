@@ -463,9 +463,9 @@ def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> N
     here = bench()
     prompt = PROMPT[: 3 * BLOCK + 1]
     first, *others = chunks_of(prompt)
-    here.put(others)
     here.put([first])
-    here.forget_host_cache([first])
+    here.forget_host_cache()
+    here.put(others)
     compute(here, "new", 0.080)
     asked = make_request("asked", prompt)
     assert here.ask(asked) == 3 * BLOCK
@@ -473,8 +473,9 @@ def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> N
     here.half.allocated(asked, [list(range(4))], 2 * BLOCK)
     here.clock.now_s += 1.0
     here.half.reported(KVConnectorOutput(finished_recving={"asked"}))
-    assert here.half.is_empty is False
-    here.half.finished(asked)
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/loaded"] == 2 * BLOCK
 
 
 # --- what is too little to be looked up ---
