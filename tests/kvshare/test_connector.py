@@ -60,7 +60,9 @@ def test_wrong_options_are_named(
         start_scheduler_half(config)
 
 
-def test_an_engine_has_one(text_model: Path, tmp_path: Path) -> None:
+def test_an_engine_has_one(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's MultiConnector would end the engine when a request ends of which both tell."""
     config = vllm_config(text_model, {})
     children = [
@@ -78,10 +80,11 @@ def test_an_engine_has_one(text_model: Path, tmp_path: Path) -> None:
         kv_connector_extra_config={"connectors": children},
     )
     says = r"kv_connector_extra_config\.connectors: an engine can have one KVShareConnector"
-    before = {*connector._running}
+    running: set[KVShareConnector] = set()  # by which the first one lives until it is shut down
+    monkeypatch.setattr(connector, "_running", running)
     with pytest.raises(ConfigError, match=says):
         MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
-    (near,) = {*connector._running} - before
+    (near,) = running
     near.shutdown()
     # Two engines, the second of which is made once more.
     own = [vllm_config(text_model, options(tmp_path)) for _ in range(2)]
