@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ecshare.router import logs
 
-_REQUIRED = ("aiohttp", "msgspec", "prometheus_client", "pybase64", "pycares", "yarl")
+_REQUIRED = ("aiohttp", "msgspec", "multidict", "prometheus_client", "pybase64", "pycares", "yarl")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.router") -> None:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m ecshare.
             raise
         raise SystemExit(
             f"ecshare router needs {missing}: install ecshare with its extra [router] "
-            "(pip install aiohttp prometheus_client pybase64 pycares yarl)"
+            "(pip install aiohttp multidict prometheus_client pybase64 pycares yarl)"
         ) from None
     config = parse_arguments(arguments, prog)
     logs.configure()
