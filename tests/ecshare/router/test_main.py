@@ -231,7 +231,7 @@ def test_a_missing_extra_is_one_sentence(package: str) -> None:
     assert ran.returncode == 1
     assert ran.stderr == (
         f"ecshare router needs {package}: install ecshare with its extra [router] "
-        "(pip install aiohttp prometheus_client pybase64 pycares yarl)\n"
+        "(pip install aiohttp multidict prometheus_client pybase64 pycares yarl)\n"
     )
 
 
