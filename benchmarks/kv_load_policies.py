@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks.kv_engines import MODEL, VOCABULARY
 from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from lab.models import make_qwen2
@@ -22,17 +23,9 @@ from lab.servers.engines import ON_V2, RANK_APART, SMALL_ENGINE, EngineProcess, 
 from lab.servers.openai_client import Answer, ask, question
 
 MODULE = "benchmarks.kv_load_policies"
-MODEL = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-}
 WRITER, DEFAULT, ALWAYS, NEVER = "writer", "if_faster (default)", "always", "never"
 POLICIES = (DEFAULT, ALWAYS, NEVER)
 STORED, NEW = "stored", "new"
-VOCABULARY = ("the", "sea", "wind", "stars", "stone", "house", "cat", "blue", "green", "people")
 NUM_WORDS = 1200
 # Longer than it takes to store one object more.
 _QUIET_S = 1.0
