@@ -100,7 +100,9 @@ def _drawn_one(
         "max_num_seqs": 8,
     }
     num_blocks = FEWEST_BLOCKS + (dice.choice([0, 16, 60]) if number else 0)
-    own: dict[str, Any] = {"num_blocks": num_blocks * len(engine.get("specs", [1]))}
+    if "specs" in engine:  # a window's blocks come back once the prompt is computed
+        num_blocks += MOST_PROMPT_TOKENS // BLOCK + 1
+    own: dict[str, Any] = {"num_blocks": num_blocks}
     if kind == "siblings" and not number:
         config["sibling"] = {
             "is_async": dice.random() < 0.5,
