@@ -25,10 +25,10 @@ from benchmarks.measure import Readings, in_turn
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import Key
+from ecshare.transfer.client.priority import Admission, Priority
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.priority import Admission, Priority
-from kvshare import float8
+from kvshare.worker import float8
 from lab.counted_time import CountedTime
 from lab.throttled_store import Link, ThrottledStore
 
@@ -38,7 +38,7 @@ AS_IT_IS, FP8, ZSTD = "as it is", "stored_dtype: fp8", "compression: zstd"
 KEY = Key("kv/benchmark")
 # 8B-class, as in load_or_compute.
 CHUNK_BYTES, CHUNK_TOKENS = 33_554_432, 256
-# As kvshare/loads.py and the threads of ecshare/transfer/engine.py.
+# As kvshare/worker/loads.py and the threads of ecshare/transfer/engine.py.
 LOADING_BYTES, THREADS = 256 << 20, 2
 TIMEOUT_S = 10.0
 TURNS = 12

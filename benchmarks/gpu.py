@@ -112,7 +112,7 @@ def _taken_for_a_gpu() -> Iterator[None]:
     """Have this CPU be taken for a GPU whose driver copies nothing."""
     import pytest
 
-    from kvshare import blocks
+    from kvshare.worker import blocks
     from lab.gpu_stand_in import stand_in
 
     def copy(*_: object) -> None:

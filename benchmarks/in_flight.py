@@ -18,7 +18,7 @@ from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.open import open_store
-from ecshare.transfer.priority import Admission, Priority
+from ecshare.transfer.client.priority import Admission, Priority
 from lab.counted_time import CountedTime
 from lab.throttled_store import Link, ThrottledStore
 

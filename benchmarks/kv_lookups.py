@@ -16,13 +16,13 @@ from benchmarks.places import Place
 from benchmarks.report import Table
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
-from ecshare.transfer.staging import Staging
+from kvshare.chunks.facts import KVFacts
+from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.facts import KVFacts
-from kvshare.prefix import Chunk, Grid, Prefix
-from kvshare.scheduler import KVScheduler
+from kvshare.scheduler.scheduler import KVScheduler
 
 NUM_TOKENS = 32768
 NAMESPACE, PART = "0" * 32, "t0of1"

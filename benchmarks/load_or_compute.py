@@ -16,10 +16,10 @@ from itertools import pairwise, product
 
 from benchmarks.measure import percentile
 from benchmarks.report import Report, Table, arguments, command_line
+from ecshare.transfer.client.priority import Admission, Priority
 from ecshare.transfer.jobs import Tier
-from ecshare.transfer.priority import Admission, Priority
-from kvshare.load_or_compute import LoadOrCompute
-from kvshare.prefix import Chunk, ChunkKey
+from kvshare.chunks.prefix import Chunk, ChunkKey
+from kvshare.scheduler.load_or_compute import LoadOrCompute
 from lab.counted_time import CountedTime
 from lab.throttled_store import Link, ThrottledStore
 

@@ -18,7 +18,7 @@ from benchmarks.measure import Readings, cpu_s, noise
 from benchmarks.raw import RawClient, RawFiles, RawObstore, RawS3fs
 from benchmarks.report import Report, Table, arguments, command_line
 from ecshare.store.config import StoreConfig
-from ecshare.store.fsspec_store import open_fsspec
+from ecshare.store.fsspec.store import open_fsspec
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Memory, ObjectStore
 from ecshare.store.open import open_store

@@ -24,14 +24,14 @@ import torch
 from ecshare.plugin.ranks import Rank
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Fetch, Outcome, Put, StoredObject
-from ecshare.transfer.staging import Staging
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import ChunkKey
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import LoadOrder, Orders, Piece
-from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, KVWorker
+from kvshare.worker.worker import CacheShape, KVWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("ecshare", "kvshare")

@@ -12,9 +12,9 @@ from msgspec import structs
 from ecshare.plugin.compat import option
 from ecshare.plugin.deployment import has_remote_workers
 from ecshare.store.config import GIB
+from kvshare.chunks.layers import block_bytes, layer_sets_of, refusal
+from kvshare.chunks.slabs import slab_sizes, steps_bytes
 from kvshare.config import KVConfig
-from kvshare.layers import block_bytes, layer_sets_of, refusal
-from kvshare.save_budget import slab_sizes, steps_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ecshare.plugin.metrics import CounterStats
-    from kvshare.scheduler import KVScheduler
-    from kvshare.worker import KVWorker
+    from kvshare.scheduler.scheduler import KVScheduler
+    from kvshare.worker.worker import KVWorker
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
             config = with_default_buffer(config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            from kvshare.scheduler import KVScheduler
+            from kvshare.scheduler.scheduler import KVScheduler
 
             self._refuse_second()
             self.scheduler = KVScheduler.start(vllm_config, kv_cache_config, config)
@@ -102,7 +102,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             _running.add(self)
         else:
             from ecshare.plugin.ranks import worker_rank
-            from kvshare.worker import KVWorker
+            from kvshare.worker.worker import KVWorker
 
             rank = worker_rank(vllm_config)
             self.worker = KVWorker.start(vllm_config, kv_cache_config, config, rank)

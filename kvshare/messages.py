@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshare.prefix import ChunkKey
-from kvshare.shards import ShardSlice
+from kvshare.chunks.prefix import ChunkKey
+from kvshare.chunks.shards import ShardSlice
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ecshare import worker as encoder_worker
-from ecshare.transfer import load_streams, staging
-from kvshare import blocks
-from kvshare import worker as kv_worker
+from ecshare.encoder import worker as encoder_worker
+from ecshare.transfer.device import load_streams, staging
+from kvshare.worker import blocks
+from kvshare.worker import worker as kv_worker
 
 if TYPE_CHECKING:
     import pytest

@@ -22,16 +22,16 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.store.format import PROLOGUE_BYTES
+from ecshare.transfer.client.priority import Admission, Priority
+from ecshare.transfer.device.staging import Arena
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.priority import Admission, Priority
-from ecshare.transfer.staging import Arena
+from kvshare.chunks.facts import KVFacts
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import ChunkKey, Grid
+from kvshare.chunks.slabs import slab_sizes
 from kvshare.config import KVConfig
-from kvshare.facts import KVFacts
-from kvshare.layers import AttentionWindow, LayerSet
 from kvshare.messages import Piece, Report
-from kvshare.prefix import ChunkKey, Grid
-from kvshare.save_budget import slab_sizes
-from kvshare.scheduler import KVScheduler
+from kvshare.scheduler.scheduler import KVScheduler
 from lab.counted_time import CountedTime
 from lab.throttled_store import Link, ThrottledStore
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as types
 
-from ecshare.config import EncoderConfig
+from ecshare.encoder.config import EncoderConfig
 from ecshare.router.options import make_parser
 from kvshare.config import KVConfig, TierConfig
 

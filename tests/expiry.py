@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ecshare.transfer import renewal
+from ecshare.transfer.upkeep import renewal
 from tests.waiting import wait_until
 
 

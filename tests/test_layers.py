@@ -4,44 +4,75 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ecshare", "kvshare")
-# What each group of modules may import, besides itself and the bare package `ecshare`.
-STORE = {"ecshare.store"}
-BELOW_VLLM = STORE | {"ecshare.transfer"}
+# What each room of modules may import, besides itself and the bare package `ecshare`. A module
+# belongs to the room with the longest name that begins its own.
+STORE = {"ecshare.store"} | {f"ecshare.store.{room}" for room in ("cloud", "folder", "fsspec")}
+STORE |= {"ecshare.store.hostcache"}
+TRANSFER = {"ecshare.transfer", "ecshare.transfer.jobs", "ecshare.transfer.recent"}
+TRANSFER |= {f"ecshare.transfer.{room}" for room in ("announced", "client", "device", "upkeep")}
+BELOW_VLLM = STORE | TRANSFER
 BELOW_CONNECTORS = BELOW_VLLM | {"ecshare.plugin"}
+BELOW_HALVES = BELOW_CONNECTORS | {
+    "kvshare.chunks",
+    "kvshare.compat",
+    "kvshare.config",
+    "kvshare.messages",
+}
 ALLOWED = {
     "ecshare": set(),
-    "ecshare.store": set(),
-    "ecshare.transfer": STORE,
+    "ecshare.store": STORE,
+    "ecshare.store.cloud": {"ecshare.store"},
+    "ecshare.store.folder": {"ecshare.store"},
+    "ecshare.store.fsspec": {"ecshare.store"},
+    "ecshare.store.hostcache": {"ecshare.store"},
+    "ecshare.transfer": BELOW_VLLM,
+    "ecshare.transfer.announced": STORE | {"ecshare.transfer.client"},
+    "ecshare.transfer.client": STORE | {"ecshare.transfer.recent"},
+    "ecshare.transfer.device": STORE,
+    "ecshare.transfer.jobs": STORE | {"ecshare.transfer.device"},
+    "ecshare.transfer.recent": set(),
+    "ecshare.transfer.upkeep": STORE
+    | {"ecshare.transfer.client", "ecshare.transfer.device", "ecshare.transfer.jobs"},
     "ecshare.plugin": BELOW_VLLM,
-    "ecshare.encoder": BELOW_CONNECTORS,  # connector, its two halves and theirs
-    "kvshare": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
-    "kvshare.pre_v1": BELOW_CONNECTORS | {"kvshare", "kvshare.config"},
+    "ecshare.encoder": BELOW_CONNECTORS
+    | {f"ecshare.encoder.{name}" for name in ("config", "scheduler", "worker")},
+    "ecshare.encoder.scheduler": BELOW_CONNECTORS | {"ecshare.encoder", "ecshare.encoder.config"},
+    "ecshare.encoder.worker": BELOW_CONNECTORS | {"ecshare.encoder", "ecshare.encoder.config"},
+    "ecshare.encoder.config": STORE,
+    "ecshare.connector": {"ecshare.encoder"},
+    "kvshare": BELOW_HALVES | {"kvshare.scheduler", "kvshare.worker"},
+    "kvshare.scheduler": BELOW_HALVES,
+    "kvshare.worker": BELOW_HALVES,
+    "kvshare.messages": BELOW_CONNECTORS | {"kvshare.chunks"},
+    "kvshare.chunks": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
+    "kvshare.pre_v1": BELOW_CONNECTORS | {"kvshare.chunks", "kvshare.config"},
     "kvshare.tier": BELOW_CONNECTORS | {"kvshare.compat", "kvshare.config"},
     "kvshare.compat": BELOW_CONNECTORS,
     "kvshare.config": STORE,
     "ecshare.router": STORE,
     "ecshare.testing": STORE,
-    "ecshare.front": STORE | {"ecshare.encoder", "ecshare.router", "kvshare.config"},
+    "ecshare.cli": STORE | {"ecshare.doctor", "ecshare.router"},
+    "ecshare.doctor": STORE | {"ecshare.encoder.config", "kvshare.config"},
+    "ecshare.__main__": {"ecshare.cli"},
 }
-ENCODER = {"connector", "scheduler", "items", "placeholders", "worker", "messages", "config"}
-ENCODER |= {"facts", "metrics", "pins", "worker_totals"}
-FRONT = {"cli", "doctor", "__main__"}
-# Groups that must work where torch or vLLM is not installed, or is slow to import.
+FRONT = ("ecshare.cli", "ecshare.doctor", "ecshare.__main__")
+# Rooms that must work where torch or vLLM is not installed, or is slow to import.
+LIGHT = {"torch", "vllm", "transformers"}
 WITHOUT = {
-    "ecshare": {"torch", "vllm", "transformers"},
-    "ecshare.store": {"torch", "vllm", "transformers"},
-    "ecshare.router": {"torch", "vllm", "transformers"},
+    "ecshare.store": LIGHT,
+    "ecshare.router": LIGHT,
     "ecshare.transfer": {"vllm", "transformers"},
+    "ecshare.encoder.config": LIGHT,
     "kvshare": {"transformers"},
-    "kvshare.config": {"torch", "vllm", "transformers"},
-    "ecshare.front": {"torch", "vllm", "transformers"},
-}
+    "kvshare.config": LIGHT,
+} | dict.fromkeys(FRONT, LIGHT)
 
 
 def modules_of(*packages: str) -> dict[str, Path]:
@@ -56,17 +87,10 @@ MODULES = modules_of(*PACKAGES)
 ALL_MODULES = MODULES | modules_of("lab", "benchmarks")
 
 
-def group(module: str) -> str:
-    """The name in ALLOWED that `module` belongs to; a new module must be put somewhere."""
-    package, _, rest = module.partition(".")
-    part = rest.partition(".")[0]
-    if package == "kvshare":
-        return f"kvshare.{part}" if f"kvshare.{part}" in ALLOWED else "kvshare"
-    if part in ENCODER:
-        return "ecshare.encoder"
-    if part in FRONT:
-        return "ecshare.front"
-    return f"{package}.{part}".rstrip(".")
+def room(module: str, rooms: Iterable[str] = ALLOWED) -> str:
+    """Return the room of `module`, "" if it has none."""
+    own = [name for name in rooms if f"{module}.".startswith(f"{name}.")]
+    return max(own, key=len, default="")
 
 
 def imported(module: str) -> set[str]:
@@ -85,22 +109,30 @@ def imported(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    own = group(module)
-    allowed = ALLOWED[own] | {own, "ecshare"}
+def test_imports_point_down() -> None:
     upwards = {
-        name
+        (module, name)
+        for module in MODULES
         for name in imported(module)
-        if name.partition(".")[0] in ("ecshare", "kvshare") and group(name) not in allowed
+        if name.partition(".")[0] in PACKAGES
+        and room(name) not in ALLOWED[room(module)] | {room(module), "ecshare"}
     }
     assert not upwards
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_layer_does_not_know_what_only_higher_ones_need(module: str) -> None:
-    packages = {name.partition(".")[0] for name in imported(module)}
-    assert not packages & WITHOUT.get(group(module), set())
+def test_every_module_has_a_room() -> None:
+    """Only the bare package is in the room `ecshare`: a new module must be put somewhere."""
+    assert [name for name in MODULES if room(name) in ("ecshare", "")] == ["ecshare"]
+
+
+def test_a_room_does_not_know_what_only_higher_ones_need() -> None:
+    heavy = {
+        (module, package)
+        for module in MODULES
+        for package in {name.partition(".")[0] for name in imported(module)}
+        if package in WITHOUT.get(room(module, WITHOUT), set())
+    }
+    assert not heavy
 
 
 def test_no_modules_import_each_other() -> None:
@@ -111,23 +143,30 @@ def test_no_modules_import_each_other() -> None:
     assert not left
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_product_needs_nothing_of_the_repository(module: str) -> None:
+def test_the_product_needs_nothing_of_the_repository() -> None:
     """Of `lab`, tests and benchmarks, which the wheel does not hold."""
-    packages = {name.partition(".")[0] for name in imported(module)}
-    assert not packages & {"lab", "tests", "benchmarks", "examples", "scripts"}
+    others = {"lab", "tests", "benchmarks", "examples", "scripts"}
+    packages = {name: {each.partition(".")[0] for each in imported(name)} for name in MODULES}
+    assert not {name for name in MODULES if packages[name] & others}
 
 
-@pytest.mark.parametrize("module", sorted(ALL_MODULES.keys() - MODULES.keys()))
-def test_what_tests_and_benchmarks_share_is_in_the_lab(module: str) -> None:
-    assert not {name for name in imported(module) if name.partition(".")[0] == "tests"}
+def test_what_tests_and_benchmarks_share_is_in_the_lab() -> None:
+    others = ALL_MODULES.keys() - MODULES.keys()
+    assert not {
+        (module, name)
+        for module in others
+        for name in imported(module)
+        if name.partition(".")[0] == "tests"
+    }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_halves_never_import_each_other(package: str) -> None:
+def test_halves_never_import_each_other() -> None:
     """They live in different processes: what they share is in messages.py."""
-    assert f"{package}.worker" not in imported(f"{package}.scheduler")
-    assert f"{package}.scheduler" not in imported(f"{package}.worker")
+    for package in ("ecshare.encoder", "kvshare"):
+        scheduler, worker = f"{package}.scheduler", f"{package}.worker"
+        assert {room(name) for name in MODULES} >= {scheduler, worker}
+        assert worker not in ALLOWED[scheduler]
+        assert scheduler not in ALLOWED[worker]
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -138,7 +177,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_the_front_door_loads_neither_torch_nor_vllm_nor_the_router() -> None:
-    front = [name for name in MODULES if group(name) == "ecshare.front"]
+    front = [name for name in MODULES if room(name) in FRONT]
     assert {"ecshare.cli", "ecshare.doctor.options"} <= set(front)
     loaded = loaded_by(f"import {', '.join(name for name in front if name != 'ecshare.__main__')}")
     assert "kvshare.config" in loaded
@@ -156,6 +195,6 @@ def test_light_modules_stay_light(package: str) -> None:
 
 def test_connectors_load_neither_half_and_no_storage_client() -> None:
     """vLLM imports them in its front-end process too, which needs neither."""
-    halves = {f"{package}.{half}" for package in PACKAGES for half in ("scheduler", "worker")}
     loaded = loaded_by("import ecshare.connector, kvshare.connector")
-    assert not loaded & (halves | {"fsspec", "s3fs", "obstore"})
+    assert not {name for name in loaded if ".scheduler" in room(name) or ".worker" in room(name)}
+    assert not loaded & {"fsspec", "s3fs", "obstore"}

@@ -12,8 +12,8 @@ import pytest
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from ecshare.facts import encoder_namespace, encoder_widths
-from kvshare.facts import kv_namespace
+from ecshare.encoder.facts import encoder_namespace, encoder_widths
+from kvshare.chunks.facts import kv_namespace
 
 
 def configure(model: Path, **changes: Any) -> VllmConfig:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import fields
 
-from ecshare.config import EncoderConfig
 from ecshare.doctor.findings import printable
+from ecshare.encoder.config import EncoderConfig
 from ecshare.store.config import StoreConfig, parse, suggestion
 from ecshare.store.errors import ConfigError
 from kvshare.config import KVConfig, TierConfig, parse_tier

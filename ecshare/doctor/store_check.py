@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from ecshare.doctor.endpoint import endpoint_problem
 from ecshare.doctor.findings import Finding, Level, error_text, printable
+from ecshare.store.cloud.s3_region import wrong_region
 from ecshare.store.config import MIB, StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreDenied, StoreError
-from ecshare.store.fsspec_store import FsspecStore
+from ecshare.store.fsspec.store import FsspecStore
 from ecshare.store.keys import Key
 from ecshare.store.objects import Memory, ObjectStore, probe
-from ecshare.store.s3_region import wrong_region
 from ecshare.store.secrets import masked_url
 
 _LOOKUPS = 5

@@ -40,7 +40,7 @@ class Namespace:
 
 
 def model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]:
-    """Return the facts about the model. Arguments are as for `ecshare.facts.encoder_namespace`."""
+    """Return the facts about the model. Arguments are those of `encoder_namespace`."""
     model = vllm_config.model_config
     return {
         "format": FORMAT_VERSION,

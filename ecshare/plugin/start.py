@@ -9,7 +9,7 @@ import torch
 from ecshare.plugin.model_facts import Namespace
 from ecshare.store.config import StoreConfig
 from ecshare.store.keys import Key
-from ecshare.transfer.devices import device_selector
+from ecshare.transfer.device.devices import device_selector
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.packing import Packing
 

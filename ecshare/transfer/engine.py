@@ -35,10 +35,11 @@ from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.store.threads import Workers
-from ecshare.transfer.affinity import start_unbound
+from ecshare.transfer.announced.gaps import Gaps
+from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.closing import ClosingTime
+from ecshare.transfer.device.affinity import start_unbound
 from ecshare.transfer.fetch import Fetcher, look
-from ecshare.transfer.gaps import Gaps
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
@@ -58,9 +59,8 @@ from ecshare.transfer.jobs import (
 from ecshare.transfer.lookup import Locator
 from ecshare.transfer.packing import Packing
 from ecshare.transfer.save import Saver
-from ecshare.transfer.start_up import StartUp
 from ecshare.transfer.stats import Stats
-from ecshare.transfer.store_client import StoreClient
+from ecshare.transfer.upkeep.start_up import StartUp
 
 logger = logging.getLogger(__name__)
 

@@ -21,16 +21,16 @@ from ecshare.store.format import TensorSpec, unseal
 from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, gap_key
-from ecshare.transfer.breaker import CircuitBreaker, Verdict, Verdicts
-from ecshare.transfer.gaps import Gaps
-from ecshare.transfer.host_watch import HostWatch
+from ecshare.transfer.announced.gaps import Gaps
+from ecshare.transfer.announced.host_watch import HostWatch
+from ecshare.transfer.announced.poll_rate import Member, PollRate
+from ecshare.transfer.announced.roll_call import RollCall
+from ecshare.transfer.client.breaker import CircuitBreaker, Verdict, Verdicts
+from ecshare.transfer.client.priority import Priority
+from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Accepts, Fetch, Moved, StoredObject, Tier
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.poll_rate import Member, PollRate
-from ecshare.transfer.priority import Priority
-from ecshare.transfer.removal import Allowance, Removal
-from ecshare.transfer.roll_call import RollCall
-from ecshare.transfer.store_client import StoreClient
+from ecshare.transfer.upkeep.removal import Allowance, Removal
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.cache import Entry
 from ecshare.store.keys import Key
-from ecshare.transfer.staging import Slab
+from ecshare.transfer.device.staging import Slab
 
 # Between two questions to the store for what was announced.
 _LONGEST_PAUSE_S = 0.5

@@ -6,9 +6,9 @@ from typing import Any
 
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Key
+from ecshare.transfer.client.priority import Priority
+from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Lookup, MultiLookup, Tier
-from ecshare.transfer.priority import Priority
-from ecshare.transfer.store_client import StoreClient
 
 
 class Locator:

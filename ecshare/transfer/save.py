@@ -11,9 +11,9 @@ from ecshare.store.hostcache.cache import Entry, HostCache
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer
+from ecshare.transfer.client.store_client import StoreClient
 from ecshare.transfer.jobs import Backfill, Moved, Put, Tier
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.store_client import StoreClient
 
 # What the processes of a host see while one of them stores an object.
 _STORING = "storing"

@@ -26,8 +26,8 @@ from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
+from ecshare.transfer.device.staging import as_tensor, dtype_name
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
-from ecshare.transfer.staging import as_tensor, dtype_name
 from kvshare.config import KVConfig
 from kvshare.pre_v1.blocking import BlockingClient
 from kvshare.pre_v1.index import EntryName, matches, pack, unpack

@@ -19,8 +19,8 @@ from torch import Tensor
 from vllm.sequence import IntermediateTensors
 
 from ecshare.store.errors import ObjectCorrupt
+from kvshare.chunks.facts import kv_namespace
 from kvshare.config import OPTIONS_PATH
-from kvshare.facts import kv_namespace
 from kvshare.pre_v1.buffers import KVLookupBuffer
 from kvshare.pre_v1.index import as_file, from_file
 from kvshare.pre_v1.model_input import Batch, Prompt

@@ -25,9 +25,9 @@ from ecshare.plugin.logs import log_as_vllm
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Key
+from ecshare.transfer.device.staging import Slab, Staging, as_tensor
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Lookup, Outcome, Put, Run, StoredObject
-from ecshare.transfer.staging import Slab, Staging, as_tensor
 from kvshare.config import parse_tier
 from kvshare.tier.facts import tier_namespace
 

@@ -6,7 +6,7 @@ import gc
 import torch
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
-from ecshare.transfer.staging import Arena, Slab, Staging, as_tensor, dtype_name
+from ecshare.transfer.device.staging import Arena, Slab, Staging, as_tensor, dtype_name
 from lab.gpu_kit.driver import Pinned
 from lab.gpu_kit.kit import Bench, Check
 from lab.gpu_kit.layouts import DTYPES, bits

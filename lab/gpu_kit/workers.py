@@ -13,20 +13,20 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ecshare import messages as ec
-from ecshare.config import EncoderConfig
+from ecshare.encoder import messages as ec
+from ecshare.encoder.config import EncoderConfig
+from ecshare.encoder.worker import EncoderWorker
 from ecshare.plugin.ranks import Rank
 from ecshare.store.keys import Key, Kind, object_key
-from ecshare.transfer.devices import device_selector
+from ecshare.transfer.device.devices import device_selector
 from ecshare.transfer.engine import TransferEngine
-from ecshare.worker import EncoderWorker
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import ChunkKey
 from kvshare.config import KVConfig
-from kvshare.layers import AttentionWindow, LayerSet
-from kvshare.layout_check import LayoutCheck
-from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece
-from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, KVWorker
+from kvshare.worker.layout_check import LayoutCheck
+from kvshare.worker.loads import Finished
+from kvshare.worker.worker import CacheShape, KVWorker
 from lab.gpu_kit.kit import Bench, wait_until
 from lab.gpu_kit.layouts import Sizes
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from ecshare.config import EncoderConfig
+from ecshare.encoder.config import EncoderConfig
 from kvshare.config import KVConfig, TierConfig
 from tests.docs.pages import ROOT
 

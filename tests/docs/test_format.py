@@ -106,7 +106,12 @@ async def test_the_manifest_is_json_and_holds_the_facts(tmp_path: Path) -> None:
 
 def facts_of_the_code() -> set[str]:
     """The names in the dictionaries of the functions that collect facts, without running vLLM."""
-    files = ("ecshare/plugin/model_facts", "ecshare/facts", "kvshare/facts", "kvshare/tier/facts")
+    files = (
+        "ecshare/plugin/model_facts",
+        "ecshare/encoder/facts",
+        "kvshare/chunks/facts",
+        "kvshare/tier/facts",
+    )
     trees = [ast.parse((ROOT / f"{file}.py").read_text()) for file in files]
     facts = ("model_facts", "media_facts")
     functions = ("encoder_namespace", "kv_namespace", "tier_namespace", *facts)

@@ -3,12 +3,12 @@
 
 import re
 
+from ecshare.encoder.worker import _LOAD_BYTES
 from ecshare.store.config import GIB
 from ecshare.store.hostcache import folder
-from ecshare.worker import _LOAD_BYTES
+from kvshare.chunks.slabs import slab_sizes
 from kvshare.config import KVConfig
-from kvshare.save_budget import slab_sizes
-from kvshare.worker import _LOAD_BUFFER_BYTES
+from kvshare.worker.worker import _LOAD_BUFFER_BYTES
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()

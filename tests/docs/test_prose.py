@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from ecshare.config import EncoderConfig
+from ecshare.encoder.config import EncoderConfig
 from ecshare.router.options import make_parser
 from ecshare.store.config import parse
 from kvshare.config import KVConfig, parse_tier

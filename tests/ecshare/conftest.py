@@ -13,9 +13,9 @@ from ecshare.cli import main
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Key, Kind, namespace_digest
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Put
-from ecshare.transfer.staging import Staging
 
 Doctor = Callable[..., tuple[int, str]]
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from ecshare.config import EncoderConfig
+from ecshare.encoder.config import EncoderConfig
 from ecshare.router.arguments import parse_arguments
 from ecshare.store.config import parse
 from kvshare.config import KVConfig

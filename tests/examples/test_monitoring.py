@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import ecshare.metrics
+import ecshare.encoder.metrics
 import kvshare.metrics
 from ecshare.plugin.metrics import MetricTable
 from ecshare.router.trace import STATUSES
@@ -39,7 +39,7 @@ def names_of(prefix: str, metrics: MetricTable) -> dict[str, dict[str, tuple[str
     return found
 
 
-CONNECTORS = names_of("ecshare", ecshare.metrics.METRICS) | names_of(
+CONNECTORS = names_of("ecshare", ecshare.encoder.metrics.METRICS) | names_of(
     "kvshare", kvshare.metrics.METRICS
 )
 DOCUMENTED = first_column(ROOT / "docs" / "metrics.md")

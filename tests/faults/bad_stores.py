@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ecshare.config import EncoderConfig
+from ecshare.encoder.config import EncoderConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Key, Kind, namespace_digest, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Job, Lookup, Outcome, Put, StoredObject
-from ecshare.transfer.staging import Staging
 from tests.engines.chat import wait_until
 from tests.faults.bad_s3 import BUCKET, LIES, BadS3, Stored, bad_s3, modes
 

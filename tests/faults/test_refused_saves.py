@@ -14,9 +14,9 @@ import torch
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Outcome, Put, StoredObject
-from ecshare.transfer.staging import Staging
 from tests.faults.disks import SmallDisk
 
 pytestmark = pytest.mark.faults

@@ -21,8 +21,8 @@ from ecshare.store.keys import Kind, manifest_key, namespace_digest
 from ecshare.store.manifest import MAX_BYTES, list_manifests, read_manifest, write_manifest
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
-from ecshare.transfer.namespaces import NamespaceWatch
-from ecshare.transfer.store_client import StoreClient
+from ecshare.transfer.client.store_client import StoreClient
+from ecshare.transfer.upkeep.namespaces import NamespaceWatch
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import ODD_TEXT, mutated, values, written
 

@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.config import EncoderConfig
 from ecshare.doctor.options import read_argument
+from ecshare.encoder.config import EncoderConfig
 from ecshare.router.arguments import parse_arguments
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError

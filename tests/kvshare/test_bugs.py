@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvshare.blocks import BlockCaches
-from kvshare.scheduler import KVScheduler
-from kvshare.worker import KVWorker
+from kvshare.scheduler.scheduler import KVScheduler
+from kvshare.worker.blocks import BlockCaches
+from kvshare.worker.worker import KVWorker
 from lab.vllm_loop import RUNNERS, RunnerName
 from tests.bugs import fails_from
 from tests.kvshare.conftest import StartEngine, sleep_and_wake, spin, worker_connector

@@ -11,8 +11,8 @@ import pytest
 
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES
+from kvshare.chunks.prefix import Chunk, Grid
 from kvshare.config import KVConfig
-from kvshare.prefix import Chunk, Grid
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,

@@ -21,8 +21,8 @@ from ecshare.store.keys import FORMAT_VERSION
 from kvshare import connector
 from kvshare.config import KVConfig
 from kvshare.connector import KVShareConnector
-from kvshare.scheduler import KVScheduler
-from kvshare.worker import KVWorker
+from kvshare.scheduler.scheduler import KVScheduler
+from kvshare.worker.worker import KVWorker
 from tests.expiry import expire, renew_often, wait_until_there
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (

@@ -11,7 +11,7 @@ import torch
 
 from ecshare.store.format import TensorSpec, seal
 from ecshare.store.keys import Kind, manifests_prefix, object_key
-from ecshare.transfer.staging import Staging
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.stats import summed
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.damage import empty, flip_a_payload_bit, replace, truncate

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, StreamingUpdate
 
-from kvshare.prefix import Grid, prompt_chunks
+from kvshare.chunks.prefix import Grid, prompt_chunks
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import BLOCK, objects
 

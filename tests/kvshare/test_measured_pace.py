@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvshare.load_or_compute import LoadOrCompute, Pace
+from kvshare.scheduler.load_or_compute import LoadOrCompute, Pace
 from tests.kvshare.toy import ToyEngine, expected_answer, make_request, options, vllm_config
 
 # A thousand times what a load takes here, so that what is stored is worth loading.

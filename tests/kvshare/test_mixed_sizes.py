@@ -11,8 +11,8 @@ from vllm.v1.request import Request
 
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
-from ecshare.transfer.staging import as_tensor
-from kvshare.prefix import Chunk
+from ecshare.transfer.device.staging import as_tensor
+from kvshare.chunks.prefix import Chunk
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import (
     BLOCK,

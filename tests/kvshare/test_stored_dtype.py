@@ -18,25 +18,33 @@ from ecshare.store.config import parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.keys import Kind, object_key
-from ecshare.transfer.load_streams import LoadStreams
-from ecshare.transfer.staging import Staging
-from kvshare import float8
-from kvshare.blocks import BlockCaches
+from ecshare.transfer.device.load_streams import LoadStreams
+from ecshare.transfer.device.staging import Staging
+from kvshare.chunks.prefix import ChunkKey
+from kvshare.chunks.shards import Heads, ShardSlice
 from kvshare.config import OPTIONS_PATH, KVConfig
 from kvshare.connector import KVShareConnector
-from kvshare.loads import Finished
 from kvshare.messages import Piece
-from kvshare.prefix import ChunkKey
-from kvshare.shards import Heads, ShardSlice
+from kvshare.worker import float8
+from kvshare.worker.blocks import BlockCaches
+from kvshare.worker.loads import Finished
 from lab.vllm_loop import RunnerName
-from tests.kvshare import test_blocks as layouts
 from tests.kvshare import test_streamed as streams
 from tests.kvshare import toy
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.gated import GatedFileSystem
-from tests.kvshare.test_blocks import device
 from tests.kvshare.test_mixed_sizes import in_two, mark
-from tests.kvshare.test_worker import (
+from tests.kvshare.toy import (
+    BLOCK,
+    cache_config,
+    objects,
+    options,
+    serve,
+    vllm_config,
+)
+from tests.kvshare.worker import test_blocks as layouts
+from tests.kvshare.worker.test_blocks import device
+from tests.kvshare.worker.test_worker import (
     BLOCKS,
     CONTENT,
     HEADS,
@@ -50,14 +58,6 @@ from tests.kvshare.test_worker import (
     block,
     host,
     name_of,
-)
-from tests.kvshare.toy import (
-    BLOCK,
-    cache_config,
-    objects,
-    options,
-    serve,
-    vllm_config,
 )
 
 __all__ = ["device", "host"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.fsspec_store import FsspecStore
+from ecshare.store.fsspec.store import FsspecStore
 from ecshare.store.keys import Key, Kind, object_key
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.gated import GatedFileSystem

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ecshare.plugin.ranks import Rank
 from ecshare.transfer.engine import TransferEngine
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import ChunkKey
 from kvshare.config import KVConfig
-from kvshare.layers import AttentionWindow, LayerSet
-from kvshare.loads import Finished
 from kvshare.messages import LoadOrder, Orders, Piece
-from kvshare.prefix import ChunkKey
-from kvshare.worker import CacheShape, KVWorker
+from kvshare.worker.loads import Finished
+from kvshare.worker.worker import CacheShape, KVWorker
 from lab.servers.s3 import BUCKET, SeaweedFS
 
 NAMESPACE = "0" * 32

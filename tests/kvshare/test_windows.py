@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from kvshare.scheduler import KVScheduler
+from kvshare.scheduler.scheduler import KVScheduler
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.damage import flip_a_payload_bit
 from tests.kvshare.gated import GatedFileSystem

@@ -38,9 +38,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from ecshare.transfer.stats import merged
+from kvshare.chunks.layers import AttentionWindow
+from kvshare.chunks.prefix import Chunk, Grid, Prefix
 from kvshare.connector import KVShareConnector
-from kvshare.layers import AttentionWindow
-from kvshare.prefix import Chunk, Grid, Prefix
 from lab.vllm_loop import EngineLoop, Model, Row, RunnerName
 from tests.sibling import Load, Sibling
 
@@ -333,7 +333,7 @@ class ToyEngine(EngineLoop):
         self.hit_sources: Counter[Any] = Counter()
         self.before_load: Callable[[], object] = lambda: None
         # The tokens of this model's blocks lie as on a GPU.
-        with patch("kvshare.worker.repacks_blocks", lambda: False):
+        with patch("kvshare.worker.worker.repacks_blocks", lambda: False):
             super().__init__(config, [self.model], cache, runner)
         (rank,) = self.runners
         worker = ours(rank.kv_connector)

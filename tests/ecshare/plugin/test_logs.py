@@ -32,7 +32,7 @@ log_as_vllm()
 log_as_vllm()
 logging.basicConfig(format='late: %(message)s')
 logging.getLogger("ecshare.transfer.engine").warning("from ecshare")
-logging.getLogger("kvshare.worker").info("from kvshare")
+logging.getLogger("kvshare.worker.worker").info("from kvshare")
 """
 
 

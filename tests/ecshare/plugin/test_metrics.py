@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.kv_offload.base import OffloadingHistogramMetadata
 
-import ecshare.metrics
+import ecshare.encoder.metrics
 import kvshare.metrics
 import kvshare.tier.metrics
 from ecshare.plugin.metrics import CounterStats, PrometheusCounters, counter_stats
@@ -17,7 +17,7 @@ from ecshare.transfer.stats import BUCKETS_S, Stats, is_gauge, merged, observati
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
-    "ecshare": ecshare.metrics.METRICS,
+    "ecshare": ecshare.encoder.metrics.METRICS,
     "kvshare": kvshare.metrics.METRICS,
     "kvshare_tier": kvshare.tier.metrics.METRICS,
 }

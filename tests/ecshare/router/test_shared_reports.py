@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import DirectoryStore
+from ecshare.store.folder.store import DirectoryStore
 from tests.ecshare.router.fake_engine import (
     PNG,
     PNG_2,

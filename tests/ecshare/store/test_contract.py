@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.fsspec_store import FsspecStore, open_fsspec
+from ecshare.store.fsspec.store import FsspecStore, open_fsspec
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.testing import StoreContract

@@ -13,10 +13,11 @@ from xml.sax.saxutils import escape
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from ecshare.store import cloud, fsspec_store
-from ecshare.store.cloud import offset_behind
+from ecshare.store.cloud import store as cloud
+from ecshare.store.cloud.store import offset_behind
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import StoreUnavailable
+from ecshare.store.fsspec import store as fsspec_store
 from ecshare.store.keys import (
     PROBE_KEY,
     Kind,

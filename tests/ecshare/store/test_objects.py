@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import DirectoryStore
 from ecshare.store.errors import ConfigError
+from ecshare.store.folder.store import DirectoryStore
 from ecshare.store.open import open_store
 
 PATH = "ec_connector_extra_config"
@@ -59,7 +59,7 @@ def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> 
         raise ImportError(f"Install something to access {protocol}")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    monkeypatch.setitem(sys.modules, "ecshare.store.cloud", None)
+    monkeypatch.setitem(sys.modules, "ecshare.store.cloud.store", None)
     assert refusal("s3://bucket", **KEYS) == (
         f"{PATH}.url: s3:// needs obstore: pip install obstore botocore (ecshare's extra [s3])"
     )
@@ -112,13 +112,13 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("ecshare.store.open", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.objects", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.hostcache.cache", "torch vllm fsspec obstore s3fs botocore"),
-        ("ecshare.store.directory", "torch vllm fsspec obstore s3fs botocore"),
+        ("ecshare.store.folder.store", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
-        ("ecshare.store.fsspec_store", "torch vllm obstore s3fs botocore"),
-        ("ecshare.store.s3_options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.azure_options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.gcs_options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.cloud", "torch vllm fsspec s3fs botocore"),
+        ("ecshare.store.fsspec.store", "torch vllm obstore s3fs botocore"),
+        ("ecshare.store.cloud.s3_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud.azure_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud.gcs_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud.store", "torch vllm fsspec s3fs botocore"),
     ],
 )
 def test_importing_one_part_is_light(module: str, absent: str) -> None:

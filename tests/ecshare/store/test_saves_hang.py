@@ -13,8 +13,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ecshare.store.config import StoreConfig
-from ecshare.store.directory import DirectoryStore
-from ecshare.store.fsspec_store import FsspecStore, open_fsspec
+from ecshare.store.folder.store import DirectoryStore
+from ecshare.store.fsspec.store import FsspecStore, open_fsspec
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, read
 from ecshare.store.open import open_store

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store import cloud
+from ecshare.store.cloud import store as cloud
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectMissing, StoreBusy, StoreError
 from ecshare.store.keys import Kind, object_key

@@ -14,6 +14,7 @@ from ecshare.store.errors import ConfigError, ObjectMissing, StoreUnavailable
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec
 from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
+from ecshare.transfer.device.staging import Slab, Staging, as_tensor
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import (
@@ -27,7 +28,6 @@ from ecshare.transfer.jobs import (
     Put,
     StoredObject,
 )
-from ecshare.transfer.staging import Slab, Staging, as_tensor
 from tests.waiting import wait_until
 
 NAMESPACE = "0" * 32

@@ -17,7 +17,7 @@ from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Kind, object_key
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Put
-from ecshare.transfer.staging import Staging
+from ecshare.transfer.device.staging import Staging
 
 logging.basicConfig(level=logging.WARNING)
 engine = TransferEngine(StoreConfig(url=sys.argv[1], host_cache_dir=sys.argv[2]), "options")

@@ -20,6 +20,7 @@ from ecshare.store.errors import ObjectMissing, ObjectUnreadable, StoreDenied, S
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer, ObjectInfo, ObjectStat, Sink
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
     Backfill,
@@ -34,7 +35,6 @@ from ecshare.transfer.jobs import (
     StoredObject,
     Tier,
 )
-from ecshare.transfer.staging import Staging
 from tests.waiting import wait_until
 
 KEY = object_key(Kind.EC, "0" * 32, "a")
@@ -504,7 +504,7 @@ def test_a_tensor_that_nobody_can_use_makes_room_for_one(store: Scripted, start:
 def test_a_damaged_object_that_cannot_be_removed_is_not_downloaded_again(
     store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ecshare.transfer.breaker.FIRST_BAD_S", 60.0)
+    monkeypatch.setattr("ecshare.transfer.client.breaker.FIRST_BAD_S", 60.0)
     store.objects[KEY] = flipped(sealed())
     store.is_read_only = True
     engine = start()
@@ -597,7 +597,7 @@ def test_an_object_that_is_missing_says_nothing_of_the_way(
     store: Scripted, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While everything that came was damaged, it is not the one object that is tried."""
-    monkeypatch.setattr("ecshare.transfer.breaker.FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr("ecshare.transfer.client.breaker.FIRST_PAUSE_S", 1.0)
     damaged = [object_key(Kind.EC, "0" * 32, f"damaged {number}") for number in range(4)]
     missing = object_key(Kind.EC, "0" * 32, "missing")
     store.objects = {KEY: sealed(), **{key: flipped(sealed(key)) for key in damaged}}

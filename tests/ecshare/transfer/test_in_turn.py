@@ -14,7 +14,8 @@ from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.integrity import Integrity
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.store.objects import Buffer
-from ecshare.transfer import gaps
+from ecshare.transfer.announced import gaps
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import (
     Backfill,
@@ -28,7 +29,6 @@ from ecshare.transfer.jobs import (
     StoredObject,
 )
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.staging import Staging
 from tests.kvshare.gated import GatedFileSystem
 from tests.waiting import wait_until
 

@@ -21,10 +21,10 @@ from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import ITEM_BYTES, PROLOGUE_BYTES, TensorSpec, seal, unseal
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import FORMAT_VERSION, Kind, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Outcome, Put, StoredObject, Tier
 from ecshare.transfer.packing import Packing
-from ecshare.transfer.staging import Staging
 from tests.ecshare.transfer.test_fetch import Scripted, finish
 
 KEY = object_key(Kind.KV, "0" * 32, "a")

@@ -15,9 +15,9 @@ import torch
 from ecshare.store.config import StoreConfig
 from ecshare.store.format import TensorSpec
 from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer.device.staging import Staging
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Backfill, Fetch, Job, Lookup, Outcome, Put, StoredObject
-from ecshare.transfer.staging import Staging
 from lab.faults.http_proxy import FaultProxy
 from lab.faults.kinds import Fault
 from lab.servers.processes import LOOPBACK

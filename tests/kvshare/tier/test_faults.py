@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from ecshare.store.errors import ConfigError
 from ecshare.store.format import PROLOGUE_BYTES, TensorSpec, seal
 from ecshare.store.keys import Kind, object_key
-from ecshare.transfer.staging import Staging, slab_bytes
+from ecshare.transfer.device.staging import Staging, slab_bytes
 from lab.faults.http_proxy import FaultProxy
 from lab.faults.kinds import Fault
 from lab.faults.tcp_proxy import Proxy

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in a folder: local disk, tmpfs, NFS.
+
+A write goes to a temporary file in the same folder, is flushed to the disk, and is then linked to
+its name. `link` is atomic and refuses an existing name, also on NFS, so a reader sees a whole file
+or none, and the first writer wins. A power cut may undo the newest names, which costs hits; it
+leaves no name with half a file. Names that begin with a dot are temporary files, not objects.
+
+Files and folders are made for this user alone, or for the group of the root folder, whatever the
+umask. If others can write to the folder too, they may put links into it. So writes and removals
+open folder after folder by descriptor, and follow no link below the root.
+"""
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreBusy,
+    StoreDenied,
+    StoreUnavailable,
+)
+from ecshare.store.folder.access import check_access, let_group_in, make_root
+from ecshare.store.keys import Key, is_safe_key
+from ecshare.store.objects import (
+    MOST_HASHED_BYTES,
+    Buffer,
+    ByteRange,
+    ObjectInfo,
+    ObjectStat,
+    Sink,
+    cut,
+)
+from ecshare.store.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+_Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
+
+# One big file is read faster by two threads than by one; below this it does not pay.
+_SPLIT_BYTES = 4 << 20
+_READ_BYTES = 1 << 18  # what stays in a core's cache between the read and the write
+# Filesystems without hard links (vfat, some SMB, some FUSE) say so in one of these ways.
+# Full, or a server of files that is slow or gone for a while.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+
+class DirectoryStore:
+    """An ObjectStore below one folder. Any number of processes and hosts may share it."""
+
+    def __init__(self, root: str, *, is_shared: bool = False) -> None:
+        self._root = root
+        self._is_shared = is_shared
+        self._threads = Threads("files", 8)
+        # Saves wait for the disk to have their bytes: no load shall wait with them.
+        self._saving = Threads("files-save", 8)
+        self._links = True  # until the filesystem says otherwise; only ever set to False
+
+    @classmethod
+    def open(cls, folder: str, option: str, *, is_shared: bool = False) -> "DirectoryStore":
+        """Make `folder` if necessary, and return a store in it.
+
+        `is_shared`: the users of its group share it. An existing folder keeps its mode; a warning
+        says if that admits others, or excludes the group.
+
+        Raises:
+            ConfigError: the folder cannot be made or used; names `option`.
+        """
+        root = os.path.normpath(folder)
+        try:
+            make_root(root, is_shared)
+            check_access(root, option, is_shared)
+        except FileExistsError as exc:
+            raise ConfigError(f"{option}: {root} is a file, a folder is needed") from exc
+        except (OSError, ValueError) as exc:
+            reason = getattr(exc, "strerror", None) or str(exc)
+            raise ConfigError(
+                f"{option}: the folder {root} cannot be made ({reason}); "
+                "make it first, or choose one this user may write"
+            ) from exc
+        return cls(root, is_shared=is_shared)
+
+    @property
+    def creates_once(self) -> bool:
+        """See ObjectStore. A rename replaces what is there."""
+        return self._links
+
+    @property
+    def serves_many(self) -> bool:
+        """See ObjectStore."""
+        return False
+
+    async def get(self, key: Key, sink: Sink) -> None:
+        """See ObjectStore. One thread does it all: a change costs more than a small read."""
+        await self._threads.run(self._get, key, sink)
+
+    async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
+        """See ObjectStore."""
+        if replace:
+            return await self._saving.run(self._replace, key, body)
+        return await self._saving.run(self._put, key, body)
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See ObjectStore."""
+        return await self._threads.each(self._exists, keys)
+
+    async def stat(self, key: Key) -> ObjectStat:
+        """See ObjectStore. The file is read once more, from the disk if the system allows that."""
+        return await self._threads.run(self._stat, key)
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """See ObjectStore."""
+        await self._saving.each(self._delete, keys)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """See ObjectStore."""
+        levels = [Key(prefix.removesuffix("/")) + "/" if prefix else ""]
+        while levels:
+            folders, found = await self._threads.run(self._scan, levels.pop())
+            levels += folders
+            for each in found:
+                yield each
+
+    async def close(self) -> None:
+        """See ObjectStore."""
+        self._threads.close()
+        self._saving.close()
+
+    # What follows runs in the store's threads.
+
+    def _path(self, key: Key) -> str:
+        return f"{self._root}/{key}"
+
+    def _get(self, key: Key, sink: Sink) -> None:
+        path = self._path(key)
+        with self._own_errors(key):
+            try:
+                file = _File(path)
+            except PermissionError as exc:
+                if _may_read(os.path.dirname(path)):
+                    raise ObjectUnreadable(f"{key} cannot be read: {exc.strerror}") from exc
+                raise
+            _check_kind(file.status, key)
+        sink.begin(file.size)
+        whole = ByteRange(0, file.size)
+        if file.size < _SPLIT_BYTES:
+            file.copy(sink, whole, key)
+        else:
+            halves = cut(whole, -(-file.size // 2))
+            self._threads.both(*(partial(file.copy, sink, half, key) for half in halves))
+
+    def _exists(self, key: Key) -> bool:
+        try:
+            return self._is_there(key)
+        except ObjectUnreadable:
+            return False
+
+    def _is_there(self, key: Key) -> bool:
+        """As `_exists`, but ObjectUnreadable where what lies there is no object."""
+        try:
+            with self._own_errors(key):
+                _check_kind(os.stat(self._path(key)), key)
+        except ObjectMissing:
+            return False
+        return True
+
+    def _stat(self, key: Key) -> ObjectStat:
+        with self._own_errors(key):
+            file = _File(self._path(key))
+            _check_kind(file.status, key)
+            return ObjectStat(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
+
+    def _is_stored(self, key: Key) -> bool:
+        """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""
+        if not self._is_there(key):
+            return False
+        path = self._path(key)
+        if not os.access(path, os.R_OK) and _may_read(os.path.dirname(path)):
+            raise ObjectUnreadable(f"{key} is there already and cannot be read")
+        return True
+
+    @contextlib.contextmanager
+    def _own_errors(self, key: Key) -> Iterator[None]:
+        """As `mapped_errors`, but ObjectUnreadable where a folder lies in the place of the object,
+        or a file in that of its folder. Higher up a file concerns too many objects."""
+        folder = os.path.dirname(self._path(key))
+        with mapped_errors(key):
+            try:
+                yield
+            except IsADirectoryError as exc:
+                raise ObjectUnreadable(f"{key} is not a file") from exc
+            except NotADirectoryError as exc:
+                if folder != self._root and (os.path.isfile(folder) or os.path.islink(folder)):
+                    raise ObjectUnreadable(f"{key} cannot be there: {folder} is no folder") from exc
+                raise
+
+    def _delete(self, key: Key) -> None:
+        with (
+            contextlib.suppress(ObjectMissing),
+            self._own_errors(key),
+            self._folder_of(key) as folder,
+        ):
+            os.unlink(os.path.basename(key), dir_fd=folder)
+
+    def _put(self, key: Key, body: Buffer) -> bool:
+        if self._is_stored(key):  # saves writing the body; `link` decides races
+            return False
+        with self._own_errors(key), self._folder_of(key, make=True) as folder:
+            return self._put_copy(body, os.path.basename(key), folder, self._publish)
+
+    def _replace(self, key: Key, body: Buffer) -> bool:
+        with self._own_errors(key), self._folder_of(key, make=True) as folder:
+            return self._put_copy(body, os.path.basename(key), folder, _rename)
+
+    def _put_copy(
+        self, body: Buffer, name: str, folder: int, publish: Callable[[str, str, int], bool]
+    ) -> bool:
+        # A crash leaves it; see temp_files.py.
+        temporary = temporary_name()
+        # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400, dir_fd=folder)
+        try:
+            _write(fd, body, 0o440 if self._is_shared else None)
+            return publish(temporary, name, folder)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # renamed, not linked
+                os.unlink(temporary, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _folder_of(self, key: Key, *, make: bool = False) -> Iterator[int]:
+        """Open the folder in which `key` lies; `make` its levels, and never the root itself.
+
+        A root that is gone is a file system that is no longer mounted: writing in its place would
+        fill the wrong disk.
+        """
+        path = self._root
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError as exc:
+            raise StoreUnavailable(f"the folder {path} is gone") from exc
+        try:
+            for level in key.split("/")[:-1]:
+                path = f"{path}/{level}"
+                inner = self._enter(level, fd, path, make=make)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _enter(self, level: str, folder: int, path: str, *, make: bool) -> int:
+        """Open the folder `level` of the open one; `path` says where that is."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        try:
+            try:
+                return os.open(level, flags, dir_fd=folder)
+            except FileNotFoundError:
+                if not make:
+                    raise
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(level, 0o700, dir_fd=folder)
+                if self._is_shared:
+                    return let_group_in(os.open(level, flags, dir_fd=folder))
+            return os.open(level, flags, dir_fd=folder)
+        except OSError as exc:
+            exc.filename = path
+            if os.path.islink(path):
+                exc.strerror = "Folders of a store may be no symbolic links"
+            raise
+
+    def _publish(self, temporary: str, name: str, folder: int) -> bool:
+        if self._links:
+            try:
+                os.link(
+                    temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False
+                )
+            except FileExistsError:
+                return False
+            except OSError as exc:
+                if exc.errno not in _NO_LINKS:
+                    raise
+                self._links = False
+                logger.warning(
+                    "%s does not support hard links (%s): objects are renamed into place, so "
+                    "one may be written twice if two engines store it at the same time",
+                    self._root,
+                    exc.strerror,
+                )
+            else:
+                return True
+        return _rename(temporary, name, folder)
+
+    def _scan(self, level: str) -> _Level:
+        """Return the folders and the objects of one level ("" or "ec/2/")."""
+        folders, found = [], []
+        try:
+            with mapped_errors(level), os.scandir(f"{self._root}/{level}") as entries:
+                for entry in entries:
+                    key = level + entry.name
+                    if not is_safe_key(key):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{key}/")
+                        continue
+                    with contextlib.suppress(FileNotFoundError):  # removed since
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(ObjectInfo(Key(key), status.st_size, status.st_mtime))
+        except ObjectMissing as exc:
+            if not os.path.isdir(self._root):
+                raise StoreUnavailable(f"the folder {self._root} is gone") from exc
+        return folders, found
+
+
+def temporary_name() -> str:
+    """Return a name that no other writer has, on any host that shares the folder."""
+    return f".{secrets.token_hex(8)}.{os.getpid()}.tmp"
+
+
+@contextlib.contextmanager
+def mapped_errors(key: str) -> Iterator[None]:
+    """Turn the operating system's errors in the body into those of ecshare.
+
+    Raises:
+        ObjectMissing: there is no such file.
+        StoreDenied: permissions, or a read-only file system, forbid it.
+        StoreBusy: the fault may pass, e.g. a full disk.
+        StoreUnavailable: any other error.
+    """
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise ObjectMissing(f"no object {key}") from exc
+    except StoreUnavailable:
+        raise
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = " (users share a folder by folder_access)" if exc.errno == errno.EACCES else ""
+            raise StoreDenied(f"{exc.strerror}: {exc.filename or key}{hint}") from exc
+        kind = StoreBusy if exc.errno in _PASSING else StoreUnavailable
+        raise kind(f"{exc.strerror or exc}: {exc.filename or key}") from exc
+
+
+def _check_kind(status: os.stat_result, key: Key) -> None:
+    """Check that it is a regular file.
+
+    Raises:
+        ObjectUnreadable: it is a folder, a pipe or the like.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise ObjectUnreadable(f"{key} is not a file")
+
+
+def _may_read(folder: str) -> bool:
+    """Whether we are let into `folder`: if not, a refusal is no single object's."""
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return False
+    return True
+
+
+class _File:
+    """A file open for reading. The last thread that holds it closes it.
+
+    That thread may outlive a call that was cancelled: closing the number earlier
+    would let it read from whatever file gets the number next.
+    """
+
+    def __init__(self, path: str) -> None:
+        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.status = os.fstat(self._fd)
+        self.size = self.status.st_size
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def copy(self, sink: Sink, byte_range: ByteRange, key: Key) -> None:
+        """Give the bytes of `byte_range` to `sink`."""
+        start, stop = byte_range.start, byte_range.stop
+        buffer = _own_buffer()
+        while start < stop:
+            with mapped_errors(key):
+                n = os.preadv(self._fd, [buffer[: stop - start]], start)
+            if n == 0:
+                raise StoreUnavailable(f"{key} became shorter while it was read")
+            sink.write(start, buffer[:n])
+            start += n
+
+    def md5(self) -> str:
+        """Of its content, which no page cache has answered for where the system allows that."""
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        digest = hashlib.md5(usedforsecurity=False)
+        at = 0
+        while piece := os.pread(self._fd, _READ_BYTES, at):
+            digest.update(piece)
+            at += len(piece)
+        return digest.hexdigest()
+
+
+_buffers = threading.local()
+
+
+def _own_buffer() -> memoryview:
+    """Memory of this thread, to read into again and again: fresh pages cost more than the read."""
+    buffer: memoryview | None = getattr(_buffers, "read", None)
+    if buffer is None:
+        buffer = _buffers.read = memoryview(bytearray(_READ_BYTES))
+    return buffer
+
+
+def _write(fd: int, body: Buffer, mode: int | None) -> None:
+    """Write all of `body`, to the disk, and close `fd`; give it `mode`, if it is not right yet."""
+    try:
+        if mode is not None:
+            os.fchmod(fd, mode)
+        rest = memoryview(body).cast("B")
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rename(temporary: str, name: str, folder: int) -> bool:
+    """Replace what is under `name`, or came meanwhile, by the same bytes, atomically."""
+    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    return True

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer engine's access to the store: with priorities, a time limit and breakers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
+from ecshare.store.keys import Key
+from ecshare.store.objects import Buffer, ObjectStore
+from ecshare.transfer.client.breaker import CircuitBreaker, DamagedKeys, Verdict, Verdicts
+from ecshare.transfer.client.priority import Admission, Priority
+
+T = TypeVar("T")
+
+# A miss and a damaged object are answers.
+_VERDICTS: Verdicts = (
+    (ObjectMissing, Verdict.WORKS),
+    (ObjectCorrupt, Verdict.WORKS),
+    (StoreError, Verdict.FAILED),
+)
+
+
+class StoreClient:
+    """One store with its circuit breakers, its list of damaged objects, and its admission.
+
+    Reads and saves have a breaker each: a full disk or a refused PUT says nothing about loads. So
+    failing saves never stop loads and look-ups, and failing loads never stop saves.
+
+    An operation and the job that asks for it end independently. The operation has the time-out of
+    the store, and its end is what a breaker hears. A job that waits no longer leaves it to itself:
+    it keeps its admission, because its thread or connection is still busy. It may go on to read a
+    body and to write to a sink, so whoever owns that memory must not use it again before all
+    references to it are gone.
+
+    Ownership: the I/O thread. Any thread may read `open_breakers`.
+    """
+
+    def __init__(
+        self, store: ObjectStore, timeout_s: float, answer_timeout_s: float | None = None
+    ) -> None:
+        """Use `store`, which the engine closes. An operation has failed after `timeout_s`.
+
+        `answer_timeout_s`: the same for look-ups, which move no object; by default as for others.
+        These limits alone decide: of any store, also of one that would never answer.
+        """
+        self._store = store
+        self._timeout_s = timeout_s
+        self._answer_timeout_s = timeout_s if answer_timeout_s is None else answer_timeout_s
+        self._reads = CircuitBreaker("loads and look-ups")
+        self._writes = CircuitBreaker("saves")
+        self.damaged = DamagedKeys()
+        self._admission = Admission(timeout_s, grows=store.serves_many)
+        # Neither do loads wait for what may never come, nor it for loads.
+        self._polls = Admission(timeout_s, grows=store.serves_many)
+        self.operations: set[asyncio.Task[Any]] = set()
+        """What has not ended, to be cancelled before the store closes."""
+
+    @property
+    def open_breakers(self) -> frozenset[str]:
+        """Which of "read" and "write" have an open breaker."""
+        each = {"read": self._reads, "write": self._writes}
+        return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
+
+    async def ask(
+        self,
+        call: Callable[[ObjectStore], Awaitable[T]],
+        priority: Priority,
+        cost_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Do one operation and return its result. `cost_bytes`: the most it may move.
+
+        `deadline_s` (monotonic seconds): until when to wait for it. If it was not admitted by then,
+        it never begins. If it was, it goes on alone, as it does if the caller is cancelled.
+
+        Raises:
+            StoreError: as the store, or it took too long; the breaker is informed, except of notes.
+            TimeoutError: the deadline has passed.
+        """
+        begins = asyncio.Event()
+        operation = asyncio.create_task(self._operate(call, priority, cost_bytes, begins))
+        self.operations.add(operation)
+        operation.add_done_callback(self.operations.discard)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await asyncio.wait([operation])
+        except BaseException:
+            operation.add_done_callback(_ignore)
+            if not begins.is_set():
+                operation.cancel()
+            raise
+        try:
+            return operation.result()
+        finally:
+            del operation  # of an error, the traceback keeps this frame: it must not keep the task
+
+    async def _operate(
+        self,
+        call: Callable[[ObjectStore], Awaitable[T]],
+        priority: Priority,
+        cost_bytes: int,
+        begins: asyncio.Event,
+    ) -> T:
+        """As `ask`, in a task of its own. `begins` is set once it is admitted.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        is_write = priority in (Priority.NOTE, Priority.SAVE)
+        breaker = self._writes if is_write else self._reads
+        admission = self._polls if priority is Priority.POLL else self._admission
+        breaker.check()
+        async with admission.admitted(priority, cost_bytes):
+            begins.set()
+            # The store may have gone while this waited for its turn. A note has no breaker: it
+            # follows a failure that was counted. And a full disk may have room for it.
+            with nullcontext() if priority is Priority.NOTE else breaker.attempt(_VERDICTS):
+                moves_object = is_write or cost_bytes
+                timeout_s = self._timeout_s if moves_object else self._answer_timeout_s
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return await call(self._store)
+                except TimeoutError as exc:
+                    raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc
+
+    async def note(self, key: Key, body: Buffer, deadline_s: float) -> None:
+        """Write a small object in place of what is there. It waits for no save.
+
+        Raises:
+            StoreError, TimeoutError: as `ask`.
+        """
+        await self.ask(
+            lambda store: store.put(key, body, replace=True), Priority.NOTE, 0, deadline_s
+        )
+
+    async def has(self, key: Key) -> bool:
+        """Whether the store has an object that need not be replaced.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        if key in self.damaged.replaceable:
+            return False
+        return (await self.ask(lambda store: store.exists([key]), Priority.LOOK_UP))[0]
+
+    async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
+        """Save an object; a damaged one is replaced. Return whether it was written.
+
+        `only_if_lost`: ask the store first, and return False if it has the object.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        replace = key in self.damaged.replaceable
+
+        async def save(store: ObjectStore) -> bool:
+            if only_if_lost and not replace and (await store.exists([key]))[0]:
+                return False
+            await store.put(key, body, replace=replace)
+            return True
+
+        # One operation: that the store answers the question does not mean that saves work.
+        if not await self.ask(save, Priority.SAVE, memoryview(body).nbytes):
+            return False
+        self.damaged.repaired(key)
+        return True
+
+
+def _ignore(operation: asyncio.Task[Any]) -> None:
+    """Take note of an end that nobody waits for: otherwise asyncio logs it as an oversight."""
+    if not operation.cancelled():
+        operation.exception()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs why an engine finds nothing: the facts in which its namespace differs from others."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ecshare.store.errors import StoreError
+from ecshare.store.keys import Kind
+from ecshare.store.manifest import Manifest, differences, list_manifests, nearest, read_manifest
+from ecshare.store.objects import ObjectStore
+from ecshare.transfer.client.priority import Priority
+from ecshare.transfer.client.store_client import StoreClient
+
+logger = logging.getLogger(__name__)
+
+_WHAT = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
+_SHOWN = 10
+# After so many misses and no hit, an engine that only reads looks again: 1, 16, 256, ...
+_PATIENCE_GROWTH = 16
+
+
+class NamespaceWatch:
+    """Compares the facts of this engine's namespace with those of the others in its store.
+
+    This happens once at start, and again while an engine that only reads finds nothing: the engine
+    that stores may have started later. Ownership: the I/O thread.
+    """
+
+    def __init__(
+        self, client: StoreClient, kind: Kind, namespace: str, facts: Mapping[str, Any]
+    ) -> None:
+        self._client = client
+        self._kind = kind
+        self._namespace = namespace
+        self._facts = facts
+        self._num_misses = 0
+        self._next_look = 1
+        self._last_sentence = ""
+
+    def is_due(self, *, is_hit: bool) -> bool:
+        """Record a hit or a miss of this engine. Return whether to `compare` now."""
+        if is_hit:
+            self._next_look = 0  # it shares with somebody: misses are ordinary from now on
+        self._num_misses += not is_hit
+        if is_hit or self._num_misses != self._next_look:
+            return False
+        self._next_look *= _PATIENCE_GROWTH
+        return True
+
+    async def compare(self) -> None:
+        """Log how the most similar other namespace differs, unless it was logged. Never raises."""
+        try:
+            known, others = await self._client.ask(self._ask, Priority.SAVE)
+            self._log(others, is_known=known)
+        except (StoreError, RecursionError) as exc:
+            logger.debug("cannot compare namespaces: %s", exc)
+
+    async def _ask(self, store: ObjectStore) -> tuple[bool, list[Manifest]]:
+        others = await list_manifests(store, self._kind)
+        if any(manifest.namespace == self._namespace for manifest in others):
+            return True, others
+        try:
+            # Of very many only the youngest are listed.
+            return await read_manifest(store, self._kind, self._namespace) is not None, others
+        except ValueError:  # damaged
+            return False, others
+
+    def _log(self, others: list[Manifest], *, is_known: bool) -> None:
+        other = nearest(self._facts, others)
+        if other is None:
+            return
+        lines = differences(self._facts, other.facts)
+        fields = {line.partition(":")[0] for line in lines}
+        # Two models in one bucket are no mistake.
+        is_mistake = not is_known and not {"model", "weights"} <= fields
+        sentence = self._sentence(is_known=is_known, lines=lines)
+        if sentence != self._last_sentence:
+            logger.log(logging.WARNING if is_mistake else logging.INFO, "%s", sentence)
+        self._last_sentence = sentence
+
+    def _sentence(self, *, is_known: bool, lines: list[str]) -> str:
+        what = _WHAT[self._kind]
+        if is_known:
+            sentence = f"{what} are shared in namespace {self._namespace}"
+        else:
+            sentence = (
+                # A manifest is renewed while engines store, and may expire when none does.
+                f"no engine has stored {what} in this engine's namespace {self._namespace}, at "
+                "least not lately; this engine does not find what others store in other namespaces"
+            )
+        more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        shown = "".join(f"\n    {line}" for line in [*lines[:_SHOWN], *more])
+        differs = "the most similar other namespace differs in (this engine != other)"
+        return f"{sentence}; {differs}:{shown}"

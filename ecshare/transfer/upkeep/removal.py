@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes damaged objects from the store, and only those that are proven to be damaged there.
+
+What an engine reads may have been damaged on the way to it: by a proxy that answers with a web
+page, by a network card, by this host's memory. Such an engine finds every object damaged, and must
+not empty the store for all others.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreError
+from ecshare.store.format import unseal
+from ecshare.store.integrity import Integrity
+from ecshare.store.objects import MOST_HASHED_BYTES, ObjectStat, read
+from ecshare.transfer.client.priority import Priority
+from ecshare.transfer.client.store_client import StoreClient
+from ecshare.transfer.jobs import Fetch
+
+logger = logging.getLogger(__name__)
+
+# A sound store has hardly any damaged objects. So many found within a minute are no accident of
+# single objects: nothing is removed before a whole minute has passed without one.
+_MANY = 10
+_MANY_WITHIN_S = 60.0
+# Whatever happens, one process removes no more than this.
+_MOST_AN_HOUR = 20
+_HOUR_S = 3600.0
+
+
+class Allowance:
+    """How many objects this process may remove: few at once, and few in an hour.
+
+    Ownership: the I/O thread.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """Start with nothing found. `clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self._found: deque[tuple[float, str]] = deque(maxlen=_MANY)
+        self._removed_s: deque[float] = deque(maxlen=_MOST_AN_HOUR)
+        self._is_braking = False
+
+    @property
+    def is_braking(self) -> bool:
+        """Whether so many objects are damaged that none may be removed."""
+        return self._is_braking
+
+    def found(self, key: str) -> None:
+        """Record that the object under `key` was found damaged."""
+        now_s = self._clock_s()
+        self._is_braking = self._is_braking and now_s - self._found[-1][0] < _MANY_WITHIN_S
+        others = [each for each in self._found if each[1] != key]
+        self._found = deque([*others, (now_s, key)], maxlen=_MANY)
+        if self._is_braking or len(self._found) < _MANY:
+            return
+        if now_s - self._found[0][0] < _MANY_WITHIN_S:
+            self._is_braking = True
+            logger.warning(
+                "store: %d objects were found damaged within a minute, so the damage may happen on "
+                "the way to this host. Damaged objects count as missing, and none is removed until "
+                "a minute has passed without one. Run `ecshare doctor` on another host to see "
+                "whether they are damaged there too",
+                _MANY,
+            )
+
+    def why_not(self) -> str | None:
+        """Return why no object may be removed now; None: one may."""
+        if self._is_braking:
+            return "many objects were found damaged at the same time"
+        if len(self._removed_s) < _MOST_AN_HOUR:
+            return None
+        if self._clock_s() - self._removed_s[0] >= _HOUR_S:
+            return None
+        return f"this process has removed {_MOST_AN_HOUR} objects within an hour"
+
+    def removed(self) -> None:
+        """Record that one was removed."""
+        self._removed_s.append(self._clock_s())
+
+
+class Removal:
+    """Decides about objects that a Fetch has found damaged, and removes them.
+
+    Ownership: the I/O thread; what is hashed and verified is on `loads`.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        loads: Executor,
+        integrity: Integrity | None,
+        allowance: Allowance,
+    ) -> None:
+        """Use what the engine owns."""
+        self._client = client
+        self._loads = loads
+        self._integrity = integrity
+        self._allowance = allowance
+
+    async def consider(self, job: Fetch, deadline_s: float) -> bool:
+        """Remove the object that `job` asks for if it is proven to be damaged in the store.
+
+        Returns whether there is none any more. Never raises; says in the log what it did.
+        """
+        self._allowance.found(job.key)
+        if self._allowance.is_braking:
+            return False  # this has been said
+        try:
+            reason = self._allowance.why_not() or await self._doubt(job, deadline_s)
+            if reason is None:
+                self._allowance.removed()
+                await self._client.ask(
+                    lambda store: store.delete([job.key]), Priority.SAVE, 0, deadline_s
+                )
+        except ObjectMissing:
+            return True  # somebody else has removed it
+        except (StoreError, TimeoutError) as exc:
+            reason = str(exc) or "the store did not answer in time"
+        if reason is not None:
+            logger.warning("store: the damaged object %s is not removed: %s", job.key, reason)
+            return False
+        logger.warning("store: the damaged object %s was removed", job.key)
+        return True
+
+    async def _doubt(self, job: Fetch, deadline_s: float) -> str | None:
+        """Return why the object may be valid in the store; None if it is proven to be damaged.
+
+        Raises:
+            StoreError, TimeoutError: the store did not say by `deadline_s`.
+        """
+        stated = await self._client.ask(
+            lambda store: store.stat(job.key), Priority.LOAD, 0, deadline_s
+        )
+        if stated.num_bytes > job.limit_bytes:
+            return None  # by the store's own word
+        if stated.num_bytes > MOST_HASHED_BYTES:
+            return "it is too large to be examined"
+        body = await self._client.ask(
+            lambda store: read(store, job.key, stated.num_bytes),
+            Priority.LOAD,
+            stated.num_bytes,
+            deadline_s,
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._loads, self._examine, job, stated, body)
+
+    def _examine(self, job: Fetch, stated: ObjectStat, body: memoryview) -> str | None:
+        """As `_doubt`, of what was read once more. Load thread."""
+        try:
+            sealed = unseal(body, job.key, integrity=self._integrity)
+        except ObjectCorrupt:
+            return _difference(stated, body)
+        # What was stored is what has come: its own checksum says so.
+        is_usable = job.accepts is None or job.accepts(sealed.spec)
+        return "it is valid when read once more" if is_usable else None
+
+
+def _difference(stated: ObjectStat, body: memoryview) -> str | None:
+    """Return why `body` may not be what the store holds; None: it is, as the store states it."""
+    if not stated.md5:
+        return "the store states no MD5 of it, so the damage may have happened on the way"
+    if hashlib.md5(body, usedforsecurity=False).hexdigest() != stated.md5:
+        return "its MD5 is not the one that the store states: it was damaged on the way"
+    return None

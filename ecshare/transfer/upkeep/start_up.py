@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine asks of its store and leaves there before the first job, and keeps up."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ecshare.store.cloud.s3_region import wrong_region
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, StoreBusy, StoreError
+from ecshare.store.folder.temp_files import sweep
+from ecshare.store.keys import Key, Kind
+from ecshare.store.objects import ObjectStore, probe
+from ecshare.store.secrets import masked_url
+from ecshare.transfer.client.store_client import StoreClient
+from ecshare.transfer.device.affinity import start_unbound
+from ecshare.transfer.upkeep.namespaces import NamespaceWatch
+from ecshare.transfer.upkeep.renewal import Record, renew, write_record
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How often a store that cannot serve is asked again.
+_FIRST_PAUSE_S = 0.1
+_PAUSE_GROWTH = 2.0
+_LONGEST_PAUSE_S = 2.0
+
+
+class StartUp:
+    """The first words between an engine and its store.
+
+    Ownership: the thread that makes the engine calls `probe` and `begin`, which block; the rest
+    belongs to the I/O thread, that of `loop`.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        path: str,
+        store: ObjectStore,
+        client: StoreClient,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Use what the engine owns. `path`: where the user wrote `config`, for messages."""
+        self._config = config
+        self._path = path
+        self._store = store
+        self._client = client
+        self._loop = loop
+        self._watch: NamespaceWatch | None = None
+        self.is_watching = False
+        """Whether `compare_again` is to hear of reads: of an engine that does nothing but read."""
+        self._comparing: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What goes on beside the jobs, and is to be cancelled at the end."""
+        return [task for task in (self._comparing, self._renewing) if task is not None]
+
+    def probe(self, *, write: bool) -> bool:
+        """See `TransferEngine.probe`."""
+        option = f"{self._path}.url: {masked_url(self._config.url)!r}"
+        try:
+            reason = self._block_on(self._asked_until_it_serves(write=write))
+        except StoreError as exc:
+            check = f"Check the url, {self._path}.storage_options and that the store is up"
+            # Without its causes: a client's own words may quote a signed url.
+            raise ConfigError(
+                f"{option} cannot be used: {exc}. {wrong_region(self._config) or check}."
+            ) from None
+        if reason:
+            logger.warning(
+                "%s does not serve now: %s. This engine starts without it, and uses it as soon as "
+                "it does; until then nothing is shared.",
+                option,
+                reason,
+            )
+        return not reason
+
+    def begin(
+        self,
+        kind: Kind,
+        namespace: str,
+        facts: Mapping[str, Any],
+        *,
+        write: bool,
+        mark: Key | None = None,
+    ) -> None:
+        """See `TransferEngine.start_up`."""
+        for warning in self._config.warnings(self._path):
+            logger.warning("%s", warning)
+        serves = self.probe(write=write)
+        watch = NamespaceWatch(self._client, kind, namespace, facts)
+        if serves:
+            # Not within a time-out of ours: it has its own, and says nothing where it fails.
+            self._block_on(watch.compare())
+        if not write:
+            self._watch, self.is_watching = watch, True
+            return
+        self._block_on(self._keep(Record(kind, namespace, facts, mark), at_once=serves))
+        if self._config.folder:
+            # It may take long and nobody waits for it; what is left to do when the process ends
+            # is done another day.
+            start_unbound("ecshare-sweep", sweep, self._config.folder)
+
+    def compare_again(self, *, is_hit: bool) -> None:
+        """Note that a read has found something or not; compare namespaces if that is due."""
+        if self._watch is not None and self._watch.is_due(is_hit=is_hit):
+            self._comparing = self._loop.create_task(self._watch.compare())
+
+    async def _keep(self, record: Record, *, at_once: bool) -> None:
+        """Write `record`, `at_once` or in some minutes, and anew from time to time."""
+        timeout_s = self._config.io_timeout_s
+        is_written = at_once and await write_record(self._store, record, timeout_s)
+        renewing = renew(self._store, record, timeout_s, is_written=is_written)
+        self._renewing = self._loop.create_task(renewing)
+
+    async def _asked_until_it_serves(self, *, write: bool) -> str:
+        """Return why the store did not serve within `io_timeout_s`; "" if it did.
+
+        Raises:
+            StoreError: the fault is not temporary.
+        """
+        reason = f"no answer within {self._config.io_timeout_s:g} s"
+        pause_s = _FIRST_PAUSE_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.io_timeout_s):
+                while True:
+                    try:
+                        await probe(self._store, write=write)
+                    except StoreBusy as exc:
+                        reason = str(exc)
+                    else:
+                        return ""
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1))
+                    pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
+        return reason
+
+    def _block_on(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the I/O thread and wait for it; only while the engine starts."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts that separate the KV of two engines, and the facts of this engine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+
+from ecshare.plugin.compat import max_steps_in_flight, names_media_by_request, option
+from ecshare.plugin.model_facts import (
+    Namespace,
+    json_value,
+    media_facts,
+    model_facts,
+    weights_identity,
+)
+from ecshare.store.keys import Kind
+from kvshare.chunks.layers import (
+    LayerSet,
+    block_bytes,
+    layer_sets_of,
+    own_tp_size,
+    readable_tp_sizes,
+    shard_names_of,
+)
+from kvshare.chunks.prefix import Grid, HashFunction
+from kvshare.chunks.slabs import SlabBytes, slab_sizes
+from kvshare.compat import cpu_attention_kernel, device_name, layout_generation, repacks_blocks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvshare.config import KVConfig
+
+
+UNSPECIFIED_SOURCE = "external_unspecified"
+"""vLLM's name for hits from a remote or unknown store."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVFacts:
+    """The facts of its engine that the scheduler half needs."""
+
+    namespace: str
+    """Its digest."""
+    grid: Grid
+    layer_sets: tuple[LayerSet, ...]
+    tp_size: int
+    """The tensor-parallel size in which it stores chunks; see shards.py."""
+    shard_names: Mapping[int, tuple[str, ...]]
+    """For each tensor-parallel size that it can read, the names of a chunk's shards. A chunk is
+    stored if all shards of one size are."""
+    slab_bytes: SlabBytes
+    hash_function: HashFunction
+    """vLLM's own, which made the block hashes."""
+    saves: bool
+    loads: bool
+    numbers_media: bool = False
+    """vLLM names media by numbers. KV computed from such media is not shared."""
+    store_source: str = UNSPECIFIED_SOURCE
+    """vLLM's name for hits in this kind of store."""
+    max_steps_in_flight: int | None = 1
+    """See `IdleSteps`."""
+
+    def chunk_bytes(self, num_blocks: int) -> int:
+        """Return how much memory a rank needs at most to save a chunk of so many blocks."""
+        return sum(self.slab_bytes(each.number, num_blocks) for each in self.layer_sets)
+
+
+def kv_facts(
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    config: "KVConfig",
+    *,
+    can_share: bool,
+) -> KVFacts:
+    """Return the facts of this engine. `namespace` is empty: it is known once the store is open.
+
+    `can_share`: its blocks are shareable. If not, it neither saves nor loads.
+    """
+    role, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    assert role is not None  # or vLLM would not have made the connector
+    chunk_blocks = config.chunk_blocks(cache.block_size) if can_share else 1
+    sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
+    return KVFacts(
+        namespace="",
+        grid=Grid(cache.block_size, chunk_blocks, tails=config.tails),
+        layer_sets=sets,
+        tp_size=own_tp_size(sets, vllm_config.parallel_config.tensor_parallel_size),
+        shard_names={each: shard_names_of(sets, each) for each in readable_tp_sizes(sets)},
+        slab_bytes=slab_sizes([block_bytes(kv_cache_config, each) for each in sets]),
+        hash_function=get_hash_fn_by_name(cache.prefix_caching_hash_algo),
+        saves=role.is_kv_producer and can_share,
+        loads=role.is_kv_consumer and can_share,
+        numbers_media=names_media_by_request(vllm_config),
+        store_source="disk" if config.folder else UNSPECIFIED_SOURCE,
+        max_steps_in_flight=max_steps_in_flight(vllm_config),
+    )
+
+
+def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its facts
+    vllm_config: Any,
+    epoch: str,
+    integrity: str = "",
+    *,
+    chunk_blocks: int = 1,
+    layer_sets: Sequence[Any] = (),
+    stored_dtype: str = "auto",
+    compression: str = "none",
+) -> Namespace:
+    """Return the namespace of this engine's KV; options as for `encoder_namespace`.
+
+    `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
+    together, and what they look back to, as JSON can hold it. `stored_dtype`, `compression`: the
+    options. The block hashes themselves contain tokens, media identifiers, LoRA names and
+    cache_salt.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    # The same picture gives other embeddings, so other KV, under other options.
+    facts = model_facts(vllm_config, epoch, integrity) | media_facts(vllm_config)
+    facts |= {
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "chunk_blocks": chunk_blocks,
+        "hash_algorithm": str(cache.prefix_caching_hash_algo),
+        "num_layers": model.hf_text_config.num_hidden_layers,
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "layer_sets": list(layer_sets),
+        "page": _kernel_name(vllm_config),
+        "layout": layout_generation(),
+        "other_dtype_layers": json_value(option(cache, "kv_cache_dtype_skip_layers")),
+        "context": _context_facts(model),
+        "draft": _draft_facts(vllm_config),
+    }
+    # Engines without these options keep the namespace that they had.
+    if stored_dtype != "auto":
+        facts |= {"stored_dtype": stored_dtype}
+    if compression != "none":
+        facts |= {"compression": compression}
+    return Namespace.of(Kind.KV, facts)
+
+
+def _context_facts(model: Any) -> list[Any]:
+    """Return the facts that depend on the longest context that an engine serves.
+
+    The length itself is not a fact, because few models compute other KV for it. LongRoPE has two
+    sets of factors, of which vLLM always uses one (`Phi3LongRoPEScaledRotaryEmbedding`). Llama 4
+    scales its attention for long contexts, unless the generation config says otherwise
+    (`Llama4ForCausalLM`).
+    """
+    facts: list[Any] = []
+    for rope in _long_ropes(model.hf_text_config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            model.hf_text_config, "original_max_position_embeddings", 0
+        )
+        facts.append(model.max_model_len > int(original or 0))
+    if any(name.startswith("Llama4") for name in model.architectures):
+        said = model.try_get_generation_config() | model.override_generation_config
+        facts.append(json_value(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
+    return facts
+
+
+def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters of kinds of layers that have other factors for long contexts."""
+    given: Any = getattr(text_config, "rope_parameters", None)
+    given = given or getattr(text_config, "rope_scaling", None) or {}
+    for rope in (given, *given.values()):
+        if isinstance(rope, Mapping) and "long_factor" in rope:
+            yield rope
+
+
+def _draft_facts(vllm_config: Any) -> list[str]:
+    """Return the separate draft model of speculative decoding, if any: it shares the blocks."""
+    speculative = vllm_config.speculative_config
+    draft = speculative.draft_model_config if speculative is not None else None
+    # Where nothing or a part of the model itself guesses, vLLM names the model here.
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return []
+    return [str(draft.model), str(draft.revision or ""), weights_identity(draft, vllm_config)]
+
+
+def _kernel_name(vllm_config: Any) -> str:
+    """Return how the attention kernels lay out the inside of a block, as far as the device says.
+
+    CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
+    values from a block of the same shape. Each worker checks the kernels of its device itself: see
+    layout_check.py.
+    """
+    if not repacks_blocks():
+        return device_name()
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    kernel = cpu_attention_kernel(
+        model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+    )
+    return f"cpu-{kernel}"

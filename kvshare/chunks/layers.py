@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model are stored together, and which of their tokens a reader needs.
+
+vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
+*layer set* is one or more such groups: layers whose blocks have one shape and that look back
+equally far. A chunk of KV is one object a layer set (and shard of the heads).
+
+Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers that
+look back over a window need the last tokens of a prefix alone, and vLLM frees the blocks before
+those: of them a chunk holds what a prefix that ends in it, or later, can need.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ecshare.plugin.compat import option
+from ecshare.plugin.deployment import deployment_refusal
+from ecshare.plugin.ranks import Rank
+from kvshare.chunks.prefix import Chunk
+from kvshare.chunks.shards import (
+    ShardSlice,
+    is_first_holder,
+    num_shards,
+    shard_of,
+    shard_slices,
+    stored_tp_size,
+    stored_tp_sizes,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from kvshare.config import KVConfig
+
+logger = logging.getLogger(__name__)
+
+# Collisions of other hashes can be made on purpose, and a name in a shared store must be unique.
+_TRUSTED_HASHES = ("sha256", "sha256_cbor")
+# By exact type: others derive from these and lay out their blocks, or free them, in other ways.
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+# The scales of these are in the checkpoint. Other caches keep scales in the blocks, or several
+# tokens in one cell.
+_QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+_KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """How far back a layer looks. Both None: to the first token."""
+
+    sliding_tokens: int | None = None
+    """The window in tokens, including the current one."""
+    chunk_tokens: int | None = None
+    """The layer looks back to the last multiple of this (vLLM's chunked local attention)."""
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> "AttentionWindow":
+        """Return the window of layers that vLLM describes as `spec`."""
+        if isinstance(spec, SlidingWindowSpec):
+            # vLLM keeps some more where it may compute them again.
+            kept = option(spec, "extra_retained_tokens") or 0
+            return cls(sliding_tokens=spec.sliding_window + kept)
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return cls(chunk_tokens=spec.attention_chunk_size)
+        return cls()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all tokens are needed."""
+        return self.sliding_tokens is None and self.chunk_tokens is None
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first token whose KV the token after `num_tokens` needs; never falls."""
+        if self.sliding_tokens is not None:
+            return max(0, num_tokens - self.sliding_tokens + 1)
+        return num_tokens // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
+
+    def __str__(self) -> str:
+        # A fact of the namespace: another text makes all that is stored a miss.
+        if self.sliding_tokens is not None:
+            return f"window {self.sliding_tokens}"
+        return f"section {self.chunk_tokens}" if self.chunk_tokens else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSet:
+    """Layers that are stored together."""
+
+    number: int
+    groups: tuple[int, ...]
+    """vLLM's cache groups of these layers."""
+    layers: tuple[tuple[str, int], ...]
+    """Their names in the order of the model and, for each, which of `groups` it is in."""
+    window: AttentionWindow
+    num_heads: int
+    """Of one rank."""
+    total_heads: int
+    """Of all ranks together."""
+
+    def shard_name(self, shard: int, tp_size: int) -> str:
+        """Return what a shard is called that engines of `tp_size` store; see shards.py."""
+        name = f"t{shard}of{num_shards(self.total_heads, tp_size)}"
+        return f"{name}-s{self.number}" if self.number else name
+
+    def shard_names(self, tp_size: int) -> tuple[str, ...]:
+        """Return what all shards are called that engines of `tp_size` store."""
+        shards = range(num_shards(self.total_heads, tp_size))
+        return tuple(self.shard_name(shard, tp_size) for shard in shards)
+
+    def own_shard_name(self, rank: Rank) -> str:
+        """Return what the shard of `rank` is called. Ranks that hold the same shard one."""
+        shard = shard_of(rank.tp_rank, rank.tp_size, self.total_heads)
+        return self.shard_name(shard, rank.tp_size)
+
+    def is_written_by(self, rank: Rank) -> bool:
+        """Whether `rank` stores its shard: one of those that hold the same does."""
+        return is_first_holder(rank.tp_rank, rank.tp_size, self.total_heads)
+
+    def shard_slices(self, rank: Rank, tp_size: int) -> tuple[ShardSlice, ...]:
+        """Return where the heads of `rank` lie in what engines of `tp_size` store."""
+        count = num_shards(self.total_heads, tp_size)
+        return shard_slices(rank.tp_rank, rank.tp_size, self.total_heads, count)
+
+    def first_block(self, chunk: Chunk, block_tokens: int) -> int:
+        """Return the first block of `chunk` that is stored: those before it nobody can need.
+
+        A reader may leave out the last token of the chunk, to compute that one itself.
+        """
+        needed = self.window.first_needed(chunk.end_tokens - 1) // block_tokens
+        return max(chunk.first_block, needed)
+
+    @property
+    def facts(self) -> list[Any]:
+        """Return what must agree between engines that share it, as JSON can hold it."""
+        return [str(self.window), len(self.layers), self.total_heads]
+
+
+def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    """Return why the blocks of such an engine cannot be shared; None if they can."""
+    if option(kv_cache_config, "hisparse_host_num_blocks") is not None:
+        return "HiSparse keeps blocks in a pool of the host's memory, with numbers of its own"
+    return (
+        deployment_refusal(vllm_config)
+        or _option_refusal(vllm_config)
+        or _layer_refusal(vllm_config, kv_cache_config)
+    )
+
+
+def is_shareable(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "KVConfig"
+) -> bool:
+    """Whether the blocks of such an engine can be shared. If not, the log says why.
+
+    Raises:
+        ConfigError: an option does not fit its cache; names the option and the fix.
+    """
+    why_not = refusal(vllm_config, kv_cache_config)
+    if why_not is not None:
+        logger.warning("kvshare saves and loads nothing: %s.", why_not)
+        return False
+    config.check_dtypes(cache_dtypes(kv_cache_config))
+    return True
+
+
+def _option_refusal(vllm_config: "VllmConfig") -> str | None:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if parallel.pipeline_parallel_size > 1 or _context_parallel_size(parallel) > 1:
+        return "pipeline and context parallelism are not supported"
+    if cache.prefix_caching_hash_algo not in _TRUSTED_HASHES:
+        return (
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which needs to be one "
+            f"of {_TRUSTED_HASHES}"
+        )
+    if option(cache, "calculate_kv_scales"):
+        return "calculate_kv_scales is on: each engine scales its KV in its own way"
+    if option(cache, "prefix_match_unit") not in (None, cache.block_size):
+        return "prefix_match_unit is set: blocks are hashed in pieces"
+    return None
+
+
+def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
+    cache, scheduling = vllm_config.cache_config, vllm_config.scheduler_config
+    specs = {spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group)}
+    if not specs:
+        return "the model has no KV cache"
+    for spec in specs:
+        why_not = _spec_refusal(spec, cache.block_size)
+        if why_not is not None:
+            return why_not
+    for group in kv_cache_config.kv_cache_groups:
+        if len({_likeness(spec) for _, spec in _layers(group)}) > 1:
+            # Workers alone see it: vLLM tells the scheduler's half of one layer a group.
+            return "some layers of one cache group have blocks of another shape than others"
+    latent = [spec for spec in specs if isinstance(spec, MLAAttentionSpec)]
+    if len(latent) > 1:
+        return "the model keeps several kinds of MLA caches"
+    if latent and not (cache.enable_prefix_caching or scheduling.enable_chunked_prefill):
+        # vLLM does so itself where its kernel cannot: the rest of a prompt whose beginning was
+        # loaded would be computed as if there were no beginning.
+        return (
+            "prefix caching and chunked prefill are off, which for MLA means that a prompt cannot "
+            "be continued"
+        )
+    return None
+
+
+def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
+    if type(spec) not in _SPECS or not isinstance(spec, AttentionSpec):
+        return f"a KV cache of type {type(spec).__name__} is not supported"
+    if spec.kv_quant_mode not in _QUANTIZATIONS or spec.tokens_per_state != 1:
+        return f"a KV cache of quantization {spec.kv_quant_mode.name} is not supported"
+    if option(spec, "num_head_slots") is not None:
+        return "the attention kernel keeps something else than heads side by side in a block"
+    if "ds_mla" in str(option(spec, "cache_dtype_str")):
+        return "a KV cache of quantization fp8_ds_mla is not supported"
+    if option(spec, "non_causal"):
+        return "a token's KV depends on later tokens in this model"
+    if spec.block_size != block_tokens:
+        return (
+            f"some layers have blocks of {spec.block_size} tokens and others of {block_tokens}: "
+            "set --block-size so that all are equal, if the model allows"
+        )
+    return None
+
+
+def layer_sets_of(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
+) -> tuple[LayerSet, ...]:
+    """Return the layer sets of an engine; `refusal` has nothing against it."""
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    return layer_sets(kv_cache_config, tp_size, most_kv_heads(vllm_config.model_config))
+
+
+def most_kv_heads(model_config: Any) -> int:
+    """Return how many KV heads the kind of layers with the most of them has, in all ranks.
+
+    vLLM tells one number for a model. Some have another one for their window layers, or for single
+    layers, each under a name of its own. Too many would do no harm but that ranks with equal heads
+    share nothing; with too few they would take different heads for equal.
+    """
+    text = model_config.hf_text_config
+    found = _head_counts(text.to_dict(), int(getattr(text, "num_attention_heads", 0) or 0))
+    return max(int(model_config.get_total_num_kv_heads()), *found, 0)
+
+
+def _head_counts(value: Any, num_query_heads: int) -> Iterator[int]:
+    """Yield what a model's configuration, or a part of it, says of numbers of KV heads."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            numbers = inner if isinstance(inner, list | tuple) else [inner]
+            counts = [each for each in numbers if type(each) is int and each > 0]
+            if _KV_HEADS.search(str(name)):
+                yield from counts
+            elif name == "n_heads_in_group":  # query heads for each KV head
+                yield from (num_query_heads // each for each in counts)
+    if isinstance(value, Mapping | list | tuple):
+        inner_values = value.values() if isinstance(value, Mapping) else value
+        for inner in inner_values:
+            yield from _head_counts(inner, num_query_heads)
+
+
+def layer_sets(
+    kv_cache_config: "KVCacheConfig", tp_size: int, model_heads: int
+) -> tuple[LayerSet, ...]:
+    """Return the layer sets of an engine that `refusal` has nothing against.
+
+    `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks; of those
+    layers that have the most.
+    The order is the same in every engine of the model: by window, then by shape; without one first.
+    """
+    members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in _layers(group):
+            members.setdefault(_likeness(spec), []).append((name, group_id))
+    sets = []
+    for number, likeness in enumerate(sorted(members)):
+        groups = tuple(sorted({group_id for _, group_id in members[likeness]}))
+        layers = tuple(
+            (name, groups.index(group_id))
+            for name, group_id in sorted(members[likeness], key=lambda layer: _by_number(layer[0]))
+        )
+        sliding_tokens, chunk_tokens, is_replicated, num_heads, *_ = likeness
+        window = AttentionWindow(sliding_tokens or None, chunk_tokens or None)
+        if is_replicated:
+            total_heads = num_heads
+        else:
+            total_heads = num_heads * tp_size
+            if num_heads == 1:  # where there are more ranks than heads, several have the same one
+                total_heads = min(total_heads, max(1, model_heads))
+        sets.append(LayerSet(number, groups, layers, window, num_heads, total_heads))
+    return tuple(sets)
+
+
+def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
+    """Return how many bytes one rank keeps of a block, in all layers of the set."""
+    specs = {
+        name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _layers(group)
+    }
+    return sum(specs[name].page_size_bytes for name, _ in layer_set.layers)
+
+
+def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
+    """Return the torch dtypes in which an engine keeps KV that `refusal` has nothing against."""
+    specs = (spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group))
+    return {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
+
+
+def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
+    """Return what is equal for layers that are stored together."""
+    window = AttentionWindow.of(spec)
+    assert isinstance(spec, _SPECS)
+    is_replicated = isinstance(spec, MLAAttentionSpec)
+    shape = (spec.num_heads, spec.page_size_bytes, str(spec.dtype))
+    return (window.sliding_tokens or 0, window.chunk_tokens or 0, is_replicated, *shape)
+
+
+def _by_number(name: str) -> list[tuple[str, int]]:
+    """Sort `layers.10` after `layers.9`."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
+    """Yield each layer of a cache group and how it keeps its KV."""
+    spec = group.kv_cache_spec
+    for name in group.layer_names:
+        yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _context_parallel_size(parallel: object) -> int:
+    """Return over how many ranks one sequence is spread; older releases lack the fields."""
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return max(int(option(parallel, name) or 1) for name in names)
+
+
+def shard_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
+    """Return the names of all shards of a chunk; it is stored in `tp_size` if all of them are."""
+    return tuple(part for layer_set in sets for part in layer_set.shard_names(tp_size))
+
+
+def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
+    """Return the size that an engine of `tp_size` stores chunks in; see shards.py."""
+    return stored_tp_size(tp_size, [each.total_heads for each in sets])
+
+
+def readable_tp_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
+    """Return the sizes of chunks that engines can have stored; each of them can be read."""
+    return stored_tp_sizes([each.total_heads for each in sets])

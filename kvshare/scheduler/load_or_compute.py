@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides how much of a hit to load: no more than is here sooner than it would be computed."""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import exp, inf
+from typing import NamedTuple
+
+from ecshare.transfer.jobs import Tier
+from kvshare.chunks.prefix import Chunk, ChunkKey
+
+Tiers = Mapping[ChunkKey, Tier]
+UnderWay = tuple[int, float]
+"""Of a load that goes on: its tokens, and the seconds that it has taken until now."""
+
+# What was measured so long ago counts 1/e of what is measured now.
+_MEMORY_S = 10.0
+# Steps with fewer tokens of prompts show what a step costs, and not what a token does.
+_FEWEST_TOKENS = 64
+# An engine that has loaded all prompts so far loads of each what should be here in so long, and
+# computes the rest.
+_SLOW_S = 1.0
+# Of a store that was never measured so much of one hit is loaded, or one chunk.
+_FIRST_TOKENS = 1024
+# Loads of one size do not tell latency from the time per token: all then counts as time per token.
+# So much weighted variance of sizes says as much as what counts then.
+_FEW_TOKENS = 256
+# A tier from which nothing was loaded for so long is tried again, with so much of a hit as should
+# be here in the second time, or with one chunk.
+_PROBE_EVERY_S = 30.0
+_PROBE_S = 2.0
+# A look-up takes a step of the engine, and a load two more: no less than this.
+_ROUNDS_S = 0.005
+# More than any engine has in flight. Beyond that steps count as longer than they were, and more is
+# loaded: a release of vLLM would have ceased to tell when they end.
+_MOST_STEPS = 64
+# A change of pace is believed when most of the tokens of so many steps show it.
+_STEPS_KEPT = 15
+
+
+class _Sums:
+    """Sums of measurements, which fade with time. Ownership: one thread."""
+
+    def __init__(self, clock_s: Callable[[], float], number: int) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self._then_s = -inf
+        self.values = (0.0,) * number
+
+    def add(self, *terms: float) -> None:
+        """Add one to each."""
+        now_s = self._clock_s()
+        left = exp((self._then_s - now_s) / _MEMORY_S)
+        self._then_s = now_s
+        self.values = tuple(
+            value * left + term for value, term in zip(self.values, terms, strict=True)
+        )
+
+
+class Pace:
+    """Seconds per token of late; None until something was measured. Ownership: one thread.
+
+    It is that of the median token of the latest steps. So no single measurement makes it: the first
+    step of an engine, say, or one during which the machine did something else.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_token: float | None = None
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Take a measurement. Its weight is its number of tokens."""
+        self._steps.append((seconds / num_tokens, num_tokens))
+        half = sum(tokens for _, tokens in self._steps) / 2
+        for s_per_token, tokens in sorted(self._steps):
+            half -= tokens
+            if half <= 0:
+                self.s_per_token = s_per_token
+                return
+
+
+class Line(NamedTuple):
+    """How long a load should take."""
+
+    latency_s: float
+    s_per_token: float
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds for so many tokens."""
+        return self.latency_s + num_tokens * self.s_per_token
+
+    def num_tokens(self, seconds: float) -> float:
+        """Return how many tokens should be here by then."""
+        left_s = seconds - self.latency_s
+        if left_s <= 0:
+            return 0.0
+        return left_s / self.s_per_token if self.s_per_token else inf
+
+
+_AT_ONCE = Line(0.0, 0.0)
+
+
+class LoadTimes:
+    """How long loads from one tier took of late, as a straight line. Ownership: one thread.
+
+    The line is fitted by weighted least squares: its slope is the weighted covariance of tokens and
+    seconds over the weighted variance of tokens, and it goes through both means (NIST/SEMATECH
+    e-Handbook of Statistical Methods, 4.1.4.3). The weight of a load is one over its tokens,
+    because the variance of its time grows with them, and fades with time.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._sums = _Sums(clock_s, 5)
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Take a measurement."""
+        self._sums.add(1 / num_tokens, 1.0, seconds / num_tokens, num_tokens, seconds)
+
+    @property
+    def line(self) -> Line | None:
+        """Neither latency nor time per token is negative; None until something was measured."""
+        weights, counts, paces, tokens, seconds = self._sums.values
+        if not weights:
+            return None
+        mean_tokens, mean_s, pace = counts / weights, paces / weights, seconds / tokens
+        variance = max(0.0, tokens - counts * mean_tokens)
+        covariance = seconds - counts * mean_s
+        slope = max(0.0, (covariance + _FEW_TOKENS * pace) / (variance + _FEW_TOKENS))
+        latency_s = mean_s - slope * mean_tokens
+        return Line(latency_s, slope) if latency_s >= 0 else Line(0.0, pace)
+
+
+class Steps:
+    """Measures how fast this engine computes, from when its steps are scheduled and when they end.
+
+    With asynchronous scheduling a step is scheduled while the one before it runs, and begins when
+    that one has ended. Steps end in the order in which they were scheduled.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        """`clock_s`: monotonic seconds."""
+        self.pace = Pace()
+        self._clock_s = clock_s
+        # The tokens of each, those of them that tell of prompts, and when it was scheduled.
+        self._running: deque[tuple[int, int, float]] = deque(maxlen=_MOST_STEPS)
+        self._ended_s = -inf
+
+    def began(self, num_tokens: int, num_decoded: int) -> None:
+        """A step was scheduled that computes `num_tokens`, of which so many are not of prompts.
+
+        To be called for steps that compute nothing, too.
+        """
+        num_prompt_tokens = num_tokens - num_decoded
+        is_prefill = num_prompt_tokens >= max(_FEWEST_TOKENS, num_decoded)
+        self._running.append((num_tokens, num_tokens if is_prefill else 0, self._clock_s()))
+
+    def ended(self) -> None:
+        """vLLM has taken the output of the oldest step, whatever is in it."""
+        if not self._running:
+            return
+        num_tokens, num_measured, begun_s = self._running.popleft()
+        if not num_tokens:
+            return  # the device was not held up
+        now_s = self._clock_s()
+        seconds = now_s - max(begun_s, self._ended_s)
+        self._ended_s = now_s
+        if num_measured:
+            self.pace.add(num_measured, seconds)
+
+
+class _Run(NamedTuple):
+    """Consecutive chunks in one tier."""
+
+    tier: Tier
+    end: int
+    """The number of the chunk after it."""
+    num_tokens: int
+
+
+class LoadOrCompute:
+    """Compares what a load takes with what it saves, by measurements of this engine.
+
+    What is not known counts as faster than computing: the first load from each tier is made, but
+    not of much, nor beside another one, if it is the store. The time of a load contains all that a
+    request waits for: latency, other loads, and the copy to its blocks.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        """`clock_s`: monotonic seconds."""
+        self._clock_s = clock_s
+        self.steps = Steps(clock_s)
+        self._loads = {tier: LoadTimes(clock_s) for tier in Tier}
+        self._tried_s = dict.fromkeys(Tier, -inf)
+
+    @property
+    def fewest_tokens(self) -> int:
+        """How many tokens a hit must have to be worth a look-up: this engine computes fewer before
+        it would have loaded them. 0: it is not known."""
+        pace = self.steps.pace.s_per_token
+        return int(_ROUNDS_S / pace) if pace else 0
+
+    def loaded(
+        self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, seconds: float
+    ) -> None:
+        """Take note that these chunks were loaded, from `start_tokens` on, in so many seconds.
+
+        `tiers`: where they were, as far as a look-up asked; nothing is learnt if it did not. What
+        came from the host counts for nothing beside what came from the store.
+        """
+        runs = _runs(chunks, tiers, start_tokens) if tiers else []
+        if not runs:
+            return
+        tier = Tier.STORE if any(run.tier is Tier.STORE for run in runs) else Tier.HOST
+        self._tried_s[tier] = self._clock_s()
+        self._loads[tier].add(sum(run.num_tokens for run in runs if run.tier is tier), seconds)
+
+    def num_worth_loading(
+        self,
+        chunks: Sequence[Chunk],
+        tiers: Tiers,
+        start_tokens: int,
+        under_way: Sequence[UnderWay],
+        num_ahead: Callable[[], int],
+    ) -> int:
+        """Return how many of `chunks`, the first ones, to load after `start_tokens`. O(chunks).
+
+        `under_way`: the loads from the store that go on. `num_ahead`: returns how many tokens the
+        engine computes before it comes to this request: a load goes on meanwhile. Called only if a
+        load seems to be slower than computing.
+        """
+        runs = _runs(chunks, tiers, start_tokens)
+        if not runs:
+            return 0
+        most = self._most(chunks, tiers, start_tokens, is_alone=not under_way)
+        late_s = self._late_s(under_way)
+        lines = self._lines(late_s)
+        compute_s = self.steps.pace.s_per_token
+        if compute_s is None:
+            return min(most, _num_fast(chunks, runs, lines, start_tokens))
+        best = _best(runs, lines, compute_s, 0.0)
+        if best < len(chunks):
+            best = _best(runs, lines, compute_s, num_ahead() * compute_s)
+        if best < len(chunks):
+            best = max(best, self._probe(chunks, tiers, start_tokens, best, is_late=late_s > 0))
+        return min(best, most)
+
+    def _late_s(self, under_way: Sequence[UnderWay]) -> float:
+        """Return how much longer than it should some load from the store takes: whatever is loaded
+        now may wait for the same thing."""
+        line = self._loads[Tier.STORE].line or _AT_ONCE
+        late = (seconds - line.seconds(num_tokens) for num_tokens, seconds in under_way)
+        return max(0.0, max(late, default=0.0))
+
+    def _lines(self, late_s: float) -> dict[Tier, Line]:
+        """Return how long loads should take: no time from a tier that was never measured."""
+        lines = {tier: loads.line or _AT_ONCE for tier, loads in self._loads.items()}
+        store = lines[Tier.STORE]
+        lines[Tier.STORE] = store._replace(latency_s=store.latency_s + late_s)
+        return lines
+
+    def _most(
+        self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, *, is_alone: bool
+    ) -> int:
+        """Return how many chunks may be loaded, if the store may be slow for all that is known."""
+        if self._loads[Tier.STORE].line is not None:
+            return len(chunks)
+        where = _filled(chunks, tiers)
+        if Tier.STORE not in where:
+            return len(chunks)
+        first = where.index(Tier.STORE)
+        if not is_alone:
+            return first
+        return first + max(1, _num_within(_FIRST_TOKENS, chunks[first:], start_tokens))
+
+    def _probe(
+        self,
+        chunks: Sequence[Chunk],
+        tiers: Tiers,
+        start_tokens: int,
+        first: int,
+        *,
+        is_late: bool,
+    ) -> int:
+        """Return how many chunks to load only to measure the tier of chunk `first` anew."""
+        now_s, tier = self._clock_s(), _filled(chunks, tiers)[first]
+        is_waiting = is_late and tier is Tier.STORE
+        if is_waiting or now_s - self._tried_s[tier] < _PROBE_EVERY_S:
+            return 0
+        self._tried_s[tier] = now_s  # not by its end: no other request is to try meanwhile
+        num_tokens = (self._loads[tier].line or _AT_ONCE).num_tokens(_PROBE_S)
+        return first + max(1, _num_within(num_tokens, chunks[first:], start_tokens))
+
+
+def _best(
+    runs: Sequence[_Run], lines: Mapping[Tier, Line], compute_s: float, ahead_s: float
+) -> int:
+    """Return the number of chunks with which the hit is ready first; of equal ones the largest.
+
+    Only ends of runs are tried: within one, times are proportional to tokens.
+    """
+    left = sum(run.num_tokens for run in runs)
+    best = ahead_s + left * compute_s, 0
+    for run, load_s in zip(runs, _load_times(runs, lines), strict=True):
+        left -= run.num_tokens
+        ready_s = max(ahead_s, load_s) + left * compute_s
+        if ready_s <= best[0]:
+            best = ready_s, run.end
+    return best[1]
+
+
+def _load_times(runs: Sequence[_Run], lines: Mapping[Tier, Line]) -> Iterator[float]:
+    """Yield the seconds that a load to the end of each run should take. It waits for its tiers
+    together, and moves one after the other."""
+    latency_s = moving_s = 0.0
+    for run in runs:
+        line = lines[run.tier]
+        latency_s = max(latency_s, line.latency_s)
+        moving_s += run.num_tokens * line.s_per_token
+        yield latency_s + moving_s
+
+
+def _num_fast(
+    chunks: Sequence[Chunk],
+    runs: Sequence[_Run],
+    lines: Mapping[Tier, Line],
+    start_tokens: int,
+) -> int:
+    """Return how many chunks to load if it is not known how long it takes to compute them: as many
+    as should be here soon. To compute the rest will tell."""
+    first, left_s = 0, _SLOW_S
+    for run in runs:
+        line = lines[run.tier]
+        if line.seconds(run.num_tokens) > left_s:
+            return first + _num_within(line.num_tokens(left_s), chunks[first:], start_tokens)
+        first, left_s = run.end, left_s - line.seconds(run.num_tokens)
+    return first
+
+
+def _num_within(num_tokens: float, chunks: Sequence[Chunk], start_tokens: int) -> int:
+    """Return how many of `chunks`, the first ones, have so many tokens after `start_tokens`."""
+    first_token = max(start_tokens, chunks[0].start_tokens)
+    return bisect_right([chunk.end_tokens - first_token for chunk in chunks], num_tokens)
+
+
+def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:
+    """Return the chunks by the tiers in which they are, in order; none that ends before
+    `start_tokens`: the local hit may have grown since they were looked up."""
+    runs, end = [], 0
+    for tier, group in groupby(_filled(chunks, tiers)):
+        first, end = end, end + len(list(group))
+        num_tokens = chunks[end - 1].end_tokens - max(start_tokens, chunks[first].start_tokens)
+        if num_tokens > 0:
+            runs.append(_Run(tier, end, num_tokens))
+    return runs
+
+
+def _filled(chunks: Sequence[Chunk], tiers: Tiers) -> list[Tier]:
+    """Return the tier of each chunk. One for which nobody asked is in the slower one of those of
+    the chunks around it for which somebody did: where a host has a part of a prompt it is the end,
+    since loads begin with the first chunk, and what was opened longest ago is evicted first."""
+    found: list[Tier] = []
+    before: Tier | None = None
+    for number, chunk in enumerate(chunks):
+        tier = tiers.get(chunk.key)
+        if tier is not None:
+            between = Tier.STORE if before is Tier.STORE else tier
+            found += [between] * (number - len(found))
+            found.append(tier)
+            before = tier
+    return found + [before or Tier.STORE] * (len(chunks) - len(found))

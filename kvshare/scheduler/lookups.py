@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks up how much of a request is stored, while vLLM's scheduler goes on.
+
+A prompt that is whole in this host's memory is found at once. All others are asked for on the I/O
+thread, and vLLM asks again in a later step.
+
+Announced chunks are not looked up: they are named, and the load waits for them. But if engines of
+several tensor-parallel sizes store, the size of each chunk must be found. Then announced chunks are
+looked up until they are there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from vllm.v1.request import Request
+
+from ecshare.store.keys import Key, Kind, object_key
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Done, Handle, LookupRounds, MultiLookup, Tier
+from kvshare.chunks.facts import KVFacts
+from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, Prefix, covered_tokens, last_chunk
+from kvshare.chunks.recent_keys import RecentKeys
+from kvshare.config import KVConfig
+from kvshare.messages import announced_tokens, announced_tp_size
+from kvshare.scheduler.search import KEYS_A_ROUND, Found, infer_tp_sizes, longest_stored, spread
+from kvshare.scheduler.tp_sizes import StoredTpSizes
+
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.05
+# The fewest chunks per round, however many sizes are asked for.
+_FEWEST_CHUNKS = 4
+# A hook asks for so many keys of a prompt that may be whole on this host. It would take too long to
+# name the chunks of a longer one there.
+_KEYS_AT_HAND = 16
+_MOST_CHUNKS_AT_HAND = 128
+
+Answers = LookupRounds[dict[ChunkKey, int]]
+"""Yields keys, receives where each of them is, and returns the size of each stored chunk."""
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for how much of a request can be loaded. It is final when `is_over`."""
+
+    prefix: Prefix
+    start_block: int
+    tp_sizes: tuple[int, ...]
+    """The tensor-parallel sizes to look for."""
+    awaited_tokens: int
+    """The number of announced tokens, which are looked up until they are there."""
+    begun_s: float
+    deadline_s: float
+    next_ask_s: float
+    pause_s: float = _FIRST_PAUSE_S
+    is_asking: bool = False
+    is_over: bool = False
+    found: tuple[Chunk, ...] = ()
+    tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
+    """Where the chunks of `found` are, as far as the search asked for them."""
+    is_announced: bool = False
+    """`found` was announced, and not looked up."""
+    other_tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """The size of each chunk that is stored in another size than this engine's own."""
+    is_weighed: bool = False
+    """It is decided how much of what was found is worth loading; `found` is no more than that."""
+
+    @property
+    def start_tokens(self) -> int:
+        """The first token of the search; the first chunk found may begin before it."""
+        return self.start_block * self.prefix.grid.block_tokens
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """The number of blocks of the search that are not known to be stored."""
+        found = sum(chunk.num_blocks for chunk in self.found)
+        if self.found:
+            found -= self.start_block - self.found[0].first_block
+        return self.prefix.num_blocks - self.start_block - found
+
+
+class Lookups:
+    """Runs searches on the I/O thread. Each ends after at most `wait_s`, whatever the store does.
+
+    Ownership: vLLM's scheduler thread.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        facts: KVFacts,
+        engine: TransferEngine,
+        stored: RecentKeys[ChunkKey],
+        clock_s: Callable[[], float],
+    ) -> None:
+        """Use what the scheduler half owns. `stored`: gets what look-ups find, and what they miss.
+
+        `clock_s`: monotonic seconds.
+        """
+        self._config = config
+        self._facts = facts
+        self._engine = engine
+        self._stats = engine.stats
+        self._clock_s = clock_s
+        self._stored = stored
+        self.tp_sizes = StoredTpSizes(
+            facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
+        )
+        # By what is asked for: requests with one prompt share one search.
+        self._asking: dict[_Query, list[Search]] = {}
+
+    def start(
+        self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0
+    ) -> Search:
+        """Return a search for the chunks that `request` can load after `num_computed_tokens`.
+
+        If these are fewer than `fewest_tokens`, and less than a whole chunk, nothing is looked up.
+        """
+        prefix, now_s = Prefix.of(request, grid), self._clock_s()
+        start_block = num_computed_tokens // grid.block_tokens
+        tp_sizes = self.tp_sizes.with_announced(announced_tp_size(request))
+        announced = self._announced(request, prefix, num_computed_tokens)
+        awaited_tokens = 0
+        asks_nothing = start_block >= prefix.num_blocks or (
+            not announced and _is_little(request, grid, num_computed_tokens, fewest_tokens)
+        )
+        if announced:
+            # No look-up will miss and ask then: engines of other sizes may store meanwhile.
+            self.tp_sizes.look(self._config.io_timeout_s)
+        if announced and len(tp_sizes) > 1:
+            # The engine that announces may have loaded some of the chunks, of any size.
+            awaited_tokens, announced = announced[-1].end_tokens, ()
+        return Search(
+            prefix,
+            start_block,
+            tp_sizes,
+            awaited_tokens,
+            begun_s=now_s,
+            deadline_s=now_s + self._config.wait_s,
+            next_ask_s=now_s,
+            is_over=bool(announced) or asks_nothing,
+            found=announced,
+            is_announced=bool(announced),
+        )
+
+    def _announced(
+        self, request: Request, prefix: Prefix, num_computed_tokens: int
+    ) -> tuple[Chunk, ...]:
+        """Return the announced chunks, which need no look-up."""
+        num_tokens = announced_tokens(request)
+        # Less than a block is computed sooner than it comes. What a preempted request has
+        # generated was not announced.
+        is_little = num_tokens - num_computed_tokens < prefix.grid.block_tokens
+        if is_little or request.num_tokens > request.num_prompt_tokens:
+            return ()
+        start_block = num_computed_tokens // prefix.grid.block_tokens
+        chunks = prefix.chunks(start_block, self._facts.hash_function)
+        return tuple(
+            takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
+        )
+
+    def advance(self, search: Search) -> None:
+        """Continue the search: ask, take the result, or give up."""
+        self._engine.poll()
+        now_s = self._clock_s()
+        if search.is_over:
+            return
+        if now_s >= search.deadline_s:
+            self._end(search, "late")
+        elif not search.is_asking and now_s >= search.next_ask_s:
+            self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
+
+    def _ask(self, search: Search, timeout_s: float) -> None:
+        at_hand = self._at_hand(search)
+        if at_hand is not None:
+            self._learn(search, at_hand)
+            return
+        search.is_asking = True
+        query = _Query(self._facts, search.prefix, search.start_block, search.tp_sizes)
+        waiting = self._asking.setdefault(query, [])
+        waiting.append(search)
+        if len(waiting) == 1:
+            job = MultiLookup(query, timeout_s)
+            self._engine.submit(Handle(job, partial(self._answered, query)))
+
+    def _at_hand(self, search: Search) -> Found | None:
+        """Return all chunks of the search if this host has them in memory, as far as some of them
+        show; None if others must be asked. In less than a millisecond."""
+        prefix, start_block, tp_size = search.prefix, search.start_block, search.tp_sizes[0]
+        first, hash_function = start_block // prefix.grid.chunk_blocks, self._facts.hash_function
+        if prefix.num_whole - first > _MOST_CHUNKS_AT_HAND:
+            return None
+        # The end of most prompts is new, and then nothing else need be named.
+        if not self._are_at_hand([last_chunk(prefix, hash_function)], tp_size):
+            return None
+        chunks = tuple(prefix.chunks(start_block, hash_function))
+        most = max(1, _KEYS_AT_HAND // len(self._facts.shard_names[tp_size]))
+        asked = [chunks[number] for number in spread(0, len(chunks) - 1, most)]
+        if not self._are_at_hand(asked, tp_size):
+            return None
+        tiers = {chunk.key: Tier.HOST for chunk in (*asked, chunks[-1])}
+        return Found(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
+
+    def _are_at_hand(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
+        names = self._facts.shard_names[tp_size]
+        keys = (key for chunk in chunks for key in _keys(self._facts, chunk, names))
+        return self._engine.has_at_once(keys)
+
+    def _answered(self, query: "_Query", done: Done[Found]) -> None:
+        first, *joined = self._asking.pop(query)
+        self._answer(first, done)
+        for search in joined:
+            if done.is_late:
+                search.is_asking = False  # it came later, and asks anew with the time it has left
+            else:
+                self._answer(search, done)
+
+    def _answer(self, search: Search, done: Done[Found]) -> None:
+        search.is_asking = False
+        if done.value is None:
+            self._end(search, done.outcome.value)
+            return
+        self._learn(search, done.value)
+
+    def _learn(self, search: Search, found: Found) -> None:
+        for chunk in found.chunks:
+            self._stored.add(chunk.key)
+        self._stored.lost(found.missing)
+        if search.is_over:
+            return
+        search.found, search.tiers = found.chunks, found.tiers
+        own, tp_sizes = self._facts.tp_size, found.tp_sizes
+        search.other_tp_sizes = {key: size for key, size in tp_sizes.items() if size != own}
+        found_tokens = search.found[-1].end_tokens if search.found else 0
+        if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
+            self._end(search, "missing")
+            return
+        # The rest was announced: it is being stored right now.
+        search.next_ask_s = self._clock_s() + search.pause_s
+        search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
+
+    def _end(self, search: Search, reason: str) -> None:
+        """Make the search final. `reason`: why blocks were not found, if any were not."""
+        if search.is_over:
+            return
+        search.is_over = True
+        self._stats.observe("wait_seconds/look_up", self._clock_s() - search.begun_s)
+        if search.num_missing_blocks:
+            self.tp_sizes.look(self._config.io_timeout_s)
+            self._stats.add("blocks/missed", search.num_missing_blocks)
+            self._stats.add(f"misses/{reason}", search.num_missing_blocks)
+
+
+def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int) -> bool:
+    """Whether what is left to be loaded is not worth a look-up.
+
+    Not if a media item is in it: its embedding would be needed, and it may be without pixels.
+    """
+    num_left = request.num_tokens - 1 - num_computed_tokens
+    return num_left < min(fewest_tokens, grid.chunk_tokens) and all(
+        feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens
+        for feature in request.mm_features
+    )
+
+
+class _Query:
+    """The questions of a search, as keys. Two are equal if all their keys are.
+
+    Called on the I/O thread, because making hundreds of keys takes too long for a hook.
+    """
+
+    def __init__(
+        self, facts: KVFacts, prefix: Prefix, start_block: int, tp_sizes: tuple[int, ...]
+    ) -> None:
+        self._facts = facts
+        self._prefix = prefix
+        self._start_block = start_block
+        self._tp_sizes = tp_sizes
+        self._identity = prefix.identity, start_block, tp_sizes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Query) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __call__(self) -> LookupRounds[Found]:
+        most = max(_FEWEST_CHUNKS, KEYS_A_ROUND // len(self._tp_sizes))
+        rounds = longest_stored(self._prefix, self._start_block, self._facts.hash_function, most)
+        tp_sizes: dict[ChunkKey, int] = {}
+        answers: Any = None  # to send None is to begin
+        tiers: dict[ChunkKey, Tier] = {}
+        while True:
+            try:
+                chunks = rounds.send(answers)
+            except StopIteration as end:
+                found: Found = end.value
+                break
+            tp_sizes |= yield from self._tp_sizes_of(chunks, self._tp_sizes, tiers)
+            answers = [chunk.key in tp_sizes for chunk in chunks]
+        unclear = infer_tp_sizes(found.chunks, tp_sizes)
+        if unclear:
+            tp_sizes |= yield from self._tp_sizes_of(unclear, self._tp_sizes[:-1], tiers)
+            for chunk in unclear:
+                # It is stored in some size, as the chunks around it are. The load will see.
+                tp_sizes.setdefault(chunk.key, self._tp_sizes[-1])
+        return replace(found.in_tp_sizes(tp_sizes), tiers=tiers)
+
+    def _tp_sizes_of(
+        self, chunks: Sequence[Chunk], tp_sizes: tuple[int, ...], tiers: dict[ChunkKey, Tier]
+    ) -> Answers:
+        """Ask for `chunks`; return for each the first size in which its shards are stored.
+
+        Add to `tiers` where they are. If the keys of all shards fit into one round trip, ask for
+        all. Otherwise ask for one shard of each chunk, a different one for each. If another shard
+        is lost, the load notices it.
+        """
+        names = [self._facts.shard_names[size] for size in tp_sizes]
+        is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND
+        keys = [
+            [
+                _keys(self._facts, chunk, shards if is_little else (shards[number % len(shards)],))
+                for shards in names
+            ]
+            for number, chunk in enumerate(chunks)
+        ]
+        where = iter((yield [key for by_size in keys for shards in by_size for key in shards]))
+        found: dict[ChunkKey, int] = {}
+        for chunk, by_size in zip(chunks, keys, strict=True):
+            for size, shards in zip(tp_sizes, by_size, strict=True):
+                places = [next(where) for _ in shards]
+                if None not in places and chunk.key not in found:
+                    found[chunk.key] = size
+                    tiers[chunk.key] = Tier.STORE if Tier.STORE in places else Tier.HOST
+        return found
+
+
+def _keys(facts: KVFacts, chunk: Chunk, shard_names: Sequence[str]) -> list[Key]:
+    name = bytes(chunk.key)
+    return [object_key(Kind.KV, facts.namespace, name, shard) for shard in shard_names]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits a chunk into pieces: one stored object for each layer set; pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvshare.chunks.layers import LayerSet
+from kvshare.chunks.prefix import Chunk
+from kvshare.messages import Piece
+
+BlocksOfGroups = Sequence[Sequence[int]]
+"""All blocks of a request, in order, in each of the engine's cache groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Splits the chunks of one engine into pieces."""
+
+    layer_sets: tuple[LayerSet, ...]
+    block_tokens: int
+
+    def loaded(
+        self, chunk: Chunk, block_ids: BlocksOfGroups, start_tokens: int, end_tokens: int
+    ) -> Iterator[Piece]:
+        """Yield what to load of `chunk` for a request that has KV up to `start_tokens` and will be
+        computed from `end_tokens` on."""
+        end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
+        for layer_set in self.layer_sets:
+            needed_block = layer_set.window.first_needed(end_tokens) // self.block_tokens
+            stored_block = layer_set.first_block(chunk, self.block_tokens)
+            first = max(start_tokens // self.block_tokens, needed_block, stored_block)
+            if first < end_block:
+                ids = _of_groups(layer_set, block_ids, first, end_block)
+                yield self._piece(chunk, layer_set, ids, first - stored_block)
+
+    def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:
+        """Return what to store of `chunk`; nothing, if it can no longer be stored as a whole.
+
+        `step_tokens`: the request was computed up to there before this step. For layers with a
+        window, vLLM may have freed the blocks that it does not need from there on.
+        """
+        pieces = []
+        for layer_set in self.layer_sets:
+            first = layer_set.first_block(chunk, self.block_tokens)
+            if first < layer_set.window.first_needed(step_tokens) // self.block_tokens:
+                return []
+            ids = _of_groups(layer_set, block_ids, first, _end_block(chunk))
+            pieces.append(self._piece(chunk, layer_set, ids))
+        return pieces
+
+    def _piece(
+        self,
+        chunk: Chunk,
+        layer_set: LayerSet,
+        block_ids: tuple[tuple[int, ...], ...],
+        first_block: int = 0,
+    ) -> Piece:
+        stored_block = layer_set.first_block(chunk, self.block_tokens)
+        num_blocks = _end_block(chunk) - stored_block
+        num_tokens = chunk.end_tokens - stored_block * self.block_tokens
+        return Piece(chunk.key, num_blocks, num_tokens, block_ids, first_block, layer_set.number)
+
+
+def _end_block(chunk: Chunk) -> int:
+    return chunk.first_block + chunk.num_blocks
+
+
+def _of_groups(
+    layer_set: LayerSet, block_ids: BlocksOfGroups, first: int, end: int
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(block_ids[group][first:end]) for group in layer_set.groups)

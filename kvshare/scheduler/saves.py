@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans what to save, and when."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvshare.chunks.facts import KVFacts
+from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, tail_of
+from kvshare.chunks.recent_keys import RecentKeys
+from kvshare.messages import Piece
+from kvshare.scheduler.events import BlockEvents
+from kvshare.scheduler.pieces import Pieces
+from kvshare.scheduler.save_budget import SaveBudget
+from kvshare.scheduler.save_policy import Limit, SavePolicy
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvshare.scheduler.adapters import Adapter, Adapters
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far one request is computed, and considered for saves. Equal to itself alone."""
+
+    request: "Request"
+    adapter: "Adapter"
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Of each cache group. vLLM has freed the blocks before the window of the group's layers."""
+    step_tokens: int = 0
+    """The token up to which its blocks were computed before the latest step."""
+    end_tokens: int = 0
+    """The token up to which its blocks are computed, or will be by steps that were ordered."""
+    num_saved_blocks: int = 0
+    """The number of full blocks that were considered for a save. Each block is considered once,
+    also if it came from the local cache: the store may have lost it."""
+    loaded: range = range(0)
+    """Blocks, in whole chunks, that were loaded: there is nothing to save of them."""
+    saved_prompt_tokens: int = 0
+    """The length of the prompt when its end was considered. A session's prompt grows."""
+    has_gap: bool = False
+    """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
+    prompt_tokens: int = 0
+    """Of the prompt when `due_tokens` was found."""
+    due_tokens: int = 0
+    """Nothing is to be saved before its blocks are computed up to here."""
+    asked_limit: Limit = Limit()
+    """Of what is worth saving."""
+    own_tokens: int = sys.maxsize
+    """The KV up to here was computed by this engine or loaded by this connector. What follows was
+    brought by another connector, or computed on top of that. See siblings.py."""
+    awaits_sibling: bool = False
+    """When it was last admitted, it was to wait for a load by another connector."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether some of its KV is not its own."""
+        return self.own_tokens < sys.maxsize
+
+    @property
+    def limit(self) -> Limit:
+        """Nothing that ends after it is saved."""
+        if self.own_tokens < self.asked_limit.end_tokens:
+            return Limit(self.own_tokens, "other_connector")
+        return self.asked_limit
+
+    def add_blocks(self, block_ids: Sequence[Sequence[int]], *, is_anew: bool) -> None:
+        """Take note of further blocks, of each cache group. `is_anew`: they are all it has."""
+        if is_anew or not self.block_ids:
+            self.block_ids = [[] for _ in block_ids]
+        for known, new_ids in zip(self.block_ids, block_ids, strict=False):
+            known += new_ids
+
+
+class SavePlan:
+    """Orders the saves of all requests. Ownership: vLLM's scheduler thread.
+
+    A whole chunk, and the partial chunk at the end of a prompt's full blocks, is saved by the step
+    that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
+    partial chunk at the end of an answer is saved when the request ends or is preempted. vLLM has
+    freed its blocks then: the order is sent with the next step, and carried out before that step
+    can fill the blocks. A chunk is not saved if vLLM has freed some of its blocks before, because
+    no layer of its group looks back so far.
+
+    A prompt is saved as a whole: only if the workers have memory for all of it, which is then kept
+    for it. For a prompt that would need more than they have, each chunk is saved for which there is
+    memory. What cannot be saved now is saved by a later step, that of older requests first. What is
+    left when a request loses its blocks is given up.
+    """
+
+    def __init__(  # noqa: PLR0913 — all that the scheduler half lends it
+        self,
+        facts: KVFacts,
+        pieces: Pieces,
+        stored: RecentKeys[ChunkKey],
+        adapters: "Adapters",
+        events: BlockEvents | None,
+        budget: SaveBudget[Progress],
+        policy: SavePolicy,
+    ) -> None:
+        """`stored`: what need not be saved; what is ordered is added. `events`: gets it, too."""
+        self._facts = facts
+        self._pieces = pieces
+        self._stored = stored
+        self._adapters = adapters
+        self._events = events
+        self._budget = budget
+        self._policy = policy
+        self._leaving: list[Piece] = []
+
+    def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
+        """Return what to save of a request once this step has computed it up to `end_tokens`.
+
+        `step_tokens`: tokens that were computed before this step. With asynchronous scheduling
+        `end_tokens` is ahead of the known tokens. A block counts when all its tokens are known, so
+        that it has a hash.
+        """
+        progress.step_tokens, progress.end_tokens = step_tokens, end_tokens
+        is_same_prompt = progress.request.num_prompt_tokens == progress.prompt_tokens
+        if progress.has_gap or (end_tokens < progress.due_tokens and is_same_prompt):
+            return ()
+        grid = self._adapters.grid_of(progress.adapter)
+        if grid is None:
+            return ()
+        if not is_same_prompt:
+            progress.asked_limit = self._policy.limit_of(progress.request, grid)
+        pieces = tuple(self._save_due(progress, grid, end_tokens))
+        progress.prompt_tokens = progress.request.num_prompt_tokens
+        progress.due_tokens = _due_tokens(progress, grid)
+        return pieces
+
+    def loaded(self, progress: Progress, chunks: Sequence[Chunk]) -> None:
+        """Take note that a request has loaded these consecutive chunks."""
+        grid, end = self._facts.grid, len(chunks)
+        # The last ones may be parts of a chunk, which is not stored as a whole.
+        while end and chunks[end - 1].num_tokens < grid.chunk_tokens:
+            end -= 1
+        if end:
+            end_block = chunks[end - 1].first_block + grid.chunk_blocks
+            progress.loaded = range(chunks[0].first_block, end_block)
+
+    def left(self, progress: Progress) -> tuple[int, int]:
+        """Order, with the next step, what to save of the blocks that a request has just lost.
+
+        Return the numbers of blocks and tails that are not saved: first for lack of memory or after
+        a gap, then because of the request's limit.
+        """
+        # The latest token was sampled or, where tokens are guessed ahead, put right: either way
+        # its KV is not computed.
+        request, grid = progress.request, self._adapters.grid_of(progress.adapter)
+        num_known = min(progress.end_tokens, request.num_tokens - 1)
+        num_left = num_declined = 0
+        if grid is not None:
+            end_block = min(num_known // grid.block_tokens, len(request.block_hashes))
+            self._leaving += self._save_due(progress, grid, num_known)
+            self._leaving += self._save_part(progress, grid, end_block)
+            num_left = max(0, end_block - progress.num_saved_blocks)
+            num_allowed = progress.limit.end_tokens // grid.block_tokens
+            num_declined = min(num_left, max(0, end_block - num_allowed))
+            if progress.saved_prompt_tokens < request.num_prompt_tokens <= num_known:
+                has_tail = tail_of(request, grid) is not None
+                num_left += has_tail
+                num_declined += has_tail and request.num_prompt_tokens > progress.limit.end_tokens
+        progress.block_ids, progress.step_tokens, progress.end_tokens = [], 0, 0
+        self._budget.release(progress)
+        if progress.has_gap:
+            return num_left, 0
+        return num_left - num_declined, num_declined
+
+    def stop(self, progress: Progress) -> None:
+        """Save no more of a request: one of its chunks was not stored."""
+        progress.has_gap = True
+        self._budget.release(progress)
+
+    def take_leaving(self, overwritten: AbstractSet[int]) -> tuple[Piece, ...]:
+        """Return what `left` has ordered since the last call.
+
+        `overwritten`: blocks whose content is gone before the workers carry out these orders.
+        """
+        leaving, self._leaving = self._leaving, []
+        if not overwritten:
+            return tuple(leaving)
+        lost = {
+            piece.key for piece in leaving if not overwritten.isdisjoint(chain(*piece.block_ids))
+        }
+        self._stored.lost(lost)
+        self._budget.withdraw(lost)
+        return tuple(piece for piece in leaving if piece.key not in lost)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether `left` has ordered any since `take_leaving`."""
+        return bool(self._leaving)
+
+    def forget_leaving(self) -> None:
+        """Cancel these orders: the blocks have other content now."""
+        keys = {piece.key for piece in self._leaving}
+        self._stored.lost(keys)
+        self._budget.withdraw(keys)
+        self._leaving.clear()
+
+    def _save_due(self, progress: Progress, grid: Grid, end_tokens: int) -> Iterable[Piece]:
+        """Order, as far as there is room, the saves up to `end_tokens`: whole chunks, the partial
+        chunk at the end of the prompt's full blocks, and the prompt's tail."""
+        request = progress.request
+        end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
+        yield from self._save_whole(progress, grid, end_block)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_prompt_blocks = num_prompt_tokens // grid.block_tokens
+        if num_prompt_blocks <= end_block:
+            yield from self._save_part(progress, grid, num_prompt_blocks)
+        if progress.num_saved_blocks < num_prompt_blocks or end_tokens < num_prompt_tokens:
+            return
+        if progress.saved_prompt_tokens < num_prompt_tokens and num_prompt_tokens > 1:
+            tail = tail_of(request, grid)
+            chunk = tail.chunk(grid, self._facts.hash_function) if tail is not None else None
+            pieces = self._save(progress, chunk) if chunk is not None else ()
+            if pieces is not None:
+                progress.saved_prompt_tokens = num_prompt_tokens
+                yield from pieces
+
+    def _save_whole(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
+        """Order the saves of whole chunks before `end_block` that were not considered yet."""
+        size = grid.chunk_blocks
+        first, end_block = progress.num_saved_blocks // size * size, end_block // size * size
+        while first < end_block:
+            if first in progress.loaded and not progress.has_gap:
+                # At once: to look at hundreds of chunks takes too long for a hook.
+                first = min(progress.loaded.stop, end_block)
+                progress.num_saved_blocks = max(progress.num_saved_blocks, first)
+                continue
+            pieces = self._save_run(progress, grid, first, first + size)
+            if pieces is None:
+                return
+            yield from pieces
+            first += size
+
+    def _save_part(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
+        """Order the save of the partial chunk before `end_block`, if all whole chunks before it
+        were considered."""
+        first = end_block // grid.chunk_blocks * grid.chunk_blocks
+        if first <= progress.num_saved_blocks < end_block:
+            yield from self._save_run(progress, grid, first, end_block) or ()
+
+    def _save_run(
+        self, progress: Progress, grid: Grid, first_block: int, end_block: int
+    ) -> Sequence[Piece] | None:
+        """As `_save`, for these blocks, which then count as considered."""
+        chunk = grid.run(progress.request.block_hashes, first_block, end_block)
+        pieces = self._save(progress, chunk)
+        if pieces is not None:
+            progress.num_saved_blocks = max(progress.num_saved_blocks, end_block)
+        return pieces
+
+    def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
+        """Return what to store of `chunk`; nothing if it is stored. None: no room now, a gap, or
+        beyond the request's limit."""
+        if progress.has_gap:
+            return None
+        if chunk.key in self._stored:
+            return ()
+        if chunk.end_tokens > progress.limit.end_tokens:
+            return None
+        pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
+        if not pieces:
+            self.stop(progress)
+            return None
+        num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
+        shards = self._facts.shard_names[self._facts.tp_size]
+        rest_bytes = self._rest_bytes(progress, chunk)
+        if not self._budget.admit(chunk.key, num_bytes, len(shards), progress, rest_bytes):
+            return None
+        self._stored.add(chunk.key)
+        if self._events is not None:
+            self._events.ordered(progress.request, chunk)
+        return pieces
+
+    def _rest_bytes(self, progress: Progress, chunk: Chunk) -> int:
+        """Return how much memory the chunks of the prompt after `chunk` need at most."""
+        grid, chunk_bytes = self._facts.grid, self._facts.chunk_bytes
+        end_tokens = min(progress.request.num_prompt_tokens - 1, progress.limit.end_tokens)
+        num_tokens = max(0, end_tokens - chunk.end_tokens)
+        num_whole, num_blocks = divmod(-(-num_tokens // grid.block_tokens), grid.chunk_blocks)
+        num_bytes = num_whole * chunk_bytes(grid.chunk_blocks)
+        if num_blocks:  # the rest of the full blocks, and the tail
+            num_bytes += chunk_bytes(num_blocks) + chunk_bytes(1)
+        return num_bytes
+
+
+def _due_tokens(progress: Progress, grid: Grid) -> int:
+    """Return up to where a request must be computed before there is something more to save."""
+    due_tokens = _next_end(progress, grid)
+    return due_tokens if due_tokens <= progress.limit.end_tokens else sys.maxsize
+
+
+def _next_end(progress: Progress, grid: Grid) -> int:
+    """Return where the next chunk ends that was not considered, or the prompt, if its tail was
+    not."""
+    num_whole = progress.num_saved_blocks // grid.chunk_blocks
+    next_chunk = (num_whole + 1) * grid.chunk_tokens
+    num_prompt_tokens = progress.request.num_prompt_tokens
+    if progress.saved_prompt_tokens >= num_prompt_tokens or num_prompt_tokens <= 1:
+        return next_chunk
+    num_prompt_blocks = num_prompt_tokens // grid.block_tokens
+    is_part_saved = progress.num_saved_blocks >= num_prompt_blocks
+    prompt_end = num_prompt_tokens if is_part_saved else num_prompt_blocks * grid.block_tokens
+    return min(next_chunk, prompt_end)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the longest stored prefix of a request in few rounds of questions; pure.
+
+A round is one round trip to the store, for many keys at once. The stored chunks of a prompt nearly
+always have no gap, because an engine that stored a chunk has stored those before it. So whole
+chunks are searched from coarse to fine: first some that are evenly spread, then those between the
+last one that is stored and the first one that is missing. When no chunk is left between these, the
+partial chunks are asked for that may be stored in place of the next chunk. If a chunk for which
+nobody asked is lost, the load notices it.
+
+For 32,768 tokens in chunks of 256 and blocks of 16, one round is enough if everything or nothing is
+stored. Otherwise it takes at most three.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from ecshare.transfer.jobs import Tier
+from kvshare.chunks.prefix import Chunk, ChunkKey, HashFunction, Prefix
+
+# The number of keys that stores ask for in parallel.
+KEYS_A_ROUND = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The stored leading chunks of a prefix, in order, and the keys that were found missing."""
+
+    chunks: tuple[Chunk, ...]
+    missing: tuple[ChunkKey, ...]
+    tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
+    """Where the chunks are for which the caller asked; the caller adds it."""
+    tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
+    """The tensor-parallel size in which each chunk is stored."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is stored."""
+        return bool(self.chunks)
+
+    def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "Found":
+        """Return this result, cut before the first chunk that has no size in `tp_sizes`."""
+        chunks = tuple(takewhile(lambda chunk: chunk.key in tp_sizes, self.chunks))
+        lost = (chunk.key for chunk in self.chunks if chunk.key not in tp_sizes)
+        return replace(self, chunks=chunks, missing=(*self.missing, *lost), tp_sizes=tp_sizes)
+
+
+def infer_tp_sizes(chunks: Sequence[Chunk], tp_sizes: dict[ChunkKey, int]) -> list[Chunk]:
+    """Add sizes for those of `chunks` for which nobody asked; return those that are not clear.
+
+    If all chunks that were asked for have one size, the others have it too. In a conversation,
+    chunks of prompts and answers may come from engines of different sizes, in any order. Then the
+    other chunks are returned.
+    """
+    unknown = [chunk for chunk in chunks if chunk.key not in tp_sizes]
+    known = {tp_sizes[chunk.key] for chunk in chunks if chunk.key in tp_sizes}
+    if len(known) > 1:
+        return unknown
+    tp_sizes.update((chunk.key, size) for size in known for chunk in unknown)
+    return []
+
+
+Rounds = Generator[list[Chunk], Sequence[bool], Found]
+
+
+def longest_stored(
+    prefix: Prefix,
+    start_block: int,
+    hash_function: HashFunction,
+    chunks_a_round: int = KEYS_A_ROUND,
+) -> Rounds:
+    """Yield chunks, receive whether each is stored, and return the result.
+
+    `start_block`: blocks before it are not needed; the first chunk of the result may begin before
+    it. `chunks_a_round`: less than KEYS_A_ROUND if each chunk needs several keys.
+    """
+    search = _Search(prefix, start_block, hash_function, chunks_a_round)
+    while chunks := search.next_round():
+        search.learn(chunks, (yield chunks))
+    return search.found()
+
+
+class _Search:
+    """One search. Whole chunks before `_low` are stored; `_high` is missing, or past the end."""
+
+    def __init__(
+        self, prefix: Prefix, start_block: int, hash_function: HashFunction, most: int
+    ) -> None:
+        self._prefix = prefix
+        self._most = most
+        self._start_block = start_block
+        self._first = self._low = start_block // prefix.grid.chunk_blocks
+        self._high = max(prefix.num_whole, self._low)
+        self._is_there: dict[ChunkKey, bool] = {}
+        self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
+
+    def next_round(self) -> list[Chunk]:
+        """Return the chunks to ask for; empty: the search has ended."""
+        wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
+        # Where nothing is stored, as with most prompts, this makes the first round the last one.
+        next_partials = self._open_partials(self._low)
+        if len(next_partials) <= self._most // 2 or self._low == self._high:
+            wanted |= {chunk.key: chunk for chunk in next_partials}
+        room = max(1, self._most - len(wanted))
+        for number in spread(self._low, self._high, room):
+            chunk = self._prefix.whole(number)
+            wanted[chunk.key] = chunk
+        for number in (self._high, *range(self._low + 1, self._high)):
+            partials = {chunk.key: chunk for chunk in self._open_partials(number)}
+            if len(wanted | partials) > self._most:
+                break
+            wanted |= partials
+        return list(wanted.values())
+
+    def learn(self, chunks: Sequence[Chunk], are_there: Sequence[bool]) -> None:
+        """Take the answers of a round."""
+        self._is_there |= {
+            chunk.key: is_there for chunk, is_there in zip(chunks, are_there, strict=True)
+        }
+        for number in range(self._low, self._high):
+            is_there = self._is_there.get(self._prefix.whole(number).key)
+            if is_there:
+                self._low = number + 1
+            elif is_there is False:
+                self._high = number
+                break
+
+    def found(self) -> Found:
+        """Return the result."""
+        chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
+        partials = self._prefix.partials(self._low, self._start_block)
+        chunks += [chunk for chunk in partials if self._is_there.get(chunk.key)][:1]
+        end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
+        tail = self._tail
+        if tail is not None and self._is_there[tail.key] and tail.first_block == end_block:
+            chunks.append(tail)
+        missing = [key for key, is_there in self._is_there.items() if not is_there]
+        return Found(tuple(chunks), tuple(missing))
+
+    def _ends(self) -> list[Chunk]:
+        """Return the tail, and the partial chunk at the end of the full blocks."""
+        partials = self._prefix.partials(self._prefix.num_whole, self._start_block)
+        return [*([self._tail] if self._tail else []), *partials[:1]]
+
+    def _open_partials(self, number: int) -> list[Chunk]:
+        """Return the partial chunks of chunk `number` that are not known, and are longer than any
+        that is known to be stored."""
+        unknown = []
+        for chunk in self._prefix.partials(number, self._start_block):
+            if self._is_there.get(chunk.key):
+                break
+            if chunk.key not in self._is_there:
+                unknown.append(chunk)
+        return unknown
+
+
+def spread(low: int, high: int, most: int) -> list[int]:
+    """Return at most `most` numbers from `low` to before `high`, evenly spread; both ends first."""
+    count = min(most, high - low)
+    if count <= 1:
+        return list(range(low, low + count))
+    return [low + step * (high - low - 1) // (count - 1) for step in range(count)]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other connectors below vLLM's MultiConnector, the siblings, do to this engine's KV.
+
+Nobody here has verified the KV that a sibling brings. It may be wrong without an error: NIXL reads
+the memory of P, and P may have other prompts there by then. So it is not stored, and neither is
+what was computed on top of it. Stored under the name of right KV it would spoil the answers of all
+engines that share the store.
+
+vLLM tells each connector of its own loads alone. What a sibling loads shows elsewhere: the request
+begins to be computed behind its local hit and our load, or it waits for a load that is not ours.
+The blocks of such a request may then be a local hit of others, so they are remembered.
+
+Blocks of a prompt with token ids and embeddings in turn are remembered too: vLLM may give them to a
+prompt that its hashes do not tell from it.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvshare.chunks.prefix import is_mixed
+from kvshare.messages import is_prefilled_elsewhere
+from kvshare.scheduler.pieces import BlocksOfGroups
+from kvshare.scheduler.saves import Progress
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+# vLLM's placeholder for blocks that no layer of a group needs any more. It holds no KV.
+_NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    progress: Progress
+    local_tokens: int
+    loaded_tokens: int
+    block_ids: Callable[[], BlocksOfGroups]
+    names_source: bool
+
+
+class Siblings:
+    """Finds out what siblings have brought. Ownership: vLLM's scheduler thread.
+
+    As long as no sibling loads anything, this costs some comparisons a request.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: tokens of a block of vLLM's."""
+        self._block_tokens = block_tokens
+        self._admitted: dict[str, _Admission] = {}
+        # (group, block), at most all blocks of the cache: those with what a sibling has brought, or
+        # with what was computed on top of it. They may have been freed since.
+        self._foreign: set[tuple[int, int]] = set()
+        self.fetch = True
+        """Whether a sibling takes requests that name their source, as far as is known: the latest
+        one was taken, or there was none."""
+
+    def admitted(
+        self,
+        progress: Progress,
+        local_tokens: int,
+        loaded_tokens: int,
+        block_ids: Callable[[], BlocksOfGroups],
+        *,
+        names_source: bool,
+    ) -> None:
+        """Take note that vLLM gave blocks to a request.
+
+        `local_tokens`: of its local hit. `loaded_tokens`: that we load after these. `block_ids`:
+        returns all its blocks, in order, of each cache group; is called in `scheduled`, if at all.
+        `names_source`: its params named a source when vLLM asked for it.
+        """
+        request = progress.request
+        if request.num_computed_tokens:
+            # A load has ended, or a session goes on: these blocks it had before.
+            local_tokens, loaded_tokens = request.num_computed_tokens, 0
+        self._admitted[request.request_id] = _Admission(
+            progress, local_tokens, loaded_tokens, block_ids, names_source
+        )
+
+    def scheduled(
+        self, output: "SchedulerOutput", progress_of: Callable[[str], Progress | None]
+    ) -> None:
+        """Set `own_tokens` of the requests that this step has admitted, before it is carried out.
+
+        In the order in which vLLM gave out blocks: each may have a local hit on those before it.
+        """
+        cached = output.scheduled_cached_reqs
+        if self._foreign:
+            for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if block_ids and name not in cached.resumed_req_ids:
+                    progress = progress_of(name)
+                    self._note(block_ids, 0, is_foreign=progress is None or progress.is_foreign)
+        if not self._admitted:
+            return
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        if cached.resumed_req_ids:
+            begins |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._judge(begins)
+        self._admitted.clear()
+
+    def _judge(self, begins: Mapping[str, int]) -> None:
+        for name, admission in self._admitted.items():
+            if admission.names_source:
+                self.fetch = not is_prefilled_elsewhere(admission.progress.request)
+            own_tokens = admission.local_tokens + admission.loaded_tokens
+            if name in begins:
+                has_sibling_loaded = begins[name] > own_tokens
+            else:  # it waits for a load
+                has_sibling_loaded = not admission.loaded_tokens
+            admission.progress.awaits_sibling = has_sibling_loaded and name not in begins
+            is_foreign = has_sibling_loaded or is_mixed(admission.progress.request)
+            self._set_own(admission, is_foreign=is_foreign)
+
+    def _set_own(self, admission: _Admission, *, is_foreign: bool) -> None:
+        """`is_foreign`: what lies behind its local hit is."""
+        progress, own_tokens = admission.progress, sys.maxsize
+        if is_foreign or self._foreign:
+            block_ids = admission.block_ids()
+            num_local = -(-admission.local_tokens // self._block_tokens)
+            first = self._first_foreign(block_ids, num_local)
+            if first is None and is_foreign:
+                first = num_local
+            if first is not None:
+                own_tokens = first * self._block_tokens
+            self._note(block_ids, num_local, is_foreign=first is not None)
+        if progress.own_tokens != own_tokens:
+            progress.own_tokens, progress.due_tokens = own_tokens, 0
+
+    def _first_foreign(self, block_ids: BlocksOfGroups, num_local: int) -> int | None:
+        """Return the first foreign one of the first `num_local` blocks."""
+        places = (
+            place
+            for group, ids in enumerate(block_ids)
+            for place, block in enumerate(ids[:num_local])
+            if (group, block) in self._foreign
+        )
+        return min(places, default=None)
+
+    def _note(self, block_ids: BlocksOfGroups, first: int, *, is_foreign: bool) -> None:
+        """Note what the blocks from number `first` on will hold: they are new."""
+        for group, ids in enumerate(block_ids):
+            blocks = {(group, block) for block in ids[first:] if block != _NULL_BLOCK}
+            if is_foreign:
+                self._foreign |= blocks
+            else:
+                self._foreign -= blocks

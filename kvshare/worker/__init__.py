@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The half of the connector in a worker process."""

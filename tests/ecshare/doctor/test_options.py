@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the doctor is given: every form of every option, and connectors of others beside ours."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from ecshare.doctor.options import CONNECTORS_OF_VLLM, TIERS_OF_VLLM, read_argument
+from ecshare.encoder.config import EncoderConfig
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError
+from kvshare.config import KVConfig, TierConfig
+from tests.ecshare.conftest import Doctor
+
+KV_EXTRA, EC_EXTRA = "kv_connector_extra_config", "ec_connector_extra_config"
+EVERY = {
+    "storage_options": {},
+    "epoch": "e",
+    "folder_access": "group",
+    "wait_s": 1.5,
+    "io_timeout_s": 2.5,
+    "buffer_bytes": 3,
+    "host_cache_dir": "/h",
+    "host_cache_bytes": 4,
+    "integrity_key": "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2",
+}
+OWN: dict[type[StoreConfig], dict[str, Any]] = {
+    EncoderConfig: {"save": "durable", "save_after": 2},
+    KVConfig: {
+        "chunk_tokens": 512,
+        "tails": "salted",
+        "save_after": 2,
+        "save_min_tokens": 1000,
+        "save_answers": False,
+        "load": "always",
+        "stored_dtype": "fp8",
+        "compression": "zstd",
+    },
+    TierConfig: {"locality": "REMOTE"},
+}
+
+
+def connector(name: str, kind: str = "kv", /, **extra: Any) -> dict[str, Any]:
+    """What vLLM takes as --kv-transfer-config or --ec-transfer-config."""
+    return {
+        f"{kind}_connector": name,
+        f"{kind}_role": f"{kind}_both",
+        f"{kind}_connector_extra_config": extra,
+    }
+
+
+def tier(**options: Any) -> dict[str, Any]:
+    return {"type": "KVShareTier", "module_path": "kvshare.tier", **options}
+
+
+def offloading(*tiers: dict[str, Any]) -> dict[str, Any]:
+    return connector(
+        "OffloadingConnector",
+        spec_name="TieringOffloadingSpec",
+        cpu_bytes_to_use=8,
+        secondary_tiers=list(tiers),
+    )
+
+
+def options_of(config: type[StoreConfig]) -> dict[str, Any]:
+    options = {"url": "/x", **EVERY, **OWN[config]}
+    assert set(options) == {f.encode_name for f in msgspec.structs.fields(config)}
+    return options
+
+
+FORMS = [
+    (EncoderConfig, lambda said: said, "options"),
+    (KVConfig, lambda said: said, "options"),
+    (TierConfig, lambda said: said, "options"),
+    (TierConfig, lambda said: tier(backpressure={}, **said), "options"),
+    (EncoderConfig, lambda said: connector("ECShareConnector", "ec", **said), EC_EXTRA),
+    (EncoderConfig, lambda said: {EC_EXTRA: said}, EC_EXTRA),
+    (KVConfig, lambda said: connector("KVShareConnector", **said), KV_EXTRA),
+    (
+        EncoderConfig,
+        lambda said: {"ec_transfer_config": connector("ECShareConnector", "ec", **said)},
+        f"ec_transfer_config.{EC_EXTRA}",
+    ),
+    (
+        KVConfig,
+        lambda said: (
+            connector("KVShareConnector", **said)
+            | {"kv_connector_module_path": "kvshare.connector"}
+        ),
+        KV_EXTRA,
+    ),
+    (TierConfig, lambda said: offloading(tier(**said)), f"{KV_EXTRA}.secondary_tiers[0]"),
+    (
+        KVConfig,
+        lambda said: (
+            connector("MultiConnector", connectors=[connector("KVShareConnector", **said)])
+            | {"kv_load_failure_policy": "recompute"}
+        ),
+        f"{KV_EXTRA}.connectors[0].{KV_EXTRA}",
+    ),
+    (
+        TierConfig,
+        lambda said: connector("MultiConnector", connectors=[offloading(tier(**said))]),
+        f"{KV_EXTRA}.connectors[0].{KV_EXTRA}.secondary_tiers[0]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "form", "path"), FORMS)
+def test_every_option_is_read_in_every_form(
+    tmp_path: Path, config: type[StoreConfig], form: Any, path: str
+) -> None:
+    said = options_of(config)
+    text = json.dumps(form(said))
+    file = tmp_path / "options.json"
+    file.write_text(text + "\n")
+    for argument in (text, f"@{file}"):
+        (subject,), strangers = read_argument(argument)
+        assert not strangers
+        assert subject.path == path
+        assert subject.config == config(**said)
+
+
+def test_a_url_alone_is_enough() -> None:
+    assert read_argument("s3://b/p") == ([(StoreConfig(url="s3://b/p"), "options")], [])
+
+
+MIXED = connector(
+    "MultiConnector",
+    connectors=[
+        connector("NixlConnector", num_threads=3),
+        connector("KVShareConnector", url="/a"),
+        offloading({"type": "fs", "root_dir": "/b"}, tier(url="/b", epoch="e")),
+        connector("Theirs") | {"kv_connector_module_path": "their.module"},
+    ],
+) | {"kv_load_failure_policy": "recompute"}
+
+
+def test_connectors_of_others_are_named_beside_ours() -> None:
+    subjects, strangers = read_argument(json.dumps(MIXED))
+    place = f"{KV_EXTRA}.connectors"
+    assert [(each.config.url, each.path) for each in subjects] == [
+        ("/a", f"{place}[1].{KV_EXTRA}"),
+        ("/b", f"{place}[2].{KV_EXTRA}.secondary_tiers[1]"),
+    ]
+    assert [str(each) for each in strangers] == [
+        f"{place}[0].kv_connector: 'NixlConnector' is not ours, it comes with vLLM",
+        f"{place}[2].{KV_EXTRA}.secondary_tiers[0].type: 'fs' is not ours, it comes with vLLM",
+        f"{place}[3].kv_connector: 'Theirs' is not ours, it comes from their.module",
+    ]
+
+
+def test_a_multi_connector_must_compute_again_what_was_lost() -> None:
+    """The scheduler reads the outermost policy; ours below can set that of a copy only."""
+    below = connector("MultiConnector", connectors=[connector("KVShareConnector", url="/a")])
+    (conflict,) = read_argument(json.dumps({"kv_transfer_config": below}))[1]
+    assert str(conflict).startswith('kv_transfer_config.kv_load_failure_policy: write "recompute"')
+    said = below | {"kv_load_failure_policy": "recompute"}
+    assert read_argument(json.dumps(said))[1] == []
+    nested = connector("MultiConnector", connectors=[below])
+    assert [str(each)[:23] for each in read_argument(json.dumps(nested))[1]] == [
+        "kv_load_failure_policy:"
+    ]
+    only_tier = connector("MultiConnector", connectors=[offloading(tier(url="/b", epoch="e"))])
+    assert read_argument(json.dumps(only_tier))[1] == []
+
+
+def test_such_a_policy_is_a_problem_for_the_doctor(doctor: Doctor, tmp_path: Path) -> None:
+    below = connector(
+        "MultiConnector",
+        connectors=[
+            connector(
+                "KVShareConnector", url=f"{tmp_path}/store", host_cache_dir=f"{tmp_path}/host"
+            )
+        ],
+    )
+    status, printed = doctor(argument=json.dumps(below))
+    assert status == 1
+    assert "PROBLEM" in printed
+    assert "kv_load_failure_policy" in printed
+    right = below | {"kv_load_failure_policy": "recompute"}
+    assert doctor(argument=json.dumps(right))[0] == 0
+
+
+def test_both_configurations_of_an_engine_may_be_given_at_once() -> None:
+    one, two = (connector("ECShareConnector", "ec", url="/a"), connector("Q"))
+    subjects, strangers = read_argument(
+        json.dumps({"ec_transfer_config": one, "kv_transfer_config": two})
+    )
+    assert [each.path for each in subjects] == [f"ec_transfer_config.{EC_EXTRA}"]
+    assert [each.path for each in strangers] == ["kv_transfer_config.kv_connector"]
+
+
+def test_what_comes_with_vllm_is_known() -> None:
+    ours = {"ECShareConnector", "KVShareConnector"}  # an engine in this process registers them
+    registered = {*ECConnectorFactory._registry, *KVConnectorFactory._registry} - ours
+    assert registered <= CONNECTORS_OF_VLLM
+    assert set(SecondaryTierFactory._registry) <= TIERS_OF_VLLM
+
+
+OURS = "ECShareConnector, KVShareConnector, KVShareTier"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            connector("ECExampleConnector", "ec", shared_storage_path="/x"),
+            "ec_connector: 'ECExampleConnector' is not ours, it comes with vLLM. "
+            f"The doctor examines the stores of {OURS}",
+        ),
+        (
+            connector("OffloadingConnector", cpu_bytes_to_use=1),
+            "kv_connector: 'OffloadingConnector' is not ours, it comes with vLLM, and has no "
+            "KVShareTier among its secondary_tiers",
+        ),
+        (offloading({"type": "fs"}), f"{KV_EXTRA}.secondary_tiers[0].type: 'fs' is not ours"),
+        (connector("KVSharedConnector"), "nor vLLM's; perhaps KVShareConnector is meant"),
+        (connector("Q"), "kv_connector: 'Q' is not ours, nor vLLM's"),
+        (
+            connector("ECShareConnector", url="/x"),
+            "kv_connector: ECShareConnector does not go here, but as ec_connector in",
+        ),
+        (connector("KVShareTier"), "KVShareTier does not go here, but among the secondary_tiers"),
+        (connector("x") | {"kv_connector": 3}, "kv_connector: expected a name"),
+        (connector("KVShareConnector", chunk_tokens=1), f"{KV_EXTRA}.url: missing"),
+        (connector("KVShareConnector", url="/x", save="durable"), f"{KV_EXTRA}.save: unknown"),
+        ({EC_EXTRA: {"url": "/x", "chunk_tokens": 1}}, f"{EC_EXTRA}.chunk_tokens: unknown"),
+        ({KV_EXTRA: []}, f"{KV_EXTRA}: expected an object of options"),
+        (connector("MultiConnector"), f"{KV_EXTRA}.connectors: expected a list"),
+        (connector("MultiConnector", connectors=[]), f"{KV_EXTRA}.connectors: expected a list"),
+        (
+            connector("MultiConnector", connectors=[3]),
+            f"{KV_EXTRA}.connectors[0]: expected an object",
+        ),
+        (
+            connector("MultiConnector", connectors=[{}]),
+            f"{KV_EXTRA}.connectors[0].kv_connector: missing",
+        ),
+        (
+            connector("MultiConnector") | {KV_EXTRA: []},
+            f"{KV_EXTRA}: expected an object of options",
+        ),
+        (
+            connector("OffloadingConnector") | {KV_EXTRA: []},
+            f"{KV_EXTRA}: expected an object of options",
+        ),
+        (
+            connector(
+                "MultiConnector",
+                connectors=[connector("NixlConnector"), connector("KVShareConnector", url=3)],
+            ),
+            f"{KV_EXTRA}.connectors[1].{KV_EXTRA}.url: expected str",
+        ),
+        (offloading(tier(url="/x")), f"{KV_EXTRA}.secondary_tiers[0].epoch: missing"),
+        (
+            offloading(tier(url="/x", epoch="e", save="durable")),
+            f"{KV_EXTRA}.secondary_tiers[0].save: unknown option",
+        ),
+        (
+            connector("KVShareConnector", url="/x") | {"kv_connector_module_path": "theirs"},
+            "kv_connector: 'KVShareConnector' is not ours, it comes from theirs",
+        ),
+        (
+            offloading(tier(url="/x", epoch="e") | {"module_path": "theirs"}),
+            f"{KV_EXTRA}.secondary_tiers[0].type: 'KVShareTier' is not ours, it comes from theirs",
+        ),
+        (
+            offloading({"type": "KVShareTier", "url": "/x", "epoch": "e"}),
+            f"{KV_EXTRA}.secondary_tiers[0].module_path: missing; vLLM finds KVShareTier in",
+        ),
+        (
+            connector("OffloadingConnector", secondary_tiers=[tier(url="/x", epoch="e")]),
+            f"{KV_EXTRA}.spec_name: vLLM's default takes no secondary_tiers",
+        ),
+        ({"kv_transfer_config": 1}, "kv_transfer_config: expected an object of options"),
+        ({"url": "/\ud800"}, "argument store: not JSON"),
+        ({"url": "/x", "wait": 1}, "options.wait: unknown option; did you mean 'wait_s'?"),
+        ({"url": "/x", "chunk_token": 1}, "did you mean 'chunk_tokens'?"),
+        (
+            {"url": "/x", "save": "durable", "chunk_tokens": 1},
+            "options: save is an option of ECShareConnector, chunk_tokens is an option of "
+            "KVShareConnector; give the options of one of them",
+        ),
+        ({"url": "/x", "locality": "LOCAL"}, "options.epoch: missing"),
+    ],
+)
+def test_what_makes_no_sense_is_named_by_its_path(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_argument(json.dumps(said))
+
+
+def test_deep_json_is_refused() -> None:
+    with pytest.raises(ConfigError, match="argument store: not JSON"):
+        read_argument('{"url":' * 100_000)
+
+
+def test_each_distinct_store_is_examined_once(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    here = {"url": f"{tmp_path}/store", "host_cache_dir": f"{tmp_path}/host"}
+    there = here | {"url": f"{tmp_path}/other"}
+    whole = connector(
+        "MultiConnector",
+        connectors=[
+            connector("NixlConnector"),
+            connector("KVShareConnector", **here, chunk_tokens=512),
+            offloading(tier(**here, epoch="e"), tier(**there, epoch="e")),
+        ],
+    ) | {"kv_load_failure_policy": "recompute"}
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(whole))
+    status, text = doctor(argument=f"@{file}")
+    assert status == 0, text
+    place = f"{KV_EXTRA}.connectors"
+    assert f"note    options: {place}[0].kv_connector: 'NixlConnector' is not ours" in text
+    assert text.count("stores, returns") == 2
+    same = f"{place}[2].{KV_EXTRA}.secondary_tiers[0] are well-formed; url {here['url']}, "
+    assert f"{same}the store of {place}[1].{KV_EXTRA}" in text
+
+
+def test_a_problem_of_one_store_does_not_hide_the_others(doctor: Doctor, tmp_path: Path) -> None:
+    here = {"url": f"{tmp_path}/store", "host_cache_dir": f"{tmp_path}/host"}
+    missing = here | {"url": f"{tmp_path}/missing"}
+    children = [connector("KVShareConnector", **each) for each in (missing, here)]
+    whole = connector("MultiConnector", connectors=children)
+    status, text = doctor(argument=json.dumps(whole))
+    assert status == 1
+    assert "there is no folder" in text
+    assert "stores, returns" in text
+    assert (
+        f"PROBLEM options: {KV_EXTRA}.connectors: an engine can have one KVShareConnector" in text
+    )
+
+
+def test_somebody_elses_connector_is_wrong_usage(doctor: Doctor) -> None:
+    status, text = doctor(argument=json.dumps(connector("LMCacheConnectorV1")))
+    assert status == 2
+    assert "'LMCacheConnectorV1' is not ours, it comes with vLLM" in text

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor and stores that are not what they should be: missing, refused, no S3, half expired."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from ecshare.doctor import contents, store_check
+from ecshare.store import manifest
+from ecshare.store.config import MIB, StoreConfig
+from ecshare.store.folder.store import DirectoryStore
+from ecshare.store.keys import (
+    Key,
+    Kind,
+    manifest_key,
+    manifests_prefix,
+    namespace_digest,
+    object_key,
+)
+from ecshare.store.objects import Sink
+from ecshare.store.open import open_store
+from lab.faults.http_proxy import FaultProxy, Method
+from lab.faults.kinds import Fault
+from lab.servers.processes import LOOPBACK, Port
+from lab.servers.s3 import SeaweedFS
+from tests.ecshare.conftest import Doctor, start
+from tests.waiting import until
+
+FACTS = {"model": "qwen", "weights": "aa", "dtype": "bfloat16", "epoch": "", "integrity": ""}
+NAMESPACE = namespace_digest(FACTS)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """All that is in a folder, with sizes, modes and times of the last change."""
+    status = {path: path.lstat() for path in [folder, *folder.rglob("*")]}
+    return {str(p): (s.st_size, s.st_mode, s.st_mtime_ns) for p, s in status.items()}
+
+
+# --- folders ---
+
+
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)])
+def test_a_misspelt_folder_is_said_and_not_made(
+    doctor: Doctor, tmp_path: Path, arguments: Sequence[str]
+) -> None:
+    before = tree(tmp_path)
+    for url in (f"{tmp_path}/stroe", f"file://{tmp_path}/stroe/deep"):
+        status, text = doctor(*arguments, url=url)
+        assert status == 1
+        folder = url.removeprefix("file://")
+        assert f"PROBLEM store: there is no folder {folder}, or this user may not see it" in text
+        assert "host cache" not in text, "what comes next rests on the store"
+    assert tree(tmp_path) == before
+
+
+# A filesystem of files that fsspec reaches, as those of servers (SFTP, SMB, ...).
+OnServer = type("OnServer", (LocalFileSystem,), {"protocol": "onserver"})
+
+
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)])
+def test_a_misspelt_folder_on_a_server_is_said_and_not_made(
+    doctor: Doctor, tmp_path: Path, arguments: Sequence[str]
+) -> None:
+    fsspec.register_implementation("onserver", OnServer, clobber=True)
+    before = tree(tmp_path)
+    status, text = doctor(*arguments, url=f"onserver://{tmp_path}/stroe")
+    assert status == 1
+    assert f"PROBLEM store: there is no folder onserver://{tmp_path}/stroe, or" in text
+    assert tree(tmp_path) == before
+    status, text = doctor(*arguments, url=f"onserver://{tmp_path}/store")
+    assert status == 0, text
+    assert tree(tmp_path).keys() == before.keys()
+
+
+@pytest.mark.parametrize("has_host_cache", [False, True])
+def test_read_only_writes_nothing_at_all(
+    doctor: Doctor,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    has_host_cache: bool,
+) -> None:
+    shm = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr("ecshare.store.hostcache.folder.SHM", shm)
+    start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
+    if has_host_cache:
+        (tmp_path / "host").mkdir(mode=0o700)
+    before = tree(tmp_path), tree(shm)
+    for options in ({}, {"host_cache_dir": None}):
+        status, text = doctor("--read-only", **options)
+        assert status == 0, text
+        assert "stores, returns" not in text
+        assert f"{NAMESPACE}: 0 of 1 objects that were read are damaged" in text
+    assert (tree(tmp_path), tree(shm)) == before
+    assert f"{shm}/ecshare-" in text
+    assert "the first engine makes it" in text
+
+
+def test_no_host_cache_is_made_and_the_store_is_left_as_it_was(
+    doctor: Doctor, tmp_path: Path
+) -> None:
+    start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
+    before = sorted(tree(tmp_path))
+    status, text = doctor()
+    assert status == 0, text
+    assert "stores, returns" in text
+    assert sorted(tree(tmp_path)) == before
+    assert f"host cache: {tmp_path}/host does not exist yet" in text
+
+
+def test_what_a_host_cache_holds_is_said(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir(mode=0o700)
+    (tmp_path / "host" / "entry").write_bytes(bytes(3_000_000))
+    assert f"{tmp_path}/host holds 3.0 MB of at most" in doctor()[1]
+
+
+def test_a_host_cache_below_a_file_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    status, text = doctor(host_cache_dir=f"{tmp_path}/file/host")
+    assert status == 1
+    assert f"host_cache_dir: {tmp_path}/file/host cannot be made" in text
+
+
+# --- figures ---
+
+
+class Clock:
+    """Time that passes only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+class Slow(DirectoryStore):
+    """A folder that takes, by its clock, the next of `seconds` for each put and each get."""
+
+    def __init__(self, folder: Path, clock: Clock, puts: list[float], gets: list[float]) -> None:
+        super().__init__(str(folder))
+        self._clock, self._puts, self._gets = clock, puts, gets
+        self.sizes: list[int] = []
+
+    async def put(self, key: Key, body: Any, *, replace: bool = False) -> bool:
+        is_new = await super().put(key, body, replace=replace)
+        self.sizes.append(len(body))
+        self._clock.s += self._puts.pop(0) if is_new else 0.125
+        return is_new
+
+    async def get(self, key: Key, sink: Sink) -> None:
+        await super().get(key, sink)
+        self._clock.s += self._gets.pop(0)
+
+
+async def test_the_best_of_three_counts(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Slow(tmp_path, clock, [0.5, 0.25, 0.375], [0.625, 0.5, 0.125])
+    assert await store_check.measure(store, clock) == store_check.RoundTrip(
+        3, 0.25, 0.125, True, True
+    )
+    assert set(store.sizes) == {8 * MIB}
+    assert not list(tmp_path.iterdir())
+    await store.close()
+
+
+async def test_a_slow_store_is_measured_once(tmp_path: Path) -> None:
+    clock = Clock()
+    store = Slow(tmp_path, clock, [4.0, 1.0], [5.0, 1.0])
+    assert await store_check.measure(store, clock) == store_check.RoundTrip(1, 4.0, 5.0, True, True)
+    assert not list(tmp_path.iterdir())
+    await store.close()
+
+
+GIVE_UP_S = 20.0
+
+
+class Hung(DirectoryStore):
+    """A folder of which nothing is read, and nothing is removed."""
+
+    async def get(self, key: Key, sink: Sink) -> None:
+        await asyncio.Event().wait()
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_store_that_does_not_answer_is_said_in_time(tmp_path: Path) -> None:
+    store = Hung(str(tmp_path))
+    config = StoreConfig(url=str(tmp_path), io_timeout_s=0.1)
+    async with asyncio.timeout(GIVE_UP_S):
+        findings = [each async for each in store_check.check_store(store, config, write=True)]
+    assert [each.text for each in findings] == [
+        "no answer within 0.1 s; check the url and storage_options"
+    ]
+    await store.close()
+
+
+async def test_what_is_measured_ends_though_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_check, "_MAX_MEASURE_S", 0.1)
+    store = Hung(str(tmp_path))
+    measuring = asyncio.create_task(store_check.measure(store))
+    await until(lambda: [*tmp_path.iterdir()])
+    measuring.cancel()
+    await asyncio.wait([measuring], timeout=GIVE_UP_S)
+    assert measuring.cancelled()
+    await store.close()
+
+
+def test_figures_say_how_many_rounds_they_are_the_best_of(doctor: Doctor) -> None:
+    assert re.search(r"put [\d,]+, get [\d,]+ MB/s \(best of [123]\)", doctor()[1])
+
+
+# --- buckets ---
+
+Answer = tuple[int, str, bytes]
+PLAIN = {
+    "nothing": (404, "text/html", b"<html>not found</html>"),
+    "page": (200, "text/html", b"<!doctype html><html>hello</html>"),
+    "json": (404, "application/json", b'{"detail": "Not Found"}'),
+    "login": (401, "text/plain", b"who are you?"),
+}
+
+
+@contextmanager
+def http_server(answer: Answer, **headers: str) -> Iterator[str]:
+    """An HTTP server that gives everybody the same answer, with these headers too; its url."""
+    status, content_type, body = answer
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_DELETE = do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield url
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def problems(text: str) -> list[str]:
+    return re.findall("^PROBLEM *(.*)", text, re.MULTILINE)
+
+
+CLIENTS = {"obstore": {}, "s3fs": {"config_kwargs": {"max_pool_connections": 7}}}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("arguments", [(), ("--read-only",)])
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_http_server_that_is_no_s3_server_is_named(
+    doctor: Doctor, name: str, arguments: Sequence[str], client: str
+) -> None:
+    with http_server(PLAIN[name]) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url} | CLIENTS[client]
+        status, text = doctor(
+            *arguments, url="s3://bucket/x", storage_options=storage, io_timeout_s=5
+        )
+    assert status == 1
+    code, content_type, _ = PLAIN[name]
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: {url} is an HTTP server, but it answers {code} ")
+    assert f"with {content_type}: it is not an S3 server; set endpoint_url" in problem
+    assert "ok      store" not in text, "it is found out before anything else is said"
+
+
+def test_a_server_that_speaks_no_http_is_named(doctor: Doctor) -> None:
+    """As SSH's, on a port that somebody took for S3's."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with listening.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                        connection.recv(1 << 16)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=2)
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert status == 1
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: {url} answers, but not with HTTP: it is not an S3 server")
+
+
+def test_a_redirect_is_named_and_not_followed(doctor: Doctor) -> None:
+    with (
+        http_server(PLAIN["page"]) as elsewhere,
+        http_server((302, "text/plain", b""), Location=elsewhere) as url,
+    ):
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: {url} is an HTTP server, but it answers 302 ")
+
+
+def test_a_server_that_is_not_well_is_asked_after(doctor: Doctor) -> None:
+    with http_server((502, "text/html", b"<html>bad gateway</html>")) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert f"{url} is an HTTP server, but it answers 502 Bad Gateway with text/html" in problem
+    assert "is the S3 server up" in problem
+
+
+@pytest.mark.parametrize("answer", [(409, "OperationAborted"), (412, "PreconditionFailed")])
+def test_a_store_in_conflict_is_a_sentence(doctor: Doctor, answer: tuple[int, str]) -> None:
+    status, code = answer
+    body = f"<Error><Code>{code}</Code><Message>Try again.</Message></Error>".encode()
+    with http_server((status, "application/xml", body)) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        found, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert found == 1
+    (problem,) = problems(text)
+    assert f"the store at {url} answered {status} {code}: Try again." in problem
+
+
+def test_the_region_of_the_bucket_is_named(doctor: Doctor) -> None:
+    with http_server((301, "text/plain", b""), x_amz_bucket_region="eu-north-1") as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert "the bucket is in the region eu-north-1, and us-east-1 was asked" in problem
+
+
+def test_words_of_a_hostile_server_do_not_reach_the_terminal(doctor: Doctor) -> None:
+    body = (
+        b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'
+        b"<Message>\x1b[2Jok      store: fine" + b"x" * 5000 + b"</Message></Error>"
+    )
+    with http_server((403, "application/xml", body)) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    assert "AccessDenied" in text
+    assert "check key and secret" in text
+    assert "\x1b" not in text
+    assert len(text) < 2000
+
+
+@pytest.mark.parametrize(("body", "headers"), [("<Error></Error>", {}), ("", {"x_amz_id_2": "1"})])
+def test_a_refusal_without_words_is_not_quoted_raw(
+    doctor: Doctor, body: str, headers: dict[str, str]
+) -> None:
+    class_names = re.compile("lacked|Generic S3 error|Error performing|: ;")
+    with http_server((403, "application/xml", body.encode()), **headers) as url:
+        storage = {"key": "a", "secret": "b", "endpoint_url": url}
+        status, text = doctor(url="s3://bucket/x", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert problem.startswith(f"store: the store at {url} answered 403 Forbidden; check key and")
+    assert not class_names.search(text)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("bucket", "wrong", "words"),
+    [
+        ("no-such-bucket", {}, "the bucket does not exist; .*it is the first part of the url"),
+        ("", {"secret": "wrong"}, "signature we calculated does not match.*check key and secret"),
+        ("", {"key": "wrong"}, "does not exist in our records.*check key and secret"),
+    ],
+)
+def test_what_is_wrong_with_a_bucket_is_found_first_and_said_once(
+    doctor: Doctor,
+    seaweed: SeaweedFS,
+    bucket: str,
+    wrong: dict[str, str],
+    words: str,
+    client: str,
+) -> None:
+    url = f"s3://{bucket}/x" if bucket else f"{seaweed.url}/wrong"
+    storage = seaweed.storage_options | wrong | CLIENTS[client]
+    for arguments in ((), ("--read-only",)):
+        status, text = doctor(*arguments, url=url, storage_options=storage)
+        assert status == 1
+        (problem,) = problems(text)
+        assert re.search(words, problem)
+        assert "ok      store" not in text
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        (("PUT",), r"can be read, but not written: the store at \S+ answered 403 AccessDenied"),
+        (("POST", "DELETE"), r"but does not remove them; .* Left: doctor-[0-9a-f]{16} \("),
+    ],
+)
+def test_what_a_server_does_not_let_us_do_is_named(
+    doctor: Doctor, seaweed: SeaweedFS, methods: Sequence[Method], words: str
+) -> None:
+    with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
+        for method in methods:  # some servers remove several objects by a POST
+            proxy.fail(Fault.answer(403), on=method)
+        storage = seaweed.storage_options | {"endpoint_url": proxy.url}
+        status, text = doctor(url=f"{seaweed.url}/denied", storage_options=storage)
+    assert status == 1
+    (problem,) = problems(text)
+    assert re.search(words, problem)
+
+
+def test_nobody_at_the_endpoint_is_said(doctor: Doctor) -> None:
+    port = Port()
+    storage = {"key": "a", "secret": "b", "endpoint_url": f"http://127.0.0.1:{port.number}"}
+    status, text = doctor(url="s3://bucket/x", storage_options=storage, io_timeout_s=0.5)
+    port.release()
+    assert status == 1
+    (problem,) = problems(text)
+    assert f"no server answers at {storage['endpoint_url']} (Connection refused)" in problem
+
+
+# --- manifests that are gone ---
+
+
+def line(namespace: str, num_objects: int, more: str = "") -> str:
+    return (
+        f"namespace {namespace}: {num_objects}{more} objects without a manifest: it expired or was "
+        "removed; engines that run now write it again within hours (look-up buffers have none)"
+    )
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_objects_whose_manifest_is_gone_are_counted(
+    doctor: Doctor, tmp_path: Path, kind: Kind
+) -> None:
+    keys = [object_key(kind, NAMESPACE, name) for name in ("one", "two")]
+    start(tmp_path, FACTS, "", *keys, kind=kind)
+    what = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}[kind]
+    unused = re.compile(f"^note +{what}: no engine that stores any has used", re.MULTILINE)
+    text = doctor()[1]
+    assert "without a manifest" not in text
+    (tmp_path / "store" / manifest_key(kind, NAMESPACE)).unlink()
+    # What only looks like a namespace, or is no object of ours, is none.
+    junk = tmp_path / "store" / kind / "2"
+    (junk / "not-a-namespace").mkdir()
+    (junk / "not-a-namespace" / "x").write_text("x")
+    (junk / ("a" * 32)).mkdir()
+    (junk / ("a" * 32) / "readme.txt").write_text("x")
+    status, text = doctor()
+    assert status == 0, text
+    assert f"note    {what}: {line(NAMESPACE, 2)}\n" in text
+    assert text.count("without a manifest") == 1
+    assert not unused.search(text)
+
+
+@pytest.mark.s3
+def test_an_expired_manifest_in_a_bucket_is_noted(
+    doctor: Doctor, tmp_path: Path, seaweed: SeaweedFS
+) -> None:
+    url, options = f"{seaweed.url}/expired", seaweed.storage_options
+    start(
+        tmp_path,
+        FACTS,
+        url,
+        object_key(Kind.EC, NAMESPACE, "picture"),
+        storage_options=options,
+    )
+    remove(url, options, manifest_key(Kind.EC, NAMESPACE))
+    status, text = doctor("--read-only", url=url, storage_options=options)
+    assert status == 0, text
+    assert f"note    embeddings: {line(NAMESPACE, 1)}\n" in text
+
+
+def test_a_damaged_manifest_is_not_a_missing_one(doctor: Doctor, tmp_path: Path) -> None:
+    start(tmp_path, FACTS, "", object_key(Kind.EC, NAMESPACE, "picture"))
+    (tmp_path / "store" / manifest_key(Kind.EC, NAMESPACE)).write_text("{")
+    status, text = doctor()
+    assert status == 0
+    assert "without a manifest" not in text
+    assert f"note    embeddings: namespace {NAMESPACE}: its manifest is damaged;" in text
+    assert text.count("no engine that stores any has used") == 1, "of the other kind"
+
+
+def test_of_very_many_manifests_those_that_are_not_shown_are_not_missed(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (manifest, contents):
+        monkeypatch.setattr(module, "MOST_READ", 1)
+    for n in range(3):
+        facts = FACTS | {"epoch": f"{n}"}
+        start(tmp_path, facts, "", object_key(Kind.EC, namespace_digest(facts), "picture"))
+    text = doctor()[1]
+    assert text.count(": 1 objects, ") == 1
+    assert "without a manifest" not in text
+    assert "damaged;" not in text
+
+
+def test_invented_namespaces_do_not_hold_the_doctor_up(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "MAX_CHECKED", 2)
+    asked: list[str] = []
+    exists = DirectoryStore.exists
+
+    async def counted(store: DirectoryStore, keys: Sequence[Key]) -> list[bool]:
+        asked.extend(keys)
+        return await exists(store, keys)
+
+    monkeypatch.setattr(DirectoryStore, "exists", counted)
+    for n in range(5):
+        path = tmp_path / "store" / object_key(Kind.EC, f"{n}" * 32, "x")
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    assert doctor("--read-only")[1].count("without a manifest") == 2
+    assert len([key for key in asked if "manifests" in key]) == 2
+
+
+def test_the_search_for_them_is_bounded(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_objects = 3
+    start(
+        tmp_path, FACTS, "", *(object_key(Kind.EC, NAMESPACE, f"{n}") for n in range(num_objects))
+    )
+    shutil.rmtree(tmp_path / "store" / manifests_prefix(Kind.EC))
+    monkeypatch.setattr(contents, "MAX_COUNTED", 2)
+    status, text = doctor()
+    assert status == 0
+    assert line(NAMESPACE, 2, " or more") in text
+    assert "only the first 2 keys were searched for objects without a manifest" in text
+
+
+def test_a_namespace_is_counted_by_itself_where_there_are_too_many(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [FACTS | {"epoch": f"{n}"} for n in range(3)]
+    for facts in many:
+        start(tmp_path, facts, "", object_key(Kind.EC, namespace_digest(facts), "picture"))
+    monkeypatch.setattr(contents, "MAX_COUNTED", 2)
+    text = doctor()[1]
+    for facts in many:
+        assert f"{namespace_digest(facts)}: 1 objects, 0.0 MB; its manifest is of 20" in text
+
+
+def test_many_of_them_are_not_all_named(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "MAX_SHOWN", 1)
+    for n, num_objects in enumerate((1, 2)):
+        facts = FACTS | {"epoch": f"{n}"}
+        names = [f"{n}" for n in range(num_objects)]
+        start(
+            tmp_path,
+            facts,
+            "",
+            *(object_key(Kind.EC, namespace_digest(facts), name) for name in names),
+        )
+    shutil.rmtree(tmp_path / "store" / manifests_prefix(Kind.EC))
+    text = doctor()[1]
+    assert line(namespace_digest(FACTS | {"epoch": "1"}), 2) in text, "the largest comes first"
+    assert "1 more namespaces have objects without a manifest" in text
+    assert text.count("it expired or was removed") == 1
+
+
+def remove(url: str, options: dict[str, Any], key: Key) -> None:
+    """Remove one object from a bucket, as an expiry rule does."""
+
+    async def run() -> None:
+        store = open_store(StoreConfig(url=url, storage_options=options), "options")
+        await store.delete([key])
+        assert await store.exists([key]) == [False]
+        await store.close()
+
+    asyncio.run(run())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class vLLM loads: options, roles, registration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ecshare.connector import ECShareConnector
+from vllm.config import ECTransferConfig, VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+
+from ecshare.plugin.register import register
+from ecshare.store.errors import ConfigError
+from tests.ecshare.encoder.scheduler.test_scheduler import feature, key_of, request, until_ready
+
+
+@pytest.fixture(scope="module")
+def vllm_config(vlm: Path) -> VllmConfig:
+    return EngineArgs(model=str(vlm), dtype="float32", enforce_eager=True).create_engine_config()
+
+
+def connect(vllm_config: VllmConfig, options: dict[str, Any]) -> ECShareConnector:
+    vllm_config.ec_transfer_config = ECTransferConfig(
+        ec_connector="ECShareConnector",
+        ec_role="ec_producer",
+        ec_connector_extra_config=options,
+    )
+    connector = ECConnectorFactory.create_connector(vllm_config, ECConnectorRole.SCHEDULER)
+    assert isinstance(connector, ECShareConnector)
+    return connector
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+    register()  # vLLM may call it twice
+
+
+def test_vllm_finds_both_connectors_by_their_short_names() -> None:
+    assert KVConnectorFactory.get_connector_class_by_name("KVShareConnector") is not None
+
+
+def test_the_other_half_does_not_exist(vllm_config: VllmConfig, tmp_path: Path) -> None:
+    connector = connect(
+        vllm_config, {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
+    )
+    assert not hasattr(connector, "worker")
+    connector.shutdown()
+
+
+def test_the_older_interface_asks_for_all_items_and_answers_for_each(
+    vllm_config: VllmConfig, tmp_path: Path
+) -> None:
+    options = {"url": str(tmp_path / "store"), "host_cache_dir": str(tmp_path / "host")}
+    connector = connect(vllm_config, options)
+    asked = request(feature("stored"), feature("absent", offset=40))
+    path = tmp_path / "store" / key_of(vllm_config, "stored")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"a producer asks whether it is there, not whether it is good")
+    assert connector.has_caches(asked) == [False, False]
+    assert until_ready(connector.scheduler, asked)
+    assert connector.has_caches(asked) == [True, False]
+    connector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, ["url"]),
+        ({"url": 7}, ["url"]),
+        ({"url": "/s", "urll": "/s"}, ["urll", "url"]),
+        ({"url": "/s", "wait_s": "long"}, ["wait_s"]),
+        ({"url": "/s", "wait_s": -1}, ["wait_s"]),
+        ({"url": "nosuch://bucket"}, ["url", "nosuch"]),
+        ({"url": "relative/folder"}, ["url", "absolute"]),
+        ({"url": "/proc/ecshare"}, ["url"]),
+    ],
+)
+def test_a_bad_option_is_named_with_its_path(
+    vllm_config: VllmConfig, tmp_path: Path, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connect(vllm_config, {"host_cache_dir": str(tmp_path / "host"), **options})
+    assert "ec_connector_extra_config" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_bucket_nobody_serves_is_named(vllm_config: VllmConfig, tmp_path: Path) -> None:
+    options = {
+        "url": "s3://bucket",
+        "storage_options": {
+            "key": "k",
+            "secret": "not-for-the-log",
+            "endpoint_url": "http://127.0.0.1:9",
+        },
+        "io_timeout_s": 2,
+        "host_cache_dir": str(tmp_path / "host"),
+    }
+    with pytest.raises(ConfigError, match=r"ec_connector_extra_config\.url") as caught:
+        connect(vllm_config, options)
+    assert "not-for-the-log" not in str(caught.value)

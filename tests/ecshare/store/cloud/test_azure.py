@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is Azure's own; what every store must do is in the contract."""
+
+import base64
+import os
+from typing import Any
+
+import pytest
+
+from ecshare.store.cloud.azure_options import AzurePlan, plan
+from ecshare.store.cloud.store import CloudStore
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, ObjectCorrupt, StoreDenied, StoreUnavailable
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import probe, read
+from ecshare.store.open import open_store
+from tests.ecshare.store.azurite import CONTAINER, KEY, OTHER_ACCOUNT, Azurite
+from tests.ecshare.store.conftest import azure_config
+from tests.ecshare.store.scripted import serving
+
+PATH = "ec_connector_extra_config"
+URL = "az://container/a/prefix/"
+NAMED = {"account_name": "account"}
+HIDDEN = base64.b64encode(b"hidden").decode()
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("AZURE_"):
+            monkeypatch.delenv(name)
+
+
+def planned(url: str = URL, **options: Any) -> AzurePlan:
+    found = plan(StoreConfig(url=url, storage_options=options), PATH)
+    assert isinstance(found, AzurePlan), found
+    return found
+
+
+def refusal(url: str = URL, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(StoreConfig(url=url, storage_options=options), PATH)
+    return str(caught.value)
+
+
+def credentials(found: AzurePlan) -> dict[str, Any]:
+    assert found.credentials is not None
+    return {name: value for name, value in found.credentials().items() if name != "expires_at"}
+
+
+def test_an_account_and_its_key() -> None:
+    found = planned(**NAMED, account_key=KEY, max_concurrency=4, anon=None, blocksize=1)
+    assert (found.bucket, found.prefix) == ("container", "a/prefix")
+    assert credentials(found) == {"access_key": KEY}
+    assert found.client == {"allow_http": False}
+    assert found.config == {
+        "account_name": "account",
+        "skip_signature": False,
+        "use_emulator": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("abfs://container@account.dfs.core.windows.net/x", None),
+        ("abfss://container@account.blob.core.windows.net/x", None),
+        ("az://container@account.dfs.core.example.cn/x", "https://account.blob.core.example.cn"),
+    ],
+)
+def test_a_url_may_name_the_account(url: str, endpoint: str | None) -> None:
+    found = planned(url, sas_token="?sv=1&sig=2")
+    assert (found.bucket, found.prefix) == ("container", "x")
+    assert found.config["account_name"] == "account"
+    assert found.config.get("endpoint") == endpoint
+    assert credentials(found) == {"sas_token": "sv=1&sig=2"}
+
+
+def test_a_connection_string_says_it_all() -> None:
+    found = planned(
+        connection_string=f"DefaultEndpointsProtocol=https;AccountName=account;AccountKey={KEY};"
+        "EndpointSuffix=core.example.us"
+    )
+    assert found.config["endpoint"] == "https://account.blob.core.example.us"
+    assert credentials(found) == {"access_key": KEY}
+    found = planned(
+        connection_string="AccountName=account;BlobEndpoint=http://127.0.0.1:1/account/;"
+        "SharedAccessSignature=sv=1&sig=2"
+    )
+    assert found.config["endpoint"] == "http://127.0.0.1:1/account"
+    assert found.client == {"allow_http": True}
+    assert credentials(found) == {"sas_token": "sv=1&sig=2"}
+
+
+def test_a_service_says_who_it_is() -> None:
+    found = planned(**NAMED, client_id="c", tenant_id="t", client_secret="hidden")
+    assert found.credentials is None
+    assert found.secrets["credential_type"] == "client_secret"
+    assert "hidden" not in repr(found)
+    assert refusal(**NAMED, client_secret="s").startswith(f"{PATH}.storage_options.client_id: miss")
+
+
+def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=env;AccountKey={HIDDEN}")
+    assert planned().config["account_name"] == "env"
+    assert credentials(planned()) == {"access_key": HIDDEN}
+    found = planned(**NAMED)
+    assert found.config["account_name"] == "account"
+    assert found.credentials is None
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", HIDDEN)
+    assert credentials(planned(**NAMED, account_key=KEY)) == {"access_key": KEY}
+
+
+def test_anonymous_is_for_those_without_credentials() -> None:
+    assert planned(**NAMED, anon=True).config["skip_signature"] is True
+    assert planned(**NAMED, anon=True, account_key=KEY).config["skip_signature"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"credential": object()}, "credential"),
+        ({"location_mode": "secondary"}, "location_mode"),
+        ({"read_timeout": 3}, "read_timeout"),
+    ],
+)
+def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
+    config = StoreConfig(url=URL, storage_options={**NAMED, **options})
+    assert plan(config, PATH) == f"only adlfs knows the option {reason}"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "sentence"),
+    [
+        (URL, {}, "storage_options.account_name: missing; give it, or a connection_string"),
+        (URL, {"acount_name": "a"}, "storage_options.acount_name: unknown option; did you mean 'a"),
+        (URL, {**NAMED, "account_key": 3}, "storage_options.account_key: expected a string"),
+        (URL, {**NAMED, "account_key": "hid"}, "storage_options.account_key: its key is not base"),
+        (URL, {**NAMED, "sas_token": ""}, "storage_options.sas_token: is empty"),
+        ("az://", NAMED, "url: 'az://' names no container"),
+        ("az://Container", NAMED, "url: 'az://Container' names no container"),
+        ("az://container/a//b", NAMED, "url: the prefix 'a//b' has an empty or dotted level"),
+        ("abfs://container@host/x", NAMED, "url: 'abfs://***@host/x' names no account"),
+        (
+            "abfs://container@other.dfs.core.windows.net/x",
+            NAMED,
+            "storage_options.account_name: it names the account 'account', and 'other' is named",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
+    assert refusal(url, **options).startswith(f"{PATH}.{sentence}")
+
+
+def test_accounts_are_stores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one host keeps of a container must not be taken for another account's."""
+
+    def store_id(url: str = "az://container/x", **options: object) -> str:
+        return StoreConfig(url=url, storage_options=options).store_id()
+
+    one = store_id(account_name="one")
+    assert store_id(account_name="one", account_key=KEY) == one
+    assert store_id(connection_string=f"AccountName=one;AccountKey={KEY}") == one
+    assert store_id(account_name="two") != one
+    assert store_id(account_name="one", account_host="one.blob.example.cn") != one
+    assert store_id("abfs://container@one.dfs.core.windows.net/x") != store_id(
+        "abfs://container@two.dfs.core.windows.net/x"
+    )
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "one")
+    assert store_id() == one
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "two")
+    assert store_id() != one
+    assert store_id(account_name=3) != one  # refused elsewhere
+
+
+def test_secrets_reach_no_log() -> None:
+    hidden = {
+        "account_key": "hidden1",
+        "sas_token": "hidden2",
+        "connection_string": "AccountName=a;hidden3",
+        "client_secret": "hidden4",
+    }
+    assert "hidden" not in repr(StoreConfig(url=URL, storage_options=hidden))
+    found = planned(**NAMED, account_key=HIDDEN, client_id="c")
+    assert HIDDEN not in repr(found)
+
+
+@pytest.mark.azure
+async def test_a_real_server_tells_what_is_wrong(azurite: Azurite) -> None:
+    wrong_key = azure_config(
+        azurite,
+        connection_string=azurite.storage_options()["connection_string"].replace(KEY, HIDDEN),
+    )
+    wrong_token = azure_config(
+        azurite,
+        connection_string=f"AccountName=ecsharetest;BlobEndpoint={azurite.endpoint()};"
+        "SharedAccessSignature=sv=2021-12-02&sig=hidden%3D&se=2099-01-01&sp=rw&sr=c",
+    )
+    anonymous = azure_config(
+        azurite,
+        connection_string=f"AccountName=ecsharetest;BlobEndpoint={azurite.endpoint()}",
+        anon=True,
+    )
+    for config in (wrong_key, wrong_token, anonymous):
+        store = open_store(config, "options")
+        assert isinstance(store, CloudStore)
+        for write in (False, True):
+            with pytest.raises(StoreDenied, match=r"store( at \S+)? answered 403 Auth") as caught:
+                await probe(store, write=write)
+            assert "hidden" not in str(caught.value)
+            assert "\n" not in str(caught.value)
+        await store.close()
+    nothing = open_store(azure_config(azurite, "az://nothing/x"), "options")
+    with pytest.raises(StoreUnavailable, match="the container does not exist"):
+        await probe(nothing, write=True)
+    await nothing.close()
+
+
+@pytest.mark.azure
+async def test_two_accounts_hold_different_objects(azurite: Azurite) -> None:
+    key = object_key(Kind.EC, "0" * 32, "an object")
+    url = f"az://{CONTAINER}/accounts"
+    one = open_store(azure_config(azurite, url), "options")
+    two = open_store(
+        azure_config(azurite, url, **azurite.storage_options(OTHER_ACCOUNT)), "options"
+    )
+    await one.put(key, b"of one")
+    assert await two.exists([key]) == [False]
+    await two.put(key, b"of two")
+    assert bytes(await read(one, key, 100)) == b"of one"
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("BlobAlreadyExists", None),
+        ("BlobArchived", ObjectCorrupt),
+        ("ContainerBeingDeleted", StoreUnavailable),
+        ("PublicAccessNotPermitted", StoreDenied),
+    ],
+)
+async def test_not_every_conflict_means_that_the_object_is_there(
+    code: str, error: type[Exception] | None
+) -> None:
+    """No server that can be had says these; Azure's list of error codes does."""
+    with serving(lambda asked: asked.say_error(409, code)) as server:
+        text = f"AccountName=account;AccountKey={KEY};BlobEndpoint={server.endpoint}/account"
+        config = StoreConfig(url=URL, storage_options={"connection_string": text})
+        store = open_store(config, "options")
+        key = object_key(Kind.EC, "0" * 32, "an object")
+        if error is None:
+            assert await store.put(key, b"x") is False
+        else:
+            with pytest.raises(error, match=f"409 {code}"):
+                await store.put(key, b"x")
+        await store.close()

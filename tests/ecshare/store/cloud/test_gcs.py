@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is Google's own; what every store must do is in the contract."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.cloud.gcs_options import GCSPlan, plan
+from ecshare.store.config import StoreConfig
+from ecshare.store.errors import ConfigError, StoreDenied, StoreUnavailable
+from ecshare.store.keys import Kind, object_key
+from ecshare.store.objects import probe
+from ecshare.store.open import open_store
+from tests.ecshare.store.conftest import gcs_config
+from tests.ecshare.store.gcs_server import GCS
+
+PATH = "ec_connector_extra_config"
+URL = "gs://bucket/a/prefix/"
+SERVICE = {"type": "service_account", "client_email": "a@b", "private_key": "hidden"}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("GOOGLE_", "STORAGE_EMULATOR")):
+            monkeypatch.delenv(name)
+
+
+def planned(url: str = URL, **options: Any) -> GCSPlan:
+    found = plan(StoreConfig(url=url, storage_options=options), PATH)
+    assert isinstance(found, GCSPlan), found
+    return found
+
+
+def refusal(url: str = URL, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(StoreConfig(url=url, storage_options=options), PATH)
+    return str(caught.value)
+
+
+def test_plain_google() -> None:
+    spelt_out = planned(token="google_default", project="p", requester_pays=False)
+    for found in (planned(), spelt_out):
+        assert (found.bucket, found.prefix) == ("bucket", "a/prefix")
+        assert found.credentials is None
+        assert (found.config, found.secrets) == ({"skip_signature": False}, {})
+        assert found.client == {"allow_http": False}
+
+
+def test_an_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(endpoint_url="http://localhost:1/", token="anon")
+    assert found.config == {"skip_signature": True, "base_url": "http://localhost:1"}
+    assert found.client == {"allow_http": True}
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:2")
+    assert planned().config["base_url"] == "http://localhost:2"
+
+
+def test_a_token_is_a_file_an_account_or_itself(tmp_path: Path) -> None:
+    file = tmp_path / "account.json"
+    file.write_text(json.dumps(SERVICE))
+    assert planned(token=str(file)).secrets == {"service_account": str(file)}
+    assert json.loads(planned(token=SERVICE).secrets["service_account_key"]) == SERVICE
+    file.write_text(json.dumps({"type": "authorized_user", "refresh_token": "r"}))
+    assert planned(token=str(file)).secrets == {"application_credentials": str(file)}
+    found = planned(token="ya29.hidden/x")
+    assert found.credentials is not None
+    assert found.credentials()["token"] == "ya29.hidden/x"
+    for plan_ in (found, planned(token=SERVICE)):
+        assert "hidden" not in repr(plan_)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"requester_pays": True}, "the option requester_pays"),
+        ({"access": "read_only"}, "the option access"),
+        ({"token": "browser"}, "the token 'browser'"),
+        ({"token": {"type": "external_account"}}, "a token of the type 'external_account'"),
+        ({"token": object()}, "a token that is a object"),
+    ],
+)
+def test_what_only_gcsfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
+    assert plan(StoreConfig(url=URL, storage_options=options), PATH) == f"only gcsfs knows {reason}"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "sentence"),
+    [
+        (URL, {"tokn": "x"}, "storage_options.tokn: unknown option; did you mean 'token'?"),
+        (URL, {"token": ""}, "storage_options.token: is empty"),
+        (URL, {"token": "/no/such.json"}, "storage_options.token: no credentials can be read"),
+        (URL, {"endpoint_url": "ftp://x"}, "storage_options.endpoint_url: 'ftp://x' is no endp"),
+        ("gs://", {}, "url: 'gs://' names no bucket; write gs://bucket/prefix"),
+        ("gs://bucket/../x", {}, "url: the prefix '../x' has an empty or dotted level"),
+    ],
+)
+def test_a_wrong_option_is_named(url: str, options: dict[str, Any], sentence: str) -> None:
+    assert refusal(url, **options).startswith(f"{PATH}.{sentence}")
+
+
+def test_an_account_that_obstore_cannot_use_is_a_sentence() -> None:
+    config = StoreConfig(url=URL, storage_options={"token": SERVICE})
+    with pytest.raises(ConfigError) as caught:
+        open_store(config, PATH)
+    assert str(caught.value).startswith(f"{PATH}.storage_options: obstore cannot use them: ")
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_stores_id_knows_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def store_id(**options: object) -> str:
+        return StoreConfig(url="gs://bucket/x", storage_options=options).store_id()
+
+    assert store_id(token="t") == store_id() != store_id(endpoint_url="http://one")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "one")
+    assert store_id() == store_id(endpoint_url="http://one")
+
+
+async def test_every_request_carries_the_token_and_an_anonymous_one_none(gcs: GCS) -> None:
+    key = object_key(Kind.EC, "0" * 32, "an object")
+    for token, header in (("t-1", "Bearer t-1"), ("anon", None)):
+        store = open_store(gcs_config(gcs, token=token), "options")
+        await probe(store, write=True)
+        await store.put(key, b"x", replace=True)
+        await store.delete([key])
+        await store.close()
+        sent = {headers.get("authorization", "").strip() or None for *_, headers in gcs.asked}
+        assert sent - {"Bearer"} == {header}
+        gcs.asked.clear()
+
+
+async def test_what_the_server_answers_is_mapped(gcs: GCS) -> None:
+    store = open_store(gcs_config(gcs, "gs://nothing/x"), "options")
+    with pytest.raises(StoreUnavailable, match="the bucket does not exist"):
+        await probe(store, write=True)
+    await store.close()
+    gcs.refuses = True
+    store = open_store(gcs_config(gcs), "options")
+    with pytest.raises(StoreDenied, match=r"http:\S+ answered 403 AccessDenied: Words"):
+        await probe(store, write=True)
+    await store.close()
+
+
+async def test_many_are_deleted_though_some_are_missing(gcs: GCS) -> None:
+    store = open_store(gcs_config(gcs), "options")
+    keys = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
+    await store.put(keys[-1], b"x")
+    await store.delete(keys)
+    assert await store.exists(keys[-1:]) == [False]
+    await store.close()

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+import asyncio
+import errno
+import multiprocessing
+import os
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectMissing,
+    ObjectUnreadable,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)
+from ecshare.store.folder.store import DirectoryStore
+from ecshare.store.keys import Key, Kind, object_key
+from ecshare.store.objects import probe, read
+from ecshare.transfer.client.priority import Priority
+from ecshare.transfer.client.store_client import StoreClient
+
+KEY = object_key(Kind.EC, "0" * 32, "an object")
+LIMIT = 1 << 30
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[DirectoryStore]:
+    store = DirectoryStore.open(f"{tmp_path}/store", "options.url")
+    yield store
+    await store.close()
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+async def test_an_object_is_one_plain_file_of_that_name(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    await store.put(KEY, b"body")
+    assert files(tmp_path / "store") == [KEY]
+    assert (tmp_path / "store" / KEY).read_bytes() == b"body"
+
+
+@pytest.mark.parametrize(("is_shared", "mode"), [(False, 0o400), (True, 0o440)])
+async def test_an_object_is_for_its_user_or_group_to_read(
+    tmp_path: Path, is_shared: bool, mode: int
+) -> None:
+    store = DirectoryStore.open(f"{tmp_path}/store", "options.url", is_shared=is_shared)
+    assert await store.put(KEY, b"body")
+    await store.close()
+    stored = tmp_path / "store" / KEY
+    assert stored.stat().st_mode & 0o777 == mode
+    assert files(stored.parent) == [stored.name]
+
+
+async def test_a_failed_write_leaves_nothing(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        with pytest.raises(StoreUnavailable, match="No space left"):
+            await store.put(KEY, b"body")
+    assert files(tmp_path) == []
+    assert await store.put(KEY, b"body")
+
+
+async def test_short_writes_are_continued(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel writes at most 2 GB at once, and less when it is interrupted."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, body: write(fd, body[:1000]))
+    body = os.urandom(10_500)
+    await store.put(KEY, body)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64_000, 20_000_000])
+async def test_a_get_changes_to_a_thread_once(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    body = os.urandom(num_bytes)
+    await store.put(KEY, body)
+    loop, calls = asyncio.get_running_loop(), list[object]()
+    run = loop.run_in_executor
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(loop, "run_in_executor", counted)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
+    assert len(calls) == 1
+
+
+async def test_short_reads_are_continued(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:1000]], offset)
+    )
+    body = os.urandom(10_500)
+    await store.put(KEY, body)
+    assert await read(store, KEY, LIMIT) == memoryview(body)
+
+
+@pytest.mark.parametrize("size", [1000, 5 << 20])
+async def test_a_file_that_shrinks_while_it_is_read_is_refused(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    await store.put(KEY, bytes(size))
+    fstat = os.fstat
+
+    def then_shrink(fd: int) -> os.stat_result:
+        status = fstat(fd)
+        os.truncate(tmp_path / "store" / KEY, 700)
+        return status
+
+    monkeypatch.setattr(os, "fstat", then_shrink)
+    with pytest.raises(StoreUnavailable, match="shorter"):
+        await read(store, KEY, LIMIT)
+
+
+async def test_leftovers_of_dead_writers_are_no_objects(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    await store.put(KEY, b"body")
+    (tmp_path / "store" / KEY).with_name(".0123.77.tmp").write_bytes(b"torn")
+    (tmp_path / "store" / "notes for people.txt").write_text("hello")
+    assert [info.key async for info in store.list("")] == [KEY]
+
+
+async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("x")
+    (tmp_path / "store" / "link").symlink_to(tmp_path / "elsewhere")
+    assert [info.key async for info in store.list("")] == []
+
+
+def refuse_links(*_: object, number: int = errno.EPERM, **__: object) -> None:
+    raise OSError(number, "no")
+
+
+@pytest.mark.parametrize(
+    "no_links", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV]
+)
+async def test_without_hard_links_objects_are_renamed_into_place(
+    store: DirectoryStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    no_links: int,
+) -> None:
+    monkeypatch.setattr(os, "link", partial(refuse_links, number=no_links))
+    assert await store.put(KEY, b"body")
+    assert await store.put(Key(f"{KEY}.p"), b"part")
+    assert files(tmp_path / "store") == [KEY, KEY + ".p"]
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+async def test_a_refusal_is_told_from_a_failure(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    await store.put(KEY, b"body")
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number), "/the/path")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreDenied, match=r"/the/path"):
+        await read(store, KEY, LIMIT)
+    with pytest.raises(StoreDenied):
+        await store.put(Key(f"{KEY}.p"), b"x")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOTDIR, errno.EMFILE])
+async def test_a_failure_is_no_miss(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(StoreUnavailable, match=os.strerror(number)):
+        await read(store, KEY, LIMIT)
+    with pytest.raises(StoreUnavailable):
+        await store.exists([KEY])
+
+
+async def test_the_health_of_the_store_hears_nothing_of_one_bad_object(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    (tmp_path / "store" / KEY).mkdir(parents=True)
+    access = StoreClient(store, 30.0)
+    for call in (
+        lambda store: read(store, KEY, LIMIT),
+        lambda store: store.delete([KEY]),
+        lambda store: store.put(KEY, b"x"),
+    ):
+        for _ in range(5):
+            with pytest.raises(StoreError):
+                await access.ask(call, Priority.LOAD)
+        assert not access.open_breakers
+
+
+@pytest.mark.parametrize("links", [True, False])
+async def test_a_folder_in_place_of_an_object_concerns_no_other(
+    store: DirectoryStore, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no object, blocks its own key alone, and stays: it is not ours."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_links)
+        await store.put(Key(f"{KEY}.p"), b"another")
+        await store.delete([Key(f"{KEY}.p")])
+        assert not store.creates_once
+    folder = tmp_path / "store" / KEY
+    folder.mkdir(parents=True)
+    assert await store.exists([KEY]) == [False]
+    with pytest.raises(ObjectUnreadable, match="not a file"):
+        await read(store, KEY, LIMIT)
+    with pytest.raises(ObjectUnreadable, match="not a file"):
+        await store.put(KEY, b"x")
+    with pytest.raises(ObjectUnreadable):
+        await store.delete([KEY])
+    assert files(folder.parent) == []
+    assert folder.is_dir()
+
+
+async def test_a_file_in_place_of_the_last_folder_concerns_the_objects_in_it(
+    store: DirectoryStore, tmp_path: Path
+) -> None:
+    folder = (tmp_path / "store" / KEY).parent
+    folder.parent.mkdir(parents=True)
+    folder.write_bytes(b"")
+    assert await store.exists([KEY]) == [False]
+    for call in (read(store, KEY, LIMIT), store.put(KEY, b"x"), store.delete([KEY])):
+        with pytest.raises(ObjectUnreadable):
+            await call
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_a_file_in_place_of_a_higher_folder_is_a_failure(
+    store: DirectoryStore, tmp_path: Path, level: int
+) -> None:
+    place = tmp_path / "store" / "/".join(KEY.split("/")[:level])
+    if place.is_dir():
+        place.rmdir()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(b"")
+    with pytest.raises(StoreUnavailable):
+        await store.exists([KEY])
+    for call in (read(store, KEY, LIMIT), store.put(KEY, b"x")):
+        with pytest.raises(StoreUnavailable):
+            await call
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+async def test_one_file_that_may_not_be_read_concerns_no_other(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As a file of mode 000, or of another owner; this user may be root."""
+    await store.put(KEY, b"body")
+    path, opened = f"{tmp_path}/store/{KEY}", os.open
+
+    def refuse_one(name: str, *args: Any, **options: Any) -> int:
+        if name == path:
+            raise OSError(number, os.strerror(number), name)
+        return opened(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse_one)
+    monkeypatch.setattr(os, "access", lambda name, _: name != path)
+    with pytest.raises(ObjectUnreadable, match=os.strerror(number)):
+        await read(store, KEY, LIMIT)
+    with pytest.raises(ObjectUnreadable):
+        await store.put(KEY, b"body")
+    assert await store.put(Key(f"{KEY}.p"), b"x")
+    await store.delete([KEY])
+    assert await store.put(KEY, b"body")
+
+
+async def test_a_root_that_is_gone_is_not_made_again(store: DirectoryStore, tmp_path: Path) -> None:
+    """It was a mount: what is written now would fill the disk below."""
+    (tmp_path / "store").rmdir()
+    with pytest.raises(StoreUnavailable, match="gone"):
+        await store.put(KEY, b"x")
+    with pytest.raises(StoreUnavailable, match="gone"):
+        await probe(store, write=False)
+    assert not (tmp_path / "store").exists()
+    with pytest.raises(ObjectMissing):
+        await read(store, KEY, LIMIT)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"options\.url: .*/file is a file"):
+        DirectoryStore.open(f"{tmp_path}/file", "options.url")
+    with pytest.raises(ConfigError, match=r"options\.url: the folder .*/file/x cannot be made"):
+        DirectoryStore.open(f"{tmp_path}/file/x", "options.url")
+    with pytest.raises(ConfigError, match=r"options\.url: the folder .* cannot be made"):
+        DirectoryStore.open(f"{tmp_path}/a\0b", "options.url")
+
+
+def _write(root: str, ready: "multiprocessing.synchronize.Barrier", seed: int) -> None:
+    import asyncio
+
+    async def go() -> int:
+        store = DirectoryStore.open(root, "options.url")
+        won = 0
+        for n in range(30):
+            key = object_key(Kind.EC, "0" * 32, str(n))
+            ready.wait(60)
+            won += await store.put(key, bytes([n]) * 300_000)
+            assert bytes(await read(store, key, LIMIT)) == bytes([n]) * 300_000
+        await store.close()
+        return won
+
+    Path(f"{root}/.won{seed}").write_text(str(asyncio.run(go())))
+
+
+def test_writers_in_other_processes_get_one_winner_each_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(3)
+    writers = [context.Process(target=_write, args=(str(tmp_path), ready, n)) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert sum(int(path.read_text()) for path in tmp_path.glob(".won*")) == 30
+    assert not [*tmp_path.rglob("*.tmp")]

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's cache groups -> the layers that are stored together, and what a reader needs of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PretrainedConfig
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from ecshare.plugin.ranks import Rank
+from kvshare.chunks.layers import (
+    AttentionWindow,
+    LayerSet,
+    layer_sets,
+    most_kv_heads,
+    refusal,
+    shard_names_of,
+)
+from kvshare.chunks.prefix import Chunk, ChunkKey
+
+BLOCKS, HEADS, TOKENS = 5, 2, 16
+SHAPE: dict[str, Any] = {"block_size": TOKENS, "dtype": torch.float32, "head_size": 8}
+FULL = FullAttentionSpec(num_kv_heads=HEADS, **SHAPE)
+MLA = MLAAttentionSpec(num_kv_heads=1, **SHAPE)
+LOCAL = ChunkedLocalAttentionSpec(num_kv_heads=HEADS, attention_chunk_size=48, **SHAPE)
+
+
+def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=num_tokens, **SHAPE, **more)
+
+
+def engine(**more: Any) -> Any:
+    """What `refusal` reads of a VllmConfig; `more`: any of its fields."""
+    fields: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "distributed_executor_backend": "mp",
+            "world_size": 2,
+        },
+        "device_config": {"device_type": "cpu"},
+        "scheduler_config": {"enable_chunked_prefill": True},
+        "cache_config": {
+            "prefix_caching_hash_algo": "sha256",
+            "block_size": TOKENS,
+            "enable_prefix_caching": True,
+            "calculate_kv_scales": False,
+            "prefix_match_unit": None,
+        },
+    }
+    parts = {
+        name: SimpleNamespace(**{field: more.get(field, usual) for field, usual in part.items()})
+        for name, part in fields.items()
+    }
+    return SimpleNamespace(**parts)
+
+
+def cache(*specs: Any) -> KVCacheConfig:
+    """Groups of two layers, which take turns in the model."""
+    groups = [
+        KVCacheGroupSpec([f"l.{layer * len(specs) + group}" for layer in range(2)], spec)
+        for group, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(BLOCKS, [], groups)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (FULL,),
+        (FULL, FULL),
+        (FULL, window(64), window(64)),
+        (window(64),),
+        (FULL, LOCAL),
+        (MLA,),
+        (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
+    ],
+)
+def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
+    assert refusal(engine(), cache(*specs)) is None
+    assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
+    assert refusal(engine(device_type="cuda"), cache(*specs)) is None
+    alone = engine(distributed_executor_backend="external_launcher", world_size=1)
+    assert refusal(alone, cache(*specs)) is None
+
+
+class Derived(FullAttentionSpec):
+    """A layout of its own."""
+
+
+@pytest.mark.parametrize(
+    ("config", "specs", "says"),
+    [
+        (engine(), (), "no KV cache"),
+        (engine(device_type="xpu"), (FULL,), "devices of the kind xpu"),
+        (engine(distributed_executor_backend="external_launcher"), (FULL,), "external_launcher"),
+        (engine(), (FULL, Derived(num_kv_heads=HEADS, **SHAPE)), "type Derived"),
+        (engine(), (replace(FULL, kv_quant_mode=KVQuantMode.NVFP4),), "NVFP4"),
+        (engine(), (replace(MLA, cache_dtype_str="fp8_ds_mla"),), "fp8_ds_mla"),
+        (engine(), (MLA, replace(MLA, head_size=16)), "several kinds of MLA"),
+        (engine(), (replace(FULL, non_causal=True),), "later tokens"),
+        (engine(), (replace(FULL, num_head_slots=2),), "something else than heads"),
+        (engine(), (FULL, replace(window(64), block_size=32)), "blocks of 32 tokens"),
+        (engine(pipeline_parallel_size=2), (FULL,), "pipeline"),
+        (engine(decode_context_parallel_size=2), (FULL,), "context"),
+        (engine(prefix_caching_hash_algo="xxhash"), (FULL,), "xxhash"),
+        (engine(calculate_kv_scales=True), (FULL,), "calculate_kv_scales"),
+        (engine(prefix_match_unit=8), (FULL,), "prefix_match_unit"),
+        (
+            engine(enable_prefix_caching=False, enable_chunked_prefill=False),
+            (MLA,),
+            "cannot be continued",
+        ),
+    ],
+)
+def test_other_engines_are_refused_in_a_sentence(
+    config: Any, specs: tuple[Any, ...], says: str
+) -> None:
+    assert says in (refusal(config, cache(*specs)) or "")
+
+
+def test_blocks_in_a_pool_on_the_host_are_refused() -> None:
+    seen = cache(FULL)
+    seen.hisparse_host_num_blocks = 64
+    assert "HiSparse" in (refusal(engine(), seen) or "")
+
+
+def test_groups_that_look_back_equally_far_are_one_set() -> None:
+    """However vLLM has grouped them: engines must agree on the order of the layers."""
+    full, short = layer_sets(cache(window(64), FULL, window(64)), 1, HEADS)
+    assert (full.window, full.groups) == (AttentionWindow(), (1,))
+    assert full.layers == (("l.1", 0), ("l.4", 0))
+    assert (short.window, short.groups) == (AttentionWindow(sliding_tokens=64), (0, 2))
+    assert short.layers == (("l.0", 0), ("l.2", 1), ("l.3", 0), ("l.5", 1))
+    assert [each.facts for each in (full, short)] == [["full", 2, 2], ["window 64", 4, 2]]
+
+
+def test_layers_of_other_shapes_are_other_sets() -> None:
+    first, second = layer_sets(cache(replace(FULL, head_size=16), FULL), 1, HEADS)
+    assert [name for name, _ in first.layers] == ["l.1", "l.3"]
+    assert [name for name, _ in second.layers] == ["l.0", "l.2"]
+
+
+def test_a_group_of_one_shape_is_shared_and_of_several_refused() -> None:
+    """Of the latter vLLM tells the scheduler half one shape alone, and workers all."""
+    for other, why_not in ((FULL, None), (replace(FULL, head_size=16), "another shape")):
+        specs = UniformTypeKVCacheSpecs(
+            block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": other}
+        )
+        found = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["l.0", "l.1"], specs)])
+        seen = generate_scheduler_kv_cache_config([found])
+        assert refusal(engine(), seen) is None
+        said = refusal(engine(), found)
+        assert said is None if why_not is None else why_not in (said or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, 4),
+        ({"swa_num_key_value_heads": 8}, 8),  # MiMo-V2's window layers
+        ({"attention_other_setting": {"num_attention_groups": 8}}, 8),  # Step 3.5's
+        ({"block_configs": [{"attention": {"n_heads_in_group": 2}}]}, 16),  # Nemotron-NAS
+        ({"num_kv_heads_per_layer": [2, 8, 4]}, 8),
+        ({"num_global_key_value_heads": 2}, 4),
+        ({"num_key_value_heads": None, "rope": {"type": "default"}}, 4),
+    ],
+)
+def test_the_layers_with_the_most_heads_count(more: dict[str, Any], expected: int) -> None:
+    """At eight ranks, say, each has one of four heads in some layers, and of eight in others."""
+    text = PretrainedConfig(num_attention_heads=32, **{"num_key_value_heads": 4, **more})
+    model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
+    assert most_kv_heads(model) == expected
+
+
+def test_shares_have_a_name_each_and_replicas_one() -> None:
+    sets = layer_sets(cache(FULL, window(64)), 1, HEADS)
+    assert shard_names_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
+    (replicated,) = layer_sets(cache(MLA), 1, HEADS)
+    assert shard_names_of((replicated,), 2) == ("t0of1",)
+    assert [replicated.is_written_by(Rank(rank, 2)) for rank in range(2)] == [True, False]
+    assert all(sets[0].is_written_by(Rank(rank, 2)) for rank in range(2))
+
+
+@given(st.integers(1, 100), st.integers(0, 3), st.integers(0, 1000))
+def test_a_window_reaches_as_far_back_as_vllm_keeps_blocks(
+    size: int, extra: int, num_tokens: int
+) -> None:
+    spec = window(size, extra_retained_tokens=extra)
+    manager: Any = SimpleNamespace(
+        sliding_window=size, extra_retained_tokens=extra, attention_chunk_size=size
+    )
+    kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
+    assert AttentionWindow.of(spec).first_needed(num_tokens) == kept
+    local = replace(LOCAL, attention_chunk_size=size)
+    kept = ChunkedLocalAttentionManager.get_num_skipped_tokens(manager, num_tokens)
+    assert AttentionWindow.of(local).first_needed(num_tokens) == kept
+
+
+@given(
+    st.sampled_from(
+        [
+            AttentionWindow(),
+            AttentionWindow(sliding_tokens=1),
+            AttentionWindow(sliding_tokens=7),
+            AttentionWindow(sliding_tokens=64),
+            AttentionWindow(chunk_tokens=48),
+        ]
+    ),
+    st.integers(1, 4),
+    st.integers(1, 400),
+)
+def test_what_is_stored_is_enough_for_every_prefix(
+    window: AttentionWindow, chunk_blocks: int, num_tokens: int
+) -> None:
+    """A prefix that ends in the middle of nowhere, cut into chunks as `prefix` does."""
+    layer_set = LayerSet(0, (0,), (("l.0", 0),), window, HEADS, HEADS)
+    blocks, rest = divmod(num_tokens, TOKENS)
+    ends = [*range(chunk_blocks, blocks, chunk_blocks), *([blocks] if blocks else [])]
+    chunks = [
+        Chunk(ChunkKey(b""), first, end - first, first * TOKENS, (end - first) * TOKENS)
+        for first, end in zip([0, *ends], ends, strict=False)
+    ]
+    if rest:
+        chunks.append(Chunk(ChunkKey(b""), blocks, 1, blocks * TOKENS, rest))
+    stored = {
+        block
+        for chunk in chunks
+        for block in range(
+            layer_set.first_block(chunk, TOKENS), chunk.first_block + chunk.num_blocks
+        )
+    }
+    # The reader computes the last token itself where it must, and may begin one token earlier.
+    for end in (num_tokens, num_tokens - 1):
+        needed = set(range(window.first_needed(end) // TOKENS, -(-end // TOKENS)))
+        assert needed <= stored

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests -> chunk names, with vLLM's own requests and hashes."""
+
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import Request
+
+from kvshare.chunks.prefix import Chunk, Grid, Prefix, covered_tokens, tail_of
+from tests.kvshare.toy import BLOCK, chunks_for, make_request
+from tests.releases import needs_adapter_hashes
+
+
+@pytest.fixture(autouse=True)
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+def chunks(request: Request, chunk_blocks: int = 1) -> tuple[Chunk, ...]:
+    return chunks_for(request, chunk_blocks)
+
+
+def tail(request: Request) -> Chunk | None:
+    grid = Grid(BLOCK, 1)
+    found = tail_of(request, grid)
+    return found.chunk(grid, sha256) if found else None
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_blocks", "in_tail"),
+    [
+        (1, 0, 0),
+        (2, 0, 1),
+        (BLOCK, 1, 0),
+        (BLOCK + 1, 1, 0),
+        (BLOCK + 2, 1, 1),
+        (2 * BLOCK - 1, 1, BLOCK - 2),
+        (2 * BLOCK, 2, 0),
+        (7 * BLOCK + 3, 7, 2),
+    ],
+)
+def test_all_but_the_last_token_is_covered(
+    num_tokens: int, num_blocks: int, in_tail: int, chunk_blocks: int
+) -> None:
+    request = make_request("r", range(num_tokens))
+    found = chunks(request, chunk_blocks)
+    full = found[: -(-num_blocks // chunk_blocks)]
+    assert sum(chunk.num_blocks for chunk in full) == num_blocks
+    assert all(chunk.num_blocks == chunk_blocks for chunk in full[:-1])
+    assert [chunk.num_tokens for chunk in found[len(full) :]] == ([in_tail] if in_tail else [])
+    end = 0
+    for chunk in found:
+        assert chunk.start_tokens == BLOCK * chunk.first_block == end
+        end = chunk.end_tokens
+    assert covered_tokens(request, found) == num_tokens - 1
+
+
+def test_full_blocks_have_vllms_own_names() -> None:
+    request = make_request("r", range(3 * BLOCK))
+    assert [bytes(chunk.key) for chunk in chunks(request)] == request.block_hashes
+
+
+def test_a_chunk_is_named_by_its_last_block() -> None:
+    request = make_request("r", range(8 * BLOCK))
+    named = [request.block_hashes[index] for index in (2, 5, 7)]
+    assert [bytes(chunk.key) for chunk in chunks(request, 3)] == named
+
+
+def test_parts_are_all_places_where_a_prompt_may_have_ended() -> None:
+    prefix = Prefix.of(make_request("r", range(5 * BLOCK + 1)), Grid(BLOCK, 3))
+    assert [(part.first_block, part.num_blocks) for part in prefix.partials(0)] == [(0, 2), (0, 1)]
+    assert [(part.first_block, part.num_blocks) for part in prefix.partials(1)] == [(3, 2), (3, 1)]
+    assert [part.num_blocks for part in prefix.partials(1, start_block=4)] == [2]
+    assert prefix.partials(1, start_block=5) == []
+
+
+def test_prompts_with_one_prefix_share_names_up_to_where_they_part() -> None:
+    first = chunks(make_request("a", [*range(10), 11]))
+    second = chunks(make_request("b", [*range(9), 99, 11]))
+    assert first[:2] == second[:2]
+    assert first[2].key != second[2].key
+
+
+def test_the_tail_names_all_tokens_but_the_last() -> None:
+    one = tail(make_request("a", [0, 1, 2, 3, 4, 5, 6]))
+    assert one is not None
+    assert tail(make_request("b", [0, 1, 2, 3, 4, 5, 99])) == one
+    assert tail(make_request("c", [0, 1, 2, 3, 4, 99, 6])) != one
+    assert tail(make_request("d", [99, 1, 2, 3, 4, 5, 6])) != one
+
+
+def picture(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"cache_salt": "a"}, {}),
+        pytest.param(
+            {"lora_request": LoRARequest("a", 1, "/loras/a")},
+            {"lora_request": LoRARequest("a", 1, "/loras/b")},
+            marks=needs_adapter_hashes,
+        ),
+        # The placeholder tokens are the same: only the identifier tells pictures apart.
+        ({"mm_features": [picture("a", 1, 4)]}, {"mm_features": [picture("b", 1, 4)]}),
+        ({"mm_features": [picture("a", 5, 1)]}, {"mm_features": [picture("b", 5, 1)]}),
+    ],
+)
+def test_names_differ_where_kv_does(one: dict[str, Any], other: dict[str, Any]) -> None:
+    tokens = range(7)
+    ours = chunks(make_request("a", tokens, **one))
+    theirs = chunks(make_request("b", tokens, **other))
+    assert ours[-1].num_tokens < BLOCK, "a tail is among them"
+    assert ours[-1].key != theirs[-1].key
+    starts_later = "mm_features" in one and one["mm_features"][0].mm_position.offset >= BLOCK
+    assert (ours[0].key == theirs[0].key) is starts_later
+
+
+def test_a_short_prompts_tail_is_told_by_its_salt() -> None:
+    assert tail(make_request("a", range(3), cache_salt="a")) != tail(make_request("b", range(3)))
+
+
+def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
+    request = make_request("r", range(BLOCK + 2), max_tokens=9)
+    request.append_output_token_ids([50, 51, 52])
+    found = chunks(request)
+    assert Prefix.of(request, Grid(BLOCK, 1)).tail is None
+    assert [bytes(chunk.key) for chunk in found] == request.block_hashes
+    assert covered_tokens(request, found) == 2 * BLOCK
+    request.append_output_token_ids([53, 54])
+    assert covered_tokens(request, chunks(request)) == 2 * BLOCK
+    request.append_output_token_ids([55])
+    assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
+
+
+def test_what_an_adapter_contains_is_part_of_every_name() -> None:
+    request = make_request("r", range(5 * BLOCK + 3))
+    plain, tuned = (
+        Prefix.of(request, Grid(BLOCK, 2, adapter)) for adapter in (b"", b"0123456789abcdef")
+    )
+    assert plain.identity != tuned.identity
+    for one, other in zip(
+        [plain.whole(0), *plain.partials(2)], [tuned.whole(0), *tuned.partials(2)], strict=True
+    ):
+        assert other.key == one.key + b"0123456789abcdef"
+    assert plain.tail is not None
+    assert plain.tail.chunk(plain.grid, sha256).key != plain.tail.chunk(tuned.grid, sha256).key

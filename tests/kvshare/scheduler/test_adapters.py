@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: what one has computed is for those whose adapter holds the same, by any name."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+import kvshare.scheduler.adapters as module
+from tests.kvshare.conftest import StartEngine, spin
+from tests.kvshare.toy import (
+    BLOCK,
+    WEIGHTS,
+    Answer,
+    ToyEngine,
+    expected_answer,
+    make_request,
+    objects,
+    serve,
+)
+from tests.waiting import wait_until
+
+PROMPT = list(range(100, 100 + 5 * BLOCK + 3))
+OLD, NEW = b"old weights", b"new weights"
+
+
+def adapter(folder: Path, weights: bytes, name: str = "tuned") -> LoRARequest:
+    """An adapter that lies in `folder`; the one that lay there before is gone."""
+    folder.mkdir(exist_ok=True)
+    scratch = folder / "scratch"
+    scratch.write_bytes(weights)
+    scratch.rename(folder / WEIGHTS)
+    return LoRARequest(name, 1, str(folder))
+
+
+def ask(
+    engine: ToyEngine,
+    lora: LoRARequest,
+    flavour: bytes,
+    prompt: Sequence[int] = PROMPT,
+    name: str = "r",
+) -> Answer:
+    (answer,) = engine.run(make_request(name, prompt, 6, lora_request=lora))
+    assert answer.tokens == expected_answer(prompt, 6, flavour=flavour)
+    return answer
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_producer"])
+def test_the_same_adapter_shares(start: StartEngine, tmp_path: Path, kv_role: str) -> None:
+    lora = adapter(tmp_path / "lora", OLD)
+    announced = ask(start(kv_role), lora, OLD).kv_transfer_params
+    assert announced is not None
+    assert announced["kvshare"]["num_tokens"] == len(PROMPT) - 1
+    assert ask(start(), lora, OLD).computed_prompt_tokens == 1
+
+
+def test_an_adapter_that_was_trained_further_finds_nothing_old(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "lora"
+    ask(start(), adapter(folder, OLD), OLD)
+    num_old = len(objects(tmp_path))
+    lora = adapter(folder, NEW)
+    assert ask(start(), lora, NEW).computed_prompt_tokens == len(PROMPT)
+    assert len(objects(tmp_path)) == 2 * num_old
+    assert ask(start(), lora, NEW).computed_prompt_tokens == 1
+
+
+def test_an_adapter_whose_files_are_read_in_another_way_is_another_one(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "lora", OLD)
+    if not hasattr(lora, "is_3d_lora_weight"):
+        pytest.skip("this vLLM reads them in one way")
+    ask(start(), lora, OLD)
+    lora.is_3d_lora_weight = not lora.is_3d_lora_weight
+    assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT)
+    assert ask(start(), lora, OLD).computed_prompt_tokens == 1
+
+
+def test_with_and_without_an_adapter_are_two_prompts(start: StartEngine, tmp_path: Path) -> None:
+    serve(start(), PROMPT)
+    lora = adapter(tmp_path / "lora", OLD)
+    assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT)
+    assert serve(start(), PROMPT).computed_prompt_tokens == 1
+
+
+def test_what_an_unreadable_adapter_makes_is_not_shared(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = adapter(tmp_path / "lora", OLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "adapter_fingerprint", lambda folder: "")
+        engine = start()
+        assert ask(engine, lora, OLD).kv_transfer_params is None
+    assert objects(tmp_path) == []
+    assert engine.counts["misses/unidentified"] == 6
+    assert "tokens/queried" not in engine.counts
+    ask(start(), lora, OLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "adapter_fingerprint", lambda folder: "")
+        assert ask(start(), lora, OLD).computed_prompt_tokens == len(PROMPT), "nor loaded"
+
+
+def test_an_adapter_that_lies_elsewhere_than_it_says_is_not_read(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    """vLLM 0.30 and 0.31 may load it from a place that the path does not name."""
+    lora = adapter(tmp_path / "lora", OLD)
+    if not hasattr(lora, "tensorizer_config_dict"):
+        pytest.skip("this vLLM has no such adapters")
+    lora.tensorizer_config_dict = {"tensorizer_dir": "/elsewhere"}
+    engine = start()
+    ask(engine, lora, OLD)
+    assert objects(tmp_path) == []
+    assert engine.counts["misses/unidentified"] == 6
+
+
+def test_an_adapter_that_changes_under_an_engine_is_not_shared_any_more(
+    start: StartEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory may hold the former weights, and its local cache their KV."""
+    folder = tmp_path / "lora"
+    engine = start()
+    ask(engine, adapter(folder, OLD), OLD, name="old")
+    known = objects(tmp_path)
+    lora = adapter(folder, NEW)
+    fresh = [7, *PROMPT]
+    ask(engine, lora, NEW, fresh, "new")
+    ask(engine, lora, NEW, fresh, "again")
+    assert caplog.text.count("have changed since this engine first read them") == 1
+    ask(engine, adapter(folder, OLD), OLD, [8, *PROMPT], "old again")
+    assert objects(tmp_path) == known
+    assert engine.counts["misses/unidentified"] == 18
+    other = adapter(tmp_path / "elsewhere", NEW, "renamed")
+    ask(engine, other, NEW, fresh, "from elsewhere")
+    assert len(objects(tmp_path)) > len(known)
+
+
+def test_a_change_ends_the_saves_of_running_requests(start: StartEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    engine = start(store={"chunk_tokens": 8 * BLOCK})
+    lora = adapter(folder, OLD)
+    request = make_request("running", PROMPT, 40, lora_request=lora)
+    engine.add(request)
+    spin(engine, lambda: bool(engine.answers["running"].tokens), "no tokens")
+    new = make_request("new", [7], 1, lora_request=adapter(folder, NEW))
+    # It waits for the new files to be read; the other one runs on only then.
+    wait_until(lambda: engine.connector.scheduler.num_loadable_tokens(new, 0) is not None)
+    engine.add(new)
+    engine.run_out()
+    assert len(objects(tmp_path)) == 2, "the part and the tail of the prompt, no more"
+
+
+def test_who_waits_for_an_adapter_waits_for_so_long_and_no_longer(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read = threading.Event()
+    monkeypatch.setattr(module, "adapter_fingerprint", lambda folder: may_read.wait() and "00" * 16)
+    lora = adapter(tmp_path / "lora", OLD)
+    engine = start(store={"wait_s": 0.2})
+    try:
+        assert ask(engine, lora, OLD).kv_transfer_params is None
+    finally:
+        may_read.set()
+    assert objects(tmp_path) == []
+    assert engine.counts["misses/unidentified"] == 6
+    assert ask(engine, lora, OLD, name="later").kv_transfer_params is not None
+
+
+def test_adapters_are_read_off_the_scheduler_thread(
+    start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: set[str] = set()
+
+    def noted(folder: Path) -> str:
+        readers.add(threading.current_thread().name)
+        return "00" * 16
+
+    monkeypatch.setattr(module, "adapter_fingerprint", noted)
+    ask(start(), adapter(tmp_path / "lora", OLD), OLD)
+    assert {name.partition("_")[0] for name in readers} == {"ecshare-copy"}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events in vLLM's own scheduler and publisher, and where hits come from."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash, maybe_convert_block_hash
+
+from kvshare.chunks.prefix import Grid, Prefix
+from kvshare.scheduler import events as module
+from kvshare.scheduler.events import BlockEvents
+from tests.kv_events import Followed, Subscriber
+from tests.kvshare.conftest import StartEngine, is_at_rest, spin
+from tests.kvshare.toy import BLOCK, ToyEngine, chunks_for, make_request, objects, serve
+from tests.releases import needs_hit_sources
+
+PROMPT = list(range(100, 100 + 5 * BLOCK + 3))
+NUM_FULL = 5
+
+Publishing = Callable[..., ToyEngine]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> Subscriber:
+    return Subscriber(tmp_path)
+
+
+@pytest.fixture
+def publishing(start: StartEngine, subscriber: Subscriber) -> Publishing:
+    def start_publishing(chunk_blocks: int = 1) -> ToyEngine:
+        return start(
+            store={"chunk_tokens": chunk_blocks * BLOCK},
+            kv_events_config=KVEventsConfig(**subscriber.config),
+        )
+
+    return start_publishing
+
+
+def hashes(prompt: list[int]) -> list[Any]:
+    return [maybe_convert_block_hash(each) for each in make_request("x", prompt).block_hashes]
+
+
+def tell(engine: ToyEngine) -> None:
+    """Have one more step: it tells what the last one's saves have become."""
+    serve(engine, [1], max_tokens=1, name="last")
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2, 64])
+def test_what_is_stored_is_announced_as_vllm_announces_it(
+    publishing: Publishing, subscriber: Subscriber, chunk_blocks: int
+) -> None:
+    engine = publishing(chunk_blocks)
+    serve(engine, PROMPT, max_tokens=1)
+    tell(engine)
+    full = hashes(PROMPT)
+    followed = subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
+    assert followed.stored == followed.computed == set(full), "no tail, and vLLM's own names"
+    parent: Any = None
+    for event in sorted(followed.of_store, key=lambda event: event.token_ids):
+        assert isinstance(event, BlockStored)
+        assert event.parent_block_hash == parent
+        named: list[Any] = event.block_hashes
+        first, count = full.index(named[0]), len(named)
+        assert named == full[first : first + count]
+        assert event.token_ids == PROMPT[first * BLOCK : (first + count) * BLOCK]
+        assert (event.block_size, event.group_idx) == (BLOCK, 0)
+        assert (event.locality, event.ownership) == (None, "kvshare")
+        parent = named[-1]
+
+
+def test_a_block_of_several_chunks_is_announced_once_and_withdrawn_with_the_last(
+    publishing: Publishing, subscriber: Subscriber, tmp_path: Path
+) -> None:
+    """A prompt of three blocks is a chunk and a part; one of five leaves longer ones."""
+    engine = publishing(chunk_blocks=4)
+    serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short")
+    serve(engine, PROMPT, max_tokens=1, name="long")
+    tell(engine)
+    subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
+    for path in objects(tmp_path):
+        path.unlink()
+    shutil.rmtree(tmp_path / "host")
+    engine.scheduler.reset_prefix_cache()
+    serve(engine, PROMPT[: 3 * BLOCK], max_tokens=1, name="short again")
+    spin(engine, lambda: is_at_rest(engine), "it has not come to rest")
+    tell(engine)
+    serve(engine, PROMPT, max_tokens=1, name="long again")
+    tell(engine)
+    # The first three were in another chunk still when the short prompt's was found lost, and in
+    # that one again, as the engine knew, when the other was.
+    subscriber.wait(
+        lambda now: len(now.stored) == NUM_FULL and withdrawn(now) == set(hashes(PROMPT)[3:])
+    )
+
+
+def withdrawn(followed: Followed) -> set[Any]:
+    lost = [event for event in followed.of_store if not isinstance(event, BlockStored)]
+    return {each for event in lost for each in event.block_hashes}
+
+
+def test_what_a_load_finds_lost_is_withdrawn(
+    publishing: Publishing, subscriber: Subscriber, tmp_path: Path
+) -> None:
+    engine = publishing()
+    serve(engine, PROMPT, max_tokens=1)
+    tell(engine)
+    subscriber.wait(lambda now: len(now.stored) == NUM_FULL)
+    shutil.rmtree(tmp_path / "host")
+    engine.scheduler.reset_prefix_cache()
+
+    def lose() -> None:
+        for path in objects(tmp_path):
+            path.unlink(missing_ok=True)
+
+    engine.before_load = lose
+    serve(engine, PROMPT, max_tokens=1, name="again")
+    tell(engine)
+    subscriber.wait(lambda now: len(now.stored) == NUM_FULL and hashes(PROMPT)[0] in withdrawn(now))
+
+
+def test_nothing_is_kept_or_told_where_events_are_off(start: StartEngine) -> None:
+    engine = start()
+    serve(engine, PROMPT, max_tokens=1)
+    tell(engine)
+    assert engine.connector.take_events() == []
+    assert engine.connector.scheduler._events is None  # what it would keep nobody could see
+
+
+# --- the bookkeeping alone ---
+
+
+def test_every_rank_must_have_stored_its_share() -> None:
+    request = make_request("r", PROMPT)
+    events, (chunk, other, *_) = (
+        BlockEvents(Grid(BLOCK, 1), 2, group=0, is_remote=True),
+        chunks_for(request),
+    )
+    events.ordered(request, chunk)
+    events.stored({chunk.key: 1})
+    assert events.take() == []
+    events.stored({chunk.key: 1})
+    (event,) = events.take()
+    assert isinstance(event, BlockStored)
+    assert event.locality == "REMOTE"
+    events.ordered(request, other)
+    events.stored({other.key: 1})
+    events.lost([other.key])
+    events.stored({other.key: 1})
+    assert events.take() == [], "one rank could not store its share"
+
+
+def test_what_is_saved_again_before_its_loss_is_told_is_announced_again() -> None:
+    request = make_request("r", PROMPT)
+    events, chunk = BlockEvents(Grid(BLOCK, 1), 1, group=0, is_remote=True), chunks_for(request)[0]
+    for is_again in (False, True):
+        events.ordered(request, chunk)
+        if is_again:
+            events.lost([chunk.key])
+        events.stored({chunk.key: 1})
+    stored, removed, again = events.take()
+    assert stored == again
+    assert not isinstance(removed, BlockStored)
+
+
+def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ORDERED", 3)
+    monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
+    events = BlockEvents(Grid(BLOCK, 1), 1, group=0, is_remote=True)
+    request = make_request("long", list(range(20 * BLOCK)))
+    chunks = [Prefix.of(request, Grid(BLOCK, 1)).whole(number) for number in range(20)]
+    for chunk in chunks:
+        events.ordered(request, chunk)
+    events.stored({chunk.key: 1 for chunk in chunks})
+    assert len(events.take()) == 3, "what was ordered long ago is forgotten"
+    for chunk in chunks:
+        events.ordered(request, chunk)
+        events.stored({chunk.key: 1})
+    events.take()
+    events.lost(chunk.key for chunk in chunks)
+    assert len(events.take()) == 3, "what was announced long ago is forgotten"
+    events.stored({chunk.key: 1 for chunk in chunks})
+    assert events.take() == [], "no save was ordered anew"
+    for chunk in chunks:
+        events.ordered(request, chunk)
+        events.stored({chunk.key: 1})
+    assert len(events.take()) == 20, "no block of theirs counts as stored elsewhere"
+
+
+# --- where hits come from ---
+
+
+@needs_hit_sources
+def test_hits_of_this_hosts_memory_and_of_the_store_are_told_apart(
+    start: StartEngine, tmp_path: Path
+) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    serve(start(store={"host_cache_dir": f"{tmp_path}/other"}), PROMPT, max_tokens=1)
+    serve(start("kv_consumer"), PROMPT[: 2 * BLOCK + 1], max_tokens=1)
+    engine = start("kv_consumer")
+    serve(engine, PROMPT, max_tokens=1)
+    at_host = 2 * BLOCK
+    assert engine.hit_sources == {
+        CacheHitSource.HOST: at_host,
+        CacheHitSource.DISK: len(PROMPT) - 1 - at_host,
+    }
+
+
+@needs_hit_sources
+def test_a_chunk_that_nobody_asked_for_is_from_who_knows_where(start: StartEngine) -> None:
+    prompt = list(range(60 * BLOCK + 1))
+    serve(start(num_blocks=80), prompt, max_tokens=1)
+    engine = start("kv_consumer", num_blocks=80)
+    serve(engine, prompt, max_tokens=1)
+    sources = {source.value: count for source, count in engine.hit_sources.items()}
+    assert set(sources) == {"host", "external_unspecified"}
+    assert sum(sources.values()) == len(prompt) - 1

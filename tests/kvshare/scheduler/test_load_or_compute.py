@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a hit is loaded, by what loads and steps have taken."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ecshare.store.keys import Kind, tp_size_key
+from ecshare.transfer.jobs import Tier
+from kvshare.chunks.prefix import Chunk, ChunkKey
+from kvshare.scheduler.load_or_compute import LoadOrCompute, LoadTimes, UnderWay
+from tests.kvshare.conftest import StartEngine
+from tests.kvshare.scheduler.test_scheduler import (
+    NAMESPACE,
+    Bench,
+    Clock,
+    StartBench,
+    announcing,
+    bench,
+    chunks_of,
+)
+from tests.kvshare.toy import BLOCK, expected_answer, make_request, spec, window
+
+__all__ = ["bench"]
+
+CHUNK = 100
+FAST, SLOW = 0.0001, 0.01  # seconds per token; computing takes 0.001
+TIERS = {"h": Tier.HOST, "s": Tier.STORE}
+
+
+class Choice:
+    """A LoadOrCompute, and the hand on its clock."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.load_or_compute = LoadOrCompute(self.clock)
+
+    def computes(self, num_tokens: int, seconds: float, num_decoded: int = 0) -> None:
+        self.load_or_compute.steps.began(num_tokens, num_decoded)
+        self.clock.now_s += seconds
+        self.load_or_compute.steps.ended()
+
+    def loads(self, where: str, s_per_token: float) -> None:
+        chunks, tiers = stored(where)
+        seconds = len(chunks) * CHUNK * s_per_token
+        self.load_or_compute.loaded(chunks, tiers, 0, seconds)
+
+    def loaded(self, num_tokens: int, seconds: float) -> None:
+        """Something else was loaded from the store."""
+        chunk = Chunk(ChunkKey(b"other"), 0, 1, 0, num_tokens)
+        self.load_or_compute.loaded([chunk], {chunk.key: Tier.STORE}, 0, seconds)
+
+    def worth(
+        self, where: str, ahead: int = 0, under_way: Sequence[UnderWay] = (), start: int = 0
+    ) -> int:
+        chunks, tiers = stored(where)
+        return self.load_or_compute.num_worth_loading(
+            chunks, tiers, start, under_way, lambda: ahead
+        )
+
+
+def stored(where: str) -> tuple[list[Chunk], dict[ChunkKey, Tier]]:
+    """Chunks in the tiers that the letters of `where` name; nobody asked for a `?`."""
+    chunks = [Chunk(ChunkKey(bytes([n])), n, 1, n * CHUNK, CHUNK) for n in range(len(where))]
+    pairs = zip(chunks, where, strict=True)
+    tiers = {chunk.key: TIERS[letter] for chunk, letter in pairs if letter in TIERS}
+    return chunks, tiers
+
+
+@pytest.fixture
+def choice() -> Choice:
+    """One that knows how fast its engine computes."""
+    made = Choice()
+    made.computes(1000, 1.0)
+    return made
+
+
+def test_what_is_not_known_is_loaded(choice: Choice) -> None:
+    assert Choice().worth("ssss") == 4
+    assert choice.worth("ssss") == 4
+    assert choice.worth("") == 0
+    new = Choice()
+    new.loads("ss", FAST)
+    assert new.worth("ssss") == 4
+
+
+@pytest.mark.parametrize(("pace", "expected"), [(FAST, 4), (0.00099, 4), (0.00101, 0), (SLOW, 0)])
+def test_a_hit_is_loaded_if_that_is_faster(choice: Choice, pace: float, expected: int) -> None:
+    choice.loads("ss", pace)
+    assert choice.worth("ssss") == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"), [("hhss", 2), ("ssss", 0), ("hhhh", 4), ("?hss", 2), ("h?s?", 1)]
+)
+def test_the_part_that_is_on_this_host_is_loaded_though_the_store_is_slow(
+    choice: Choice, where: str, expected: int
+) -> None:
+    choice.loads("hh", FAST)
+    choice.loads("ss", SLOW)
+    assert choice.worth(where) == expected
+
+
+@pytest.mark.parametrize("where", ["s??h", "h??s", "?ssh"])
+def test_what_lies_between_the_store_and_the_host_came_from_the_store(
+    choice: Choice, where: str
+) -> None:
+    """A host has the end of a prompt: what was opened longest ago is evicted first."""
+    choice.loads(where, 0.0007)  # of the store's three chunks that is less than a computed one
+    assert choice.worth("ssss") == 4
+
+
+def test_the_end_for_which_nobody_asked_is_where_the_chunk_before_it_is(choice: Choice) -> None:
+    choice.loads("ss", SLOW)
+    choice.loads("hh", FAST)
+    assert choice.worth("hh??") == 4
+    assert choice.worth("ss??") == 0
+
+
+@pytest.mark.parametrize("start", [CHUNK, 2 * CHUNK])
+def test_what_the_local_hit_holds_by_now_was_not_loaded(choice: Choice, start: int) -> None:
+    """The local hit may grow between a look-up and the load: nothing before it was moved."""
+    chunks, tiers = stored("sshh"[2 - start // CHUNK :])
+    choice.load_or_compute.loaded(chunks, tiers, start, 100.0)
+    assert choice.worth("ssss") == 4, "the store is not known"
+    assert choice.worth("hhhh") == 0, "the host is"
+    choice.load_or_compute.loaded(chunks, tiers, len(chunks) * CHUNK, 100.0)  # nothing
+    assert choice.worth("s", start=CHUNK) == 0
+
+
+def test_a_load_that_goes_on_while_others_are_computed_costs_less(choice: Choice) -> None:
+    choice.loads("ss", 2 * 0.001)
+    assert choice.worth("ssss", ahead=300) == 0
+    assert choice.worth("ssss", ahead=400) == 4
+
+
+def test_a_load_that_takes_longer_than_it_should_counts_before_it_ends(choice: Choice) -> None:
+    choice.loads("ss", FAST)
+    assert choice.worth("ssss", under_way=[(400, 0.3)]) == 4
+    assert choice.worth("ssss", under_way=[(400, 0.3), (400, 0.5)]) == 0
+    assert choice.worth("hhss", under_way=[(400, 0.5)]) == 2
+    assert choice.worth("ssss") == 4
+
+
+@pytest.mark.parametrize("under_way", [(32, 0.040), (200, 0.080)])
+def test_a_small_load_under_way_says_little_of_large_ones(under_way: UnderWay) -> None:
+    """It takes the time of a round trip, which is little for them."""
+    choice = Choice()
+    choice.computes(3000, 1.0)
+    choice.loaded(7936, 0.5)
+    assert choice.worth(79 * "s", under_way=[under_way]) == 79
+
+
+@pytest.mark.parametrize("num_prompts", [1, 99])
+def test_what_many_small_loads_take_says_little_of_large_ones(num_prompts: int) -> None:
+    choice = Choice()
+    choice.computes(8000, 0.8)
+    for _ in range(num_prompts):
+        choice.loaded(300, 0.060)
+    choice.loaded(7900, 0.6)
+    assert choice.worth(79 * "s") == 79
+    assert choice.worth("sss") == 0, "small ones are computed sooner"
+
+
+def test_latency_counts_once_however_many_tiers_a_hit_is_in(choice: Choice) -> None:
+    for num_tokens in (100, 10_000):
+        choice.loaded(num_tokens, 0.2 + FAST * num_tokens)
+    choice.loads("hh", FAST)
+    assert choice.worth("s") == 0
+    assert choice.worth("sss") == 3
+    assert choice.worth("shs") == 3
+    assert choice.worth("hhhhs") == 4
+
+
+def test_of_a_store_that_was_never_measured_one_hit_is_loaded_and_little_of_it(
+    choice: Choice,
+) -> None:
+    for unknown in (choice, Choice()):
+        assert unknown.worth(20 * "s") == 10
+        assert unknown.worth(20 * "s", start=150) == 11
+        assert unknown.worth("hh" + 20 * "s") == 12
+        assert unknown.worth(20 * "h") == 20
+        assert unknown.worth("hh" + 20 * "s", under_way=[(1000, 0.0)]) == 2
+        unknown.loads("ss", FAST)
+        assert unknown.worth(20 * "s") == 20
+
+
+def test_at_least_a_chunk_of_a_new_store_is_loaded(choice: Choice) -> None:
+    chunk = Chunk(ChunkKey(b"large"), 0, 1, 0, 4096)
+    args = [chunk], {chunk.key: Tier.STORE}, 0, (), lambda: 0
+    assert choice.load_or_compute.num_worth_loading(*args) == 1
+
+
+def test_an_engine_that_has_loaded_all_so_far_computes_what_takes_long_to_load() -> None:
+    choice = Choice()
+    choice.loads("ss", 0.004)
+    assert choice.worth("ssss") == 2  # they should be here within a second
+    assert choice.worth("hhsss") == 4
+    assert choice.worth("ssss", under_way=[(100, 2.0)]) == 0
+    choice.computes(200, 0.2)
+    assert choice.worth("ssss") == 0
+    other = Choice()
+    for num_tokens in (100, 8000):
+        other.loaded(num_tokens, 2.0)
+    assert other.worth("ssss") == 0
+
+
+# --- the line through the times of loads ---
+
+
+def line_of(*loads: tuple[int, float], clock: Clock | None = None) -> tuple[float, float]:
+    times = LoadTimes(clock or Clock())
+    for load in loads:
+        times.add(*load)
+    assert times.line is not None
+    return times.line.latency_s, times.line.s_per_token
+
+
+def test_latency_and_the_time_per_token_are_told_apart() -> None:
+    loads = [(n, 0.05 + n * FAST) for n in (200, 300, 4000, 8000, 8000)]
+    latency_s, s_per_token = line_of(*loads)
+    assert latency_s == pytest.approx(0.05, rel=0.05)
+    assert s_per_token == pytest.approx(FAST, rel=0.05)
+
+
+def test_loads_of_one_size_do_not_tell_them_apart() -> None:
+    assert line_of((300, 0.06), (300, 0.06)) == pytest.approx((0.0, 0.0002))
+
+
+def test_neither_is_negative() -> None:
+    latency_s, s_per_token = line_of((100, 1.0), (8000, 0.1), (8000, 0.1))
+    assert s_per_token == 0.0
+    assert latency_s > 0.1
+    assert line_of((100, 0.001), (8000, 2.0)) == pytest.approx((0.0, 2.001 / 8100))
+
+
+def test_a_large_load_of_long_ago_no_longer_says_what_small_ones_do_not() -> None:
+    """The store may have become slow since."""
+    clock = Clock()
+    times = LoadTimes(clock)
+    times.add(8000, 0.5)
+    clock.now_s += 60.0
+    for _ in range(5):
+        times.add(300, 2.0)
+    assert times.line is not None
+    assert times.line.seconds(8000) > 40.0
+
+
+def test_a_slow_tier_is_tried_again_now_and_then_and_heals(choice: Choice) -> None:
+    choice.loads("ss", SLOW)
+    for _ in range(29):
+        assert choice.worth("ssss") == 0
+        choice.clock.now_s += 1.0
+    choice.clock.now_s += 1.0
+    assert choice.worth("sss") == 2  # as much as should be here within two seconds
+    assert choice.worth("ssss") == 0  # nobody else meanwhile
+    choice.loads("ss", FAST)
+    assert choice.worth("ssss") == 4
+
+
+def test_at_least_a_chunk_is_tried(choice: Choice) -> None:
+    choice.loads("ss", 10.0)
+    choice.loads("hh", FAST)
+    choice.clock.now_s += 30.0
+    assert choice.worth("hhss") == 3
+
+
+def test_the_latest_times_count(choice: Choice) -> None:
+    for pace, expected in ((SLOW, 0), (FAST, 4), (SLOW, 0)):
+        choice.clock.now_s += 60.0
+        choice.loads("ss", pace)
+        assert choice.worth("ssss") == expected
+
+
+def test_steps_that_hardly_compute_prompts_tell_nothing() -> None:
+    choice = Choice()
+    choice.loads("ss", 0.001)
+    choice.computes(63, 63.0)
+    choice.computes(300, 300.0, num_decoded=200)
+    choice.computes(0, 1.0)
+    assert choice.load_or_compute.steps.pace.s_per_token is None
+    choice.computes(300, 3.0, num_decoded=100)
+    assert choice.load_or_compute.steps.pace.s_per_token == pytest.approx(0.01)
+
+
+def test_a_step_begins_when_the_one_before_it_has_ended() -> None:
+    """With asynchronous scheduling two are in flight."""
+    choice = Choice()
+    steps = choice.load_or_compute.steps
+    steps.began(1, 1)
+    steps.began(1000, 0)
+    choice.clock.now_s += 5.0
+    steps.ended()
+    steps.began(1, 1)
+    choice.clock.now_s += 1.0
+    steps.ended()
+    choice.clock.now_s += 5.0
+    steps.ended()
+    assert steps.pace.s_per_token == pytest.approx(0.001)
+
+
+def test_an_empty_step_beside_one_that_computes_is_not_taken_for_it() -> None:
+    """Its output comes at once, while the other one runs."""
+    choice = Choice()
+    steps = choice.load_or_compute.steps
+    steps.began(0, 0)
+    choice.clock.now_s += 5.0
+    steps.began(1000, 0)
+    choice.clock.now_s += 0.002
+    steps.ended()
+    steps.began(0, 0)
+    choice.clock.now_s += 0.998
+    steps.ended()
+    steps.ended()
+    assert steps.pace.s_per_token == pytest.approx(0.001)
+
+
+def test_a_pace_is_believed_when_most_tokens_of_late_show_it(choice: Choice) -> None:
+    pace = choice.load_or_compute.steps.pace
+    for _ in range(14):
+        choice.computes(1000, 1.0)
+    for _ in range(7):
+        choice.computes(1000, 0.002)
+    assert pace.s_per_token == pytest.approx(0.001)
+    choice.computes(1000, 0.002)
+    assert pace.s_per_token == pytest.approx(0.000002)
+    choice.computes(8000, 8.0)
+    assert pace.s_per_token == pytest.approx(0.001), "a step of many tokens weighs more"
+
+
+def test_a_release_that_does_not_tell_when_steps_end_makes_all_be_loaded(choice: Choice) -> None:
+    """What it tells late counts for steps that were long ago, and computing as slow."""
+    choice.loads("ss", 0.002)
+    assert choice.worth("ssss") == 0
+    for _ in range(1000):
+        choice.load_or_compute.steps.began(1000, 0)
+        choice.clock.now_s += 1.0
+    choice.load_or_compute.steps.ended()
+    assert choice.worth("ssss") == 4
+
+
+# --- through the hooks of the scheduler half ---
+
+PROMPT = list(range(100 * BLOCK + 1))
+NEW = list(range(1000, 1000 + 80))
+
+
+def compute(here: Bench, name: str, seconds: float) -> None:
+    new = make_request(name, NEW)
+    assert here.ask(new) == 0
+    here.run(new, 0, len(NEW), list(range(200, 220)))
+    here.clock.now_s += seconds
+    here.half.step_ended()
+    here.half.finished(new)
+
+
+def load(here: Bench, name: str, seconds: float) -> int:
+    """Load what a request may load of PROMPT; return how many tokens that is."""
+    asked = make_request(name, PROMPT)
+    num_tokens = here.ask(asked)
+    if num_tokens:
+        here.half.allocated(asked, [list(range(101))], num_tokens)
+        here.clock.now_s += seconds
+        here.half.reported(KVConnectorOutput(finished_recving={name}))
+    here.half.finished(asked)
+    return num_tokens
+
+
+def slow_store(bench: StartBench, **options: Any) -> Bench:
+    """A half whose engine computes a token in 1 ms, and whose store has just taken 100 s."""
+    here = bench(options=options)
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    compute(here, "new", 0.080)
+    assert load(here, "first", 100.0) == 400
+    here.half.take_stats()
+    return here
+
+
+def fast_store(bench: StartBench) -> Bench:
+    """A half whose engine computes a token in 1 ms, and whose store takes an eighth of that."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    compute(here, "new", 0.080)
+    assert load(here, "measured", 0.050) == 400
+    return here
+
+
+def test_a_hit_is_computed_if_the_store_is_slower(bench: StartBench) -> None:
+    here = slow_store(bench)
+    assert load(here, "second", 100.0) == 0
+    assert load(here, "third", 100.0) == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/computed"] == 2 * 400
+    assert "tokens/hit" not in stats.data
+
+
+def test_the_answer_stays_as_it_is(bench: StartBench) -> None:
+    here = slow_store(bench)
+    asked = make_request("second", PROMPT)
+    assert here.ask(asked) == 0
+    here.clock.now_s += 100.0
+    assert here.ask(asked) == 0
+
+
+def test_all_is_loaded_if_the_option_says_so(bench: StartBench) -> None:
+    assert load(slow_store(bench, load="always"), "second", 100.0) == 400
+
+
+def test_what_was_announced_is_loaded_however_slow_the_store_is(bench: StartBench) -> None:
+    here = slow_store(bench)
+    assert here.ask(announcing(PROMPT, 400, name="d")) == 400
+
+
+def begin(here: Bench, name: str, prompt: list[int]) -> None:
+    """Begin to load `prompt`, as far as it may be."""
+    asked = make_request(name, prompt)
+    here.half.allocated(asked, [list(range(101))], here.ask(asked))
+
+
+def test_a_load_that_takes_long_makes_others_compute(bench: StartBench) -> None:
+    here = fast_store(bench)
+    begin(here, "first", PROMPT)
+    assert here.ask(make_request("second", PROMPT)) == 400
+    here.clock.now_s += 100.0
+    for name in ("third", "fourth"):
+        assert here.ask(make_request(name, PROMPT)) == 0
+
+
+def test_a_small_load_under_way_makes_nobody_compute(bench: StartBench) -> None:
+    here = fast_store(bench)
+    begin(here, "small", PROMPT[: BLOCK + 1])
+    here.clock.now_s += 0.040
+    assert here.ask(make_request("large", PROMPT)) == 400
+
+
+def test_the_first_load_makes_others_compute(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    begin(here, "first", PROMPT)
+    assert here.ask(make_request("second", PROMPT)) == 0
+    here.half.reported(KVConnectorOutput(finished_recving={"first"}))
+    assert here.ask(make_request("third", PROMPT)) == 400
+
+
+def test_a_hit_is_loaded_while_the_engine_has_much_to_compute(bench: StartBench) -> None:
+    here = slow_store(bench)
+    before = make_request("before", list(range(5000, 5000 + 500 * 250)))
+    here.ask(before)
+    assert here.ask(make_request("second", PROMPT)) == 400
+
+
+def test_the_local_hit_grows_while_a_prompt_is_looked_up(bench: StartBench) -> None:
+    """Another request has computed the first blocks, which only the store had."""
+    here = bench()
+    prompt = PROMPT[: 3 * BLOCK + 1]
+    first, *others = chunks_of(prompt)
+    here.put([first])
+    here.forget_host_cache()
+    here.put(others)
+    compute(here, "new", 0.080)
+    asked = make_request("asked", prompt)
+    assert here.ask(asked) == 3 * BLOCK
+    assert here.ask(asked, BLOCK) == 2 * BLOCK
+    here.half.allocated(asked, [list(range(4))], 2 * BLOCK)
+    here.clock.now_s += 1.0
+    here.half.reported(KVConnectorOutput(finished_recving={"asked"}))
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/loaded"] == 2 * BLOCK
+
+
+# --- what is too little to be looked up ---
+
+
+@pytest.fixture
+def computing(bench: StartBench) -> StartBench:
+    """A half whose engine computes five tokens in the time of a look-up and a load."""
+
+    def start(**more: Any) -> Bench:
+        here = bench(**more)
+        here.put(chunks_of(PROMPT, more.get("chunk_blocks", 1)))
+        compute(here, "new", 0.076)
+        here.engine.drain(20.0)
+        return here
+
+    return start
+
+
+def with_left(num_left: int, **more: Any) -> Request:
+    """A request with so many tokens, besides its last one, after the two blocks it has."""
+    return make_request(f"{num_left} left", PROMPT[: 2 * BLOCK + num_left + 1], **more)
+
+
+def is_looked_up(here: Bench, request: Request) -> bool:
+    """Whether `request`, whose first two blocks the engine has, waits for a look-up."""
+    return here.half.num_loadable_tokens(request, 2 * BLOCK) is None
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(1, False), (4, False), (5, True)])
+def test_what_is_computed_sooner_than_it_is_loaded_is_not_looked_up(
+    computing: StartBench, num_left: int, expected: bool
+) -> None:
+    here = computing(chunk_blocks=4)
+    assert is_looked_up(here, with_left(num_left)) is expected
+    assert here.engine.in_flight == expected
+
+
+def test_a_whole_chunk_is_looked_up_however_fast_the_engine_is(computing: StartBench) -> None:
+    here = computing()
+    for name in ("faster", "as fast"):
+        compute(here, name, 0.001)
+    assert not is_looked_up(here, with_left(BLOCK - 1))
+    assert is_looked_up(here, with_left(BLOCK))
+
+
+def test_little_is_looked_up_if_all_is_to_be_loaded_or_nothing_is_known(
+    computing: StartBench, bench: StartBench
+) -> None:
+    for here in (computing(options={"load": "always"}), bench()):
+        assert is_looked_up(here, with_left(1))
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, False), (1, True)])
+def test_little_is_looked_up_if_a_picture_would_have_to_be_encoded(
+    computing: StartBench, offset: int, expected: bool
+) -> None:
+    """It may have come without its pixels."""
+    place = PlaceholderRange(offset=offset, length=2 * BLOCK)
+    picture = MultiModalFeatureSpec(data=None, modality="image", identifier="p", mm_position=place)
+    assert is_looked_up(computing(), with_left(1, mm_features=[picture])) is expected
+
+
+@pytest.mark.parametrize(("num_left", "expected"), [(BLOCK - 1, 0), (BLOCK, BLOCK)])
+def test_a_block_that_was_announced_is_loaded_and_less_is_computed(
+    computing: StartBench, num_left: int, expected: int
+) -> None:
+    here = computing(chunk_blocks=4)
+    request = announcing(PROMPT[: 2 * BLOCK + num_left + 1])
+    assert here.half.num_loadable_tokens(request, 2 * BLOCK) == expected
+
+
+def test_a_block_that_was_announced_is_looked_up_if_it_may_have_any_size(
+    computing: StartBench,
+) -> None:
+    here = computing(chunk_blocks=4, other_tp_sizes={2: ("t0of2", "t1of2")})
+    here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
+    here.clock.now_s += 60.0  # it has looked a moment ago
+    here.half.learn_tp_sizes(20.0)
+    assert is_looked_up(here, announcing(PROMPT[: 3 * BLOCK + 1]))
+
+
+# --- through an engine ---
+
+
+@pytest.mark.parametrize("num_loaded", range(6))
+@pytest.mark.parametrize("specs", [(), (spec(), window(2 * BLOCK))], ids=["full", "window"])
+def test_a_shorter_prefix_is_loaded_and_the_rest_computed(
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: Sequence[KVCacheSpec],
+    num_loaded: int,
+) -> None:
+    prompt = list(range(5 * BLOCK + 1))
+    start(specs=specs).run(make_request("p", prompt))
+    monkeypatch.setattr(LoadOrCompute, "num_worth_loading", lambda *_: num_loaded)
+    engine = start(specs=specs, store={"load": "if_faster"})
+    (answer,) = engine.run(make_request("d", prompt, 3))
+    assert answer.tokens == expected_answer(prompt, 3, engine.windows)
+    assert answer.computed_prompt_tokens == len(prompt) - num_loaded * BLOCK
+    assert engine.counts.get("tokens/computed", 0) == (5 - num_loaded) * BLOCK
+    assert engine.counts.get("tokens/loaded", 0) == num_loaded * BLOCK
+
+
+def test_chunks_that_the_local_hit_holds_by_now_teach_nothing_of_their_tier() -> None:
+    """Others have computed them since the look-up: a load of no token cannot be timed."""
+    for where in ("sh", "ssh", "s"):
+        choice = LoadOrCompute(Clock())
+        chunks, tiers = stored(where)
+        for start in (where.count("s") * CHUNK, where.count("s") * CHUNK + BLOCK):
+            choice.loaded(chunks, tiers, start, 0.1)

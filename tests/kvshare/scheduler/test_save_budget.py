@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers have no memory for is not promised, and nothing behind a gap is stored."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from ecshare.store.keys import Kind, object_key
+from kvshare.chunks.prefix import ChunkKey
+from kvshare.chunks.slabs import slab_sizes
+from kvshare.scheduler.save_budget import SaveBudget, log_limit
+from tests.kvshare.conftest import StartEngine, spin
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import (
+    BLOCK,
+    GIVE_UP_S,
+    ToyEngine,
+    chunks_for,
+    expected_answer,
+    make_request,
+)
+
+SLAB = slab_sizes([1])(0, 1)
+PROMPT = list(range(1, 10 * BLOCK + 2))
+OTHER = list(range(500, 500 + 10 * BLOCK + 1))
+NUM_CHUNKS = 10
+
+
+def stored(engine: ToyEngine, prompt: list[int], chunk_blocks: int = 1) -> list[bool]:
+    """Of each chunk of `prompt`, whether the store has it."""
+    names = {path.rpartition("/")[2] for path in GatedFileSystem.store}
+    return [name in names for name in chunk_names(prompt, chunk_blocks)]
+
+
+def chunk_names(prompt: list[int], chunk_blocks: int = 1) -> list[str]:
+    """What follows the namespace in the objects' keys."""
+    chunks = chunks_for(make_request("x", prompt), chunk_blocks)
+    keys = (object_key(Kind.KV, "0" * 32, bytes(chunk.key), "t0of1") for chunk in chunks)
+    return [key.rpartition("/")[2] for key in keys]
+
+
+def is_served(engine: ToyEngine) -> bool:
+    """Whether all requests have ended and all orders were given."""
+    return not engine.scheduler.requests and not engine.scheduler.finished_req_ids
+
+
+def is_begun(engine: ToyEngine, name: str) -> bool:
+    """Whether some of the prompt of this request is computed."""
+    return engine.answers[name].computed_prompt_tokens > 0
+
+
+def step_until_stored(engine: ToyEngine, prompt: list[int]) -> None:
+    def is_stored() -> bool:
+        # Uploads keep up with steps, or the answer would end before the last one is ordered.
+        engine.transfer.drain(GIVE_UP_S)
+        return all(stored(engine, prompt))
+
+    spin(engine, is_stored, "it is not saved")
+
+
+def announced(params: dict[str, Any] | None) -> int:
+    """How many tokens the answer promises to the next engine."""
+    return params["kvshare"]["num_tokens"] if params else 0
+
+
+def test_only_what_is_saved_is_announced(gated: StartEngine) -> None:
+    writer = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    writer.add(make_request("a", PROMPT))
+    spin(writer, lambda: is_served(writer), "no answer")
+    GatedFileSystem.open_gates()
+    writer.run_out()
+    assert stored(writer, PROMPT) == [True] * 2 + [False] * 8
+    params = writer.answers["a"].kv_transfer_params
+    assert announced(params) == 2 * BLOCK
+    assert writer.counts["blocks/dropped"] == 8
+
+    reader = gated()
+    (answer,) = reader.run(make_request("b", PROMPT, 2, kv_transfer_params=params))
+    assert answer.tokens == expected_answer(PROMPT, 2)
+    assert answer.computed_prompt_tokens == len(PROMPT) - 2 * BLOCK
+    assert not {name for name in reader.counts if name.startswith("misses/")}
+
+
+def test_where_there_is_no_memory_at_all_nothing_is_announced(gated: StartEngine) -> None:
+    writer = gated(buffer_bytes=SLAB)
+    GatedFileSystem.close_gate("put")
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        writer.add(make_request(name, prompt))
+        spin(writer, lambda: is_served(writer), "no answer")
+    GatedFileSystem.open_gates()
+    writer.run_out()
+    assert announced(writer.answers["a"].kv_transfer_params) == BLOCK
+    assert writer.answers["b"].kv_transfer_params is None
+    assert not any(stored(writer, OTHER))
+
+
+def test_what_finds_no_memory_is_saved_by_a_later_step(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT, max_tokens=200))
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3, "no tokens")
+    GatedFileSystem.open_gates()
+    step_until_stored(engine, PROMPT)
+    assert not engine.counts.get("blocks/dropped")
+
+
+def test_nothing_behind_a_gap_is_stored(gated: StartEngine) -> None:
+    prompt = list(range(1, 100 * BLOCK + 2))
+    engine = gated(
+        engine={"num_blocks": 128, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4}
+    )
+    GatedFileSystem.broken.add(f"move {chunk_names(prompt)[2]}")
+    engine.add(make_request("a", prompt))
+    spin(engine, lambda: "a" in engine.connector.scheduler._tracked, "it is not seen")
+    progress = engine.connector.scheduler._tracked["a"].progress
+
+    def is_noticed() -> bool:
+        engine.transfer.drain(20.0)  # an upload takes less than a step
+        return progress.has_gap
+
+    spin(engine, is_noticed, "nobody notices the gap")
+    ordered = progress.num_saved_blocks
+    assert ordered < 100, "it came too late to show anything"
+    engine.run_out()
+    there = stored(engine, prompt)
+    assert there[:3] == [True, True, False]
+    assert not any(there[ordered:])
+    assert announced(engine.answers["a"].kv_transfer_params) == 2 * BLOCK
+
+
+def test_older_prompts_are_stored_first_and_as_a_whole(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    GatedFileSystem.close_gate("put")
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.add(make_request(name, prompt))
+    spin(engine, lambda: is_served(engine), "no answer")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert stored(engine, PROMPT) == [True] * NUM_CHUNKS
+    assert stored(engine, OTHER) == [False] * NUM_CHUNKS
+    assert announced(engine.answers["a"].kv_transfer_params) == len(PROMPT) - 1
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_a_prompt_that_is_computed_in_pieces_keeps_its_room(gated: StartEngine) -> None:
+    few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT))
+    spin(engine, lambda: is_begun(engine, "a"), "it does not begin")
+    engine.add(make_request("b", OTHER[: 4 * BLOCK + 1]))  # as much as is left now, and no more
+    spin(engine, lambda: is_served(engine), "no answer")
+    GatedFileSystem.open_gates()
+    engine.run_out()
+    assert all(stored(engine, PROMPT))
+    assert announced(engine.answers["a"].kv_transfer_params) == len(PROMPT) - 1
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_a_prompt_that_is_aborted_keeps_no_room(gated: StartEngine) -> None:
+    few = {"max_num_batched_tokens": 4 * BLOCK, "max_num_seqs": 4}
+    engine = gated(engine=few, buffer_bytes=(NUM_CHUNKS + 3) * SLAB)
+    engine.add(make_request("a", PROMPT))
+    spin(engine, lambda: is_begun(engine, "a"), "it does not begin")
+    engine.abort("a")
+    engine.run_out()
+    engine.run(make_request("b", OTHER))
+    assert all(stored(engine, OTHER))
+
+
+def test_a_new_prompt_takes_no_room_from_one_that_waits_for_it(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("a", PROMPT, max_tokens=200))
+    spin(engine, lambda: len(engine.answers["a"].tokens) > 3, "no tokens")
+    GatedFileSystem.open_gates()
+    engine.transfer.drain(20.0)
+    engine.step()  # the worker reports what was stored
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("b", OTHER[: 2 * BLOCK + 1]))
+    spin(engine, lambda: bool(engine.answers["b"].finish_reason), "no answer")
+    GatedFileSystem.open_gates()
+    step_until_stored(engine, PROMPT)
+    assert engine.answers["b"].kv_transfer_params is None
+
+
+def test_while_the_store_refuses_saves_nothing_is_announced(gated: StartEngine) -> None:
+    engine = gated()
+    GatedFileSystem.broken.add("put")
+    for number in range(2):
+        engine.run(make_request(str(number), [number, *PROMPT]))
+    # The whole prompt is computed by one step, before the worker can know of it.
+    engine.run(make_request("a", PROMPT))
+    assert engine.answers["a"].kv_transfer_params is None
+    GatedFileSystem.broken.clear()
+
+    def is_announced_again() -> bool:
+        name = str(len(engine.answers))
+        engine.run(make_request(name, [int(name), *OTHER]))
+        return announced(engine.answers[name].kv_transfer_params) == len(OTHER)
+
+    spin(engine, is_announced_again, "the store is back, and nothing is announced")
+
+
+def test_what_an_idle_engine_has_stored_takes_no_room_of_the_next_prompt(
+    gated: StartEngine,
+) -> None:
+    engine = gated(buffer_bytes=(NUM_CHUNKS + 1) * SLAB)
+    for name, prompt in (("a", PROMPT), ("b", OTHER)):
+        engine.run(make_request(name, prompt))
+        assert stored(engine, prompt) == [True] * NUM_CHUNKS
+        assert announced(engine.answers[name].kv_transfer_params) == len(prompt) - 1
+
+
+def test_what_a_reset_takes_away_gives_its_room_back(gated: StartEngine) -> None:
+    engine = gated(buffer_bytes=2 * SLAB, chunk_tokens=2 * BLOCK)
+    engine.add(make_request("a", PROMPT[: 2 * BLOCK + 1], max_tokens=BLOCK + 1))
+    # The answer ends in half a chunk, which the next step would save.
+    spin(engine, lambda: not engine.scheduler.requests, "no answer")
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run_out()
+    prompt = OTHER[: 4 * BLOCK + 1]
+    engine.run(make_request("b", prompt))
+    assert stored(engine, prompt, chunk_blocks=2) == [True] * 2
+
+
+# --- the budget alone ---
+
+A, B, C = (ChunkKey(name * 32) for name in (b"a", b"b", b"c"))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def budget(limit_bytes: int, clock: Clock | None = None) -> SaveBudget[str]:
+    return SaveBudget(limit_bytes, clock or Clock())
+
+
+def test_a_save_takes_its_room_until_all_its_objects_have_ended() -> None:
+    room = budget(10)
+    assert room.admit(A, 6, 2, "a")
+    assert not room.admit(B, 6, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(B, 6, 1, "b")
+    room.ended({A: 1})
+    assert room.admit(B, 6, 1, "b")
+
+
+def test_a_small_one_does_not_overtake_a_large_one() -> None:
+    room = budget(10)
+    assert room.admit(A, 6, 1, "a")
+    assert not room.admit(B, 6, 1, "b")
+    assert not room.admit(C, 1, 1, "c")
+    room.ended({A: 1})
+    assert room.admit(B, 6, 1, "b")
+    assert room.admit(C, 1, 1, "c")
+
+
+def test_one_alone_may_be_larger() -> None:
+    room = budget(10)
+    assert room.admit(A, 60, 1, "a")
+    assert not room.admit(B, 1, 1, "b")
+    room.ended({A: 1})
+    assert room.admit(B, 1, 1, "b")
+
+
+def test_room_for_the_rest_of_a_prompt_is_kept() -> None:
+    room = budget(10)
+    a, b = "first", "second"
+    assert room.admit(A, 2, 1, a, rest_bytes=4)
+    assert not room.admit(B, 5, 1, b)
+    assert room.admit(C, 2, 1, a, rest_bytes=2)
+    room.ended({A: 1, C: 1})
+    assert room.admit(B, 5, 1, b, rest_bytes=3)
+    assert room.admit(A, 2, 1, a)
+
+
+def test_room_that_is_kept_is_free_once_it_is_given_up() -> None:
+    room = budget(10)
+    a, b = "first", "second"
+    assert room.admit(A, 1, 1, a, rest_bytes=9)
+    assert not room.admit(B, 9, 1, b)
+    room.release(a)
+    assert room.admit(B, 9, 1, b)
+
+
+def test_no_prompt_is_taken_for_one_that_is_gone() -> None:
+    """Python gives the identity of what is gone to what comes next."""
+
+    class Prompt:
+        pass
+
+    room = SaveBudget[Prompt](10, Clock())
+    gone = Prompt()
+    identity = id(gone)
+    assert room.admit(A, 2, 1, gone, rest_bytes=8)
+    room.ended({A: 1})
+    del gone
+    prompts = [Prompt() for _ in range(100)]
+    alike = [prompt for prompt in prompts if id(prompt) == identity]
+    assert not room.admit(B, 8, 1, (alike or prompts)[0])
+
+
+def test_a_prompt_beyond_the_limit_takes_what_there_is() -> None:
+    room = budget(10)
+    a = "first"
+    assert room.admit(A, 4, 1, a, rest_bytes=8)
+    assert room.admit(B, 4, 1, a, rest_bytes=4)
+    assert not room.admit(C, 4, 1, a)
+    room.ended({A: 1})
+    assert room.admit(C, 4, 1, a)
+
+
+def test_one_ordered_twice_takes_room_twice() -> None:
+    room = budget(10)
+    assert room.admit(A, 4, 1, "first")
+    assert room.admit(A, 4, 1, "second")
+    assert room.owner(A) == "second"
+    assert not room.admit(B, 4, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(B, 4, 1, "b")
+    room.ended({A: 1, B: 7, C: 1})
+    assert room.admit(B, 4, 1, "b")
+    assert room.owner(A) is None
+
+
+def test_what_is_withdrawn_takes_no_room() -> None:
+    room = budget(10)
+    assert room.admit(A, 10, 1, "a")
+    room.withdraw([A, B])
+    assert room.admit(B, 10, 1, "b")
+
+
+def test_it_is_crowded_from_half_of_the_memory_on() -> None:
+    room = budget(10)
+    assert room.admit(A, 5, 1, "a")
+    assert not room.is_crowded
+    assert room.admit(B, 1, 1, "b")
+    assert room.is_crowded
+    room.ended({B: 1})
+    assert not room.is_crowded
+
+
+def test_an_idle_engine_whose_saves_are_behind_makes_no_step_without_waiting(
+    gated: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = gated(buffer_bytes=NUM_CHUNKS * SLAB)
+    GatedFileSystem.close_gate("put")
+    engine.add(make_request("r", PROMPT))
+    spin(engine, lambda: is_served(engine), "the request does not end")
+    waits = 0
+
+    def wait() -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(engine.transfer, "wait_idle", wait)
+    for _ in range(20):
+        assert engine.has_work
+        engine.step()
+    assert waits == 20
+
+
+def test_an_end_that_nobody_reports_gives_its_room_back_in_time() -> None:
+    clock = Clock()
+    room = budget(10, clock)
+    assert room.admit(A, 10, 1, "a")
+    clock.now_s = 119.0
+    assert not room.admit(B, 10, 1, "b")
+    clock.now_s = 121.0
+    assert room.admit(B, 10, 1, "b")
+    room.ended({A: 1})
+    assert not room.admit(C, 1, 1, "c")
+
+
+def test_who_has_less_memory_than_a_step_may_fill_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvshare")
+    log_limit(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=160)
+    assert not caplog.messages
+    log_limit(limit_bytes=1000, chunk_bytes=100, chunk_tokens=16, step_tokens=161)
+    (line,) = caplog.messages
+    assert "holds the KV of 160 tokens" in line
+    assert "Set it to 2200" in line
+
+
+def test_the_log_compares_with_what_a_step_of_this_engine_computes(
+    gated: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gated(buffer_bytes=SLAB)
+    assert "buffer_bytes is" in caplog.text

@@ -1,0 +1,1117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+import kvshare.chunks.recent_keys as module
+from ecshare.store.format import TensorSpec
+from ecshare.store.keys import Key, Kind, object_key, tp_size_key
+from ecshare.transfer.device.staging import Staging
+from ecshare.transfer.engine import TransferEngine
+from ecshare.transfer.jobs import Outcome, Put
+from kvshare.chunks.facts import KVFacts
+from kvshare.chunks.layers import AttentionWindow, LayerSet
+from kvshare.chunks.prefix import Chunk, Grid
+from kvshare.chunks.slabs import slab_sizes
+from kvshare.config import KVConfig
+from kvshare.messages import Orders, Report, announced_tokens, announcement
+from kvshare.scheduler import lookups
+from kvshare.scheduler.scheduler import KVScheduler
+from tests.kvshare.gated import GatedFileSystem
+from tests.kvshare.toy import BLOCK, chunks_for, make_request
+
+NAMESPACE = "0" * 32
+PROMPT = list(range(3 * BLOCK + 2))
+NUM_CHUNKS = 4
+_PAUSE_S = 0.001
+FULL = LayerSet(0, (0,), (("layers.0", 0),), AttentionWindow(), 1, 1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Bench:
+    """A scheduler half, its store, and the hand on the clock."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        parts: tuple[str, ...] = ("t0of1",),
+        chunk_blocks: int = 1,
+        layer_sets: tuple[LayerSet, ...] = (FULL,),
+        other_tp_sizes: dict[int, tuple[str, ...]] | None = None,
+        options: dict[str, Any] | None = None,
+        **roles: Any,
+    ) -> None:
+        times = {"wait_s": 5.0, "io_timeout_s": 20.0}
+        self.config = KVConfig(
+            url="gated://bucket",
+            host_cache_dir=f"{tmp_path}/host",
+            **(times | (options or {})),
+        )
+        self.clock = Clock()
+        self.engine = TransferEngine(self.config, "options")
+        flags: dict[str, Any] = {"saves": True, "loads": True} | roles
+        grid = Grid(BLOCK, chunk_blocks)
+        sizes = {1: parts, **(other_tp_sizes or {})}
+        block_bytes = slab_sizes([1] * len(layer_sets))
+        facts = KVFacts(NAMESPACE, grid, layer_sets, 1, sizes, block_bytes, sha256, **flags)
+        self.half = KVScheduler(self.config, facts, self.engine, self.clock)
+
+    def put(self, chunks: Sequence[Chunk], part: str = "t0of1") -> None:
+        """Store something under the names of `chunks`: look-ups ask for no more."""
+        keys = (object_key(Kind.KV, NAMESPACE, bytes(chunk.key), part) for chunk in chunks)
+        self.put_keys(*keys)
+
+    def put_keys(self, *keys: Key) -> None:
+        engine = TransferEngine(self.config, "options")
+        staging = Staging(torch.device("cpu"), 1 << 24)
+        for key in keys:
+            slab = staging.reserve(TensorSpec("U8", (1,), {}))
+            assert slab is not None
+            engine.submit(Put(key, slab))
+        outcomes = [done.outcome for done in engine.drain(20.0)]
+        assert outcomes == [Outcome.OK] * len(keys)
+        engine.close()
+
+    def forget_host_cache(self) -> None:
+        for path in Path(self.config.host_cache_dir or "").rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+    def ask(self, request: Request, num_computed_tokens: int = 0) -> int:
+        """Ask until there is an answer, in no time by the clock."""
+        while (answer := self.half.num_loadable_tokens(request, num_computed_tokens)) is None:
+            assert self.engine.in_flight, "it waits for nothing"
+            self.engine.drain(_PAUSE_S)
+        return answer
+
+    def run(self, request: Request, start: int, end: int, block_ids: list[int]) -> Orders:
+        """Schedule `request` anew to compute tokens `start` to `end`."""
+        self.half.allocated(request, [], 0)
+        request.num_computed_tokens = end
+        new = NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=[],
+            sampling_params=None,
+            pooling_params=None,
+            block_ids=(block_ids,),
+            num_computed_tokens=start,
+            lora_request=None,
+        )
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs.append(new)
+        output.num_scheduled_tokens[request.request_id] = end - start
+        output.total_num_scheduled_tokens = end - start
+        return self.half.orders(output)
+
+    def go_on(self, request: Request, start: int, new_block_ids: list[int], **more: Any) -> Orders:
+        """Schedule one more token of a running request."""
+        request.num_computed_tokens = start + 1
+        output = SchedulerOutput.make_empty()
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[request.request_id],
+            resumed_req_ids=more.get("resumed", set()),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[(new_block_ids,) if new_block_ids else None],
+            num_computed_tokens=[start],
+            num_output_tokens=[0],
+        )
+        output.num_scheduled_tokens[request.request_id] = 1
+        output.total_num_scheduled_tokens = 1
+        return self.half.orders(output)
+
+
+StartBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[StartBench]:
+    init_none_hash(sha256)
+    started: list[Bench] = []
+
+    def start(**more: Any) -> Bench:
+        started.append(Bench(tmp_path, **more))
+        return started[-1]
+
+    yield start
+    GatedFileSystem.open_gates()
+    for one in started:
+        one.half.close()
+    GatedFileSystem.reset()
+
+
+def chunks_of(prompt: list[int], chunk_blocks: int = 1) -> tuple[Chunk, ...]:
+    """All chunks that hold `prompt`."""
+    return chunks_for(make_request("x", prompt), chunk_blocks)
+
+
+# --- look-ups ---
+
+
+def test_only_a_step_that_computes_nothing_waits_for_a_look_up(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, waits = bench(), Counter[str]()
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
+    here.half.orders(SchedulerOutput.make_empty())
+    GatedFileSystem.close_gate("exists")
+    asked = make_request("asked", PROMPT)
+    assert here.half.num_loadable_tokens(asked, 0) is None
+    here.run(make_request("other", PROMPT[: BLOCK // 2]), 0, BLOCK // 2, [1])
+    assert not waits, "others would wait too"
+    assert here.half.orders(SchedulerOutput.make_empty()).is_idle
+    assert waits["now"] == 1
+    GatedFileSystem.open_gates()
+    here.ask(asked)
+    here.half.orders(SchedulerOutput.make_empty())
+    assert waits["now"] == 1, "nobody asks any more"
+
+
+def test_a_step_that_computes_nothing_waits_for_an_adapter_to_be_read(
+    bench: StartBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, waits = bench(), Counter[str]()
+    monkeypatch.setattr(here.engine, "wait_idle", lambda: waits.update(["now"]))
+    lora = LoRARequest("tuned", 1, str(tmp_path))
+    assert here.half.num_loadable_tokens(make_request("r", PROMPT, lora_request=lora), 0) is None
+    here.half.orders(SchedulerOutput.make_empty())
+    assert waits["now"] == 1
+
+
+def test_the_longest_stored_prefix_counts(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put([chunks[0], chunks[1], chunks[3]])
+    assert here.ask(make_request("r", PROMPT)) == 2 * BLOCK
+
+
+def test_the_local_hit_is_not_counted_again(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    assert here.ask(make_request("r", PROMPT), BLOCK) == len(PROMPT) - 1 - BLOCK
+
+
+def test_a_chunk_is_there_if_all_its_shares_are(bench: StartBench) -> None:
+    here = bench(parts=("t0of2", "t1of2"))
+    chunks = chunks_of(PROMPT)
+    here.put(chunks, "t0of2")
+    assert here.ask(make_request("one", PROMPT)) == 0
+    here.put(chunks[:2], "t1of2")
+    assert here.ask(make_request("two", PROMPT)) == 2 * BLOCK
+
+
+def test_the_answer_is_not_awaited(bench: StartBench) -> None:
+    here = bench()
+    GatedFileSystem.close_gate("exists")
+    request = make_request("r", PROMPT)
+    assert here.half.num_loadable_tokens(request, 0) is None
+    assert here.half.num_loadable_tokens(request, 0) is None
+    here.clock.now_s += here.config.wait_s
+    assert here.half.num_loadable_tokens(request, 0) == 0, "the deadline is over"
+
+
+def test_who_joins_a_look_up_that_takes_too_long_has_time_of_its_own(bench: StartBench) -> None:
+    here = bench(options={"io_timeout_s": 0.5, "wait_s": 20.0})
+    here.put(chunks_of(PROMPT))
+    here.forget_host_cache()
+    first, second = (make_request(name, PROMPT) for name in ("first", "second"))
+    GatedFileSystem.close_gate("exists")
+    assert here.half.num_loadable_tokens(first, 0) is None
+    assert here.half.num_loadable_tokens(second, 0) is None
+    assert here.engine.in_flight == 1, "two requests share one look-up"
+    assert len(here.engine.drain(20.0)) == 1
+    GatedFileSystem.open_gates()
+    assert here.half.num_loadable_tokens(first, 0) == 0
+    assert here.ask(second) == len(PROMPT) - 1
+
+
+def test_who_joins_a_look_up_that_fails_does_not_ask_again(bench: StartBench) -> None:
+    here = bench()
+    GatedFileSystem.broken.add("exists")
+    first, second = (make_request(name, PROMPT) for name in ("first", "second"))
+    assert here.half.num_loadable_tokens(first, 0) is None
+    assert here.half.num_loadable_tokens(second, 0) is None
+    here.engine.drain(20.0)
+    assert here.half.num_loadable_tokens(first, 0) == 0
+    assert here.half.num_loadable_tokens(second, 0) == 0
+    assert not here.engine.in_flight
+
+
+def test_a_late_answer_does_not_change_a_final_one(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.forget_host_cache()
+    GatedFileSystem.close_gate("exists")
+    assert here.half.num_loadable_tokens(request, 0) is None
+    here.clock.now_s += here.config.wait_s
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    GatedFileSystem.open_gates()
+    while here.engine.in_flight:
+        assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.ask(make_request("next", PROMPT)) == len(PROMPT) - 1
+
+
+def test_a_local_hit_that_shrinks_is_looked_up_anew(bench: StartBench) -> None:
+    """vLLM may ask again, with other blocks of its own left, before it admits the request."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    assert here.ask(request, 2 * BLOCK) == len(PROMPT) - 1 - 2 * BLOCK
+    assert here.half.num_loadable_tokens(request, 3 * BLOCK) == len(PROMPT) - 1 - 3 * BLOCK
+    assert here.ask(request, 0) == len(PROMPT) - 1
+
+
+def test_requests_that_must_not_read_a_cache_are_not_looked_up(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    request.skip_reading_prefix_cache = True
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.engine.in_flight == 0
+
+
+def test_the_load_goes_to_the_blocks_behind_the_local_hit(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    tokens = here.ask(request, BLOCK)
+    here.half.allocated(request, [[50, 51, 52, 53]], tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert order.request_id == "r"
+    assert [(piece.key, piece.block_ids[0], piece.num_tokens) for piece in order.pieces] == [
+        (chunks[1].key, (51,), BLOCK),
+        (chunks[2].key, (52,), BLOCK),
+        (chunks[3].key, (53,), 1),
+    ]
+    assert here.half.orders(SchedulerOutput.make_empty()).loads == (), "once"
+
+
+def test_blocks_that_became_local_are_not_loaded_over(bench: StartBench) -> None:
+    """Others may be reading them: the local hit grew after the look-up."""
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    here.ask(request, 0)
+    here.half.allocated(request, [[50, 51, 52, 53]], here.ask(request, 2 * BLOCK))
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_ids[0] for piece in order.pieces] == [(52,), (53,)]
+
+
+def test_vllm_may_take_less_than_it_was_offered(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    here.half.allocated(request, [[50, 51]], 2 * BLOCK)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_ids[0] for piece in order.pieces] == [(50,), (51,)]
+
+
+def test_vllm_may_take_nothing_of_what_it_was_offered(bench: StartBench) -> None:
+    """Since 0.33 it caps what is loaded at what it has other outputs of."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).loads == ()
+    here.half.finished(request)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (), "nothing was loading"
+
+
+def test_vllm_may_admit_a_request_steps_after_it_has_asked(bench: StartBench) -> None:
+    """Since 0.33 a load may wait until steps in flight have read its blocks for the last time."""
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    num_tokens = here.ask(request, BLOCK)
+    other = make_request("other", PROMPT[1:])
+    assert here.run(other, 0, len(PROMPT) - 1, [1, 2, 3, 4]).loads == ()
+    here.clock.now_s += 3600
+    here.half.reset()
+    here.half.reported(KVConnectorOutput())
+    assert here.half.orders(SchedulerOutput.make_empty()).loads == ()
+    here.half.allocated(request, [[50, 51, 52, 53]], num_tokens)
+    assert here.half.hit_sources(request, num_tokens) == {"host": num_tokens}
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [piece.block_ids[0] for piece in order.pieces] == [(51,), (52,), (53,)]
+
+
+def test_a_request_may_end_before_vllm_admits_it(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    assert here.ask(request)
+    here.half.finished(request)
+    orders = here.half.orders(SchedulerOutput.make_empty())
+    assert (orders.loads, orders.abandoned) == ((), ()), "no worker is to report it"
+
+
+def test_requests_with_one_prefix_share_a_look_up(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    one, two = make_request("one", PROMPT), make_request("two", PROMPT)
+    GatedFileSystem.close_gate("exists")
+    here.forget_host_cache()
+    assert here.half.num_loadable_tokens(one, 0) is None
+    assert here.half.num_loadable_tokens(two, 0) is None
+    assert here.engine.in_flight == 1
+    GatedFileSystem.open_gates()
+    assert here.ask(one) == here.ask(two) == len(PROMPT) - 1
+
+
+def end_load(here: Bench, *lost: Chunk) -> None:
+    """Report the load of request "r" as ended, without these chunks."""
+    lost_keys = frozenset(chunk.key for chunk in lost)
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=Report(lost_keys)))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}))
+
+
+def test_a_load_that_lost_a_chunk_is_not_tried_again(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    request = make_request("r", PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    end_load(here, chunks[2])
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    # vLLM has kept two blocks, and computes the rest.
+    orders = here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[2].key, 3), (chunks[3].key, 4)]
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/loaded"] == 2 * BLOCK
+
+
+def test_a_load_of_which_nothing_came_is_saved_as_a_whole(bench: StartBench) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    request = make_request("r", PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == NUM_CHUNKS
+
+
+# --- chunks of several blocks ---
+
+
+def pieces_of(orders: Orders) -> list[tuple[bytes, tuple[int, ...], int, int]]:
+    return [
+        (each.key, each.block_ids[0], each.num_tokens, each.first_block) for each in orders.saves
+    ]
+
+
+def test_whole_chunks_a_part_and_the_tail_are_saved(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2)
+    prompt = list(range(5 * BLOCK + 3))
+    first, second, part, tail = chunks_of(prompt, 2)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, len(prompt), [7, 8, 9, 5, 6, 4])) == [
+        (first.key, (7, 8), 2 * BLOCK, 0),
+        (second.key, (9, 5), 2 * BLOCK, 0),
+        (part.key, (6,), BLOCK, 0),
+        (tail.key, (4,), 2, 0),
+    ]
+    assert bytes(part.key) == request.block_hashes[4]
+
+
+@pytest.mark.parametrize("numbers_media", [True, False])
+@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "a" * 64])
+def test_kv_of_a_picture_that_has_a_number_for_a_name_is_not_shared(
+    bench: StartBench, name: str, numbers_media: bool
+) -> None:
+    """Without caches vLLM counts pictures from 1, in every engine: two may have one name."""
+    here = bench(numbers_media=numbers_media)
+    is_shared = name == "a" * 64 or not numbers_media
+    prompt, blocks = list(range(5 * BLOCK + 1)), [1, 2, 3, 4, 5, 6]
+    place = PlaceholderRange(offset=1, length=2)
+    picture = MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=place)
+    request = make_request("r", prompt, mm_features=[picture])
+    here.put(chunks_for(request)[:2])
+    assert here.ask(request) == (2 * BLOCK if is_shared else 0)
+    assert len(here.run(request, 2 * BLOCK, len(prompt), blocks).saves) == 3 * is_shared
+    assert (here.half.finished(request) is not None) is is_shared
+
+
+def test_a_chunk_is_saved_when_its_last_block_is_full(bench: StartBench) -> None:
+    here = bench(chunk_blocks=2)
+    prompt = list(range(4 * BLOCK + 1))
+    first, second = chunks_of(prompt, 2)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, 2 * BLOCK - 1, [7, 8])) == []
+    assert pieces_of(here.go_on(request, 2 * BLOCK - 1, [9])) == [(first.key, (7, 8), 8, 0)]
+    assert pieces_of(here.go_on(request, 3 * BLOCK, [5])) == []
+    assert pieces_of(here.go_on(request, 4 * BLOCK - 1, [6])) == [(second.key, (9, 5), 8, 0)]
+
+
+def test_a_preempted_chunk_is_saved_from_its_new_blocks(bench: StartBench) -> None:
+    here = bench(chunk_blocks=3)
+    prompt = list(range(3 * BLOCK + 1))
+    (chunk,) = chunks_of(prompt, 3)
+    request = make_request("r", prompt)
+    assert pieces_of(here.run(request, 0, 2 * BLOCK - 1, [7, 8])) == []
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"r"}
+    (left,) = here.half.orders(output).leaving
+    assert (bytes(left.key), left.block_ids[0]) == (request.block_hashes[0], (7,))
+    orders = here.go_on(request, 3 * BLOCK - 1, [30, 31, 32], resumed={"r"})
+    assert pieces_of(orders) == [(chunk.key, (30, 31, 32), 3 * BLOCK, 0)]
+    assert orders.leaving == ()
+
+
+def leave(here: Bench, request: Request) -> list[tuple[bytes, tuple[int, ...]]]:
+    here.half.finished(request)
+    orders = here.half.orders(SchedulerOutput.make_empty())
+    assert here.half.orders(SchedulerOutput.make_empty()).leaving == (), "once"
+    return [(piece.key, piece.block_ids[0]) for piece in orders.leaving]
+
+
+def test_what_an_answer_ends_in_is_saved_when_it_ends(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT[: BLOCK + 1], 99)
+    here.run(request, 0, BLOCK + 1, [7, 8, 9])
+    request.append_output_token_ids(list(range(2 * BLOCK - 1)))
+    here.go_on(request, 3 * BLOCK - 1, [])
+    # The last block's last token was sampled this moment; a step may have guessed at its KV.
+    assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
+
+
+def test_a_chunk_that_async_scheduling_learns_of_late_is_saved_at_the_end(
+    bench: StartBench,
+) -> None:
+    here = bench(chunk_blocks=2)
+    request = make_request("r", PROMPT[:BLOCK], 99)
+    here.run(request, 0, BLOCK, [7, 8])
+    assert here.go_on(request, 2 * BLOCK - 1, [9]).saves == (), "not known yet"
+    request.append_output_token_ids(list(range(BLOCK + 1)))
+    assert leave(here, request) == [(request.block_hashes[1], (7, 8))]
+
+
+def test_a_prompt_whose_answer_fills_no_block_leaves_nothing_more(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT, 9)
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 2
+    request.append_output_token_ids([1])
+    assert leave(here, request) == []
+
+
+def test_what_vllm_takes_back_is_not_saved(bench: StartBench) -> None:
+    """Its own last token, computed ahead, where the user's next ones take its place in a session
+    that goes on: the block is no longer what it is called."""
+    here = bench(chunk_blocks=4)
+    request = make_request("r", PROMPT[: BLOCK + 1], 99)
+    here.run(request, 0, BLOCK + 1, [7, 8])
+    request.append_output_token_ids(list(range(BLOCK - 1)))
+    here.go_on(request, 2 * BLOCK - 1, [])
+    request.num_computed_tokens = 2 * BLOCK - 1
+    request.append_output_token_ids([1, 2])
+    assert leave(here, request) == []
+
+
+def test_each_turn_of_a_session_has_its_tail(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[: BLOCK + 2], 99)
+    assert len(here.run(request, 0, BLOCK + 2, [7, 8]).saves) == 2
+    request.num_prompt_tokens += 1  # as `_update_request_as_session`
+    request.append_output_token_ids([1])
+    assert len(here.go_on(request, BLOCK + 2, []).saves) == 1
+    assert here.half.finished(request) == announcement(BLOCK + 2, 1)
+
+
+def test_an_engine_that_only_loads_leaves_nothing(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4, saves=False)
+    request = make_request("r", PROMPT, 9)
+    here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
+    assert leave(here, request) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("new_block_ids_to_zero", [2]),
+        ("kv_cache_block_copies", [SimpleNamespace(src_block_id=9, dst_block_id=2)]),
+    ],
+)
+def test_what_is_overwritten_before_it_could_be_saved_is_not_saved(
+    bench: StartBench, field: str, value: list[Any]
+) -> None:
+    here = bench(chunk_blocks=4)
+    gone, other = make_request("gone", PROMPT, 9), make_request("other", PROMPT[1:], 9)
+    here.run(gone, 0, 2 * BLOCK, [1, 2])
+    here.run(other, 0, 2 * BLOCK, [3, 9])
+    here.half.finished(gone)
+    here.half.finished(other)
+    output = SchedulerOutput.make_empty()
+    setattr(output, field, value)
+    (left,) = here.half.orders(output).leaving
+    assert left.block_ids == ((3, 9),)
+
+
+def test_nothing_is_saved_from_a_cache_that_was_reset(bench: StartBench) -> None:
+    """vLLM gives the cache's memory away when it sleeps: what lies there afterwards is no KV."""
+    here = bench(chunk_blocks=4)
+    gone, preempted = make_request("gone", PROMPT, 9), make_request("r", PROMPT[1:], 9)
+    for request in (gone, preempted):
+        here.run(request, 0, 2 * BLOCK, [1, 2, 3, 4])
+    here.half.finished(gone)
+    here.half.reset()
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {"r"}
+    assert here.half.orders(output).leaving == ()
+
+
+@pytest.mark.parametrize("local_blocks", range(6))
+def test_a_local_hit_inside_a_chunk_is_not_loaded_over(
+    bench: StartBench, local_blocks: int
+) -> None:
+    here = bench(chunk_blocks=3)
+    prompt = list(range(5 * BLOCK + 3))
+    here.put(chunks_of(prompt, 3))
+    request = make_request("r", prompt)
+    num_tokens = here.ask(request, local_blocks * BLOCK)
+    assert num_tokens == len(prompt) - 1 - local_blocks * BLOCK, "nothing is computed twice"
+    here.half.allocated(request, [[50, 51, 52, 53, 54, 55]], num_tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    blocks = [block for piece in order.pieces for block in piece.block_ids[0]]
+    assert blocks == list(range(50 + local_blocks, 56))
+    first = order.pieces[0]
+    assert first.first_block == local_blocks % 3 if local_blocks < 5 else first.first_block == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(9, [50, 51, 52]), (8, [50, 51]), (1, [50])])
+def test_vllm_may_take_some_blocks_of_a_chunk(
+    bench: StartBench, num_tokens: int, blocks: list[int]
+) -> None:
+    here = bench(chunk_blocks=4)
+    here.put(chunks_of(list(range(16)), 4))
+    request = make_request("r", range(16))
+    assert here.ask(request) == 15
+    here.half.allocated(request, [[50, 51, 52]], num_tokens)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert [block for piece in order.pieces for block in piece.block_ids[0]] == blocks
+
+
+def test_another_prompt_finds_the_part_that_one_ended_in(bench: StartBench) -> None:
+    here = bench(chunk_blocks=4)
+    turn = list(range(6 * BLOCK + 1))
+    here.put(chunks_of(turn, 4))
+    assert here.ask(make_request("next", [*turn, *range(100, 160)])) == 6 * BLOCK
+    assert here.ask(make_request("other", [*turn[: 5 * BLOCK], *range(100, 160)])) == 4 * BLOCK
+
+
+def test_keys_are_not_made_on_the_scheduler_thread(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers: set[str] = set()
+
+    def noted(*args: Any) -> str:
+        makers.add(threading.current_thread().name)
+        return object_key(*args)
+
+    monkeypatch.setattr(lookups, "object_key", noted)
+    here = bench()
+    here.engine.host.is_in_memory = False  # or the last chunk is looked for at once
+    assert here.ask(make_request("r", PROMPT)) == 0
+    assert makers == {"ecshare-io"}
+
+
+def test_of_many_shares_one_of_each_chunk_is_asked_for(bench: StartBench) -> None:
+    """Eight ranks, 32 keys a round trip: five chunks are too many to ask for all shares."""
+    parts = tuple(f"t{rank}of8" for rank in range(8))
+    here = bench(parts=parts)
+    prompt = list(range(5 * BLOCK))
+    for number, chunk in enumerate(chunks_of(prompt)):
+        here.put([chunk], parts[number])
+    assert here.ask(make_request("five", prompt)) == len(prompt) - 1
+    assert here.ask(make_request("four", prompt[: 4 * BLOCK])) == 0
+
+
+# --- announcements: they come from the client ---
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"kvshare": {"num_tokens": 5}}, 5),
+        ({"kvshare": {"num_tokens": len(PROMPT) - 1}}, len(PROMPT) - 1),
+        ({"kvshare": {"num_tokens": len(PROMPT)}}, 0),
+        ({"kvshare": {"num_tokens": 10**30}}, 0),
+        ({"kvshare": {"num_tokens": 0}}, 0),
+        ({"kvshare": {"num_tokens": -5}}, 0),
+        ({"kvshare": {"num_tokens": True}}, 0),
+        ({"kvshare": {"num_tokens": 5.0}}, 0),
+        ({"kvshare": {"num_tokens": "5"}}, 0),
+        ({"kvshare": {"num_tokens": None}}, 0),
+        ({"kvshare": {}}, 0),
+        ({"kvshare": {"num_tokens": 5, "more": 1}}, 0),
+        ({"kvshare": {"num_tokens": 5}, "others": 1}, 5),
+        ({"kvshare": {"streamed": True}}, len(PROMPT) - 1),
+        ({"kvshare": {"streamed": True, "num_tokens": 5}}, 0),
+        ({"kvshare": {"streamed": 1}}, 0),
+        ({"kvshare": {"streamed": "true"}}, 0),
+        ({"kvshare": {"streamed": False}}, 0),
+        ({"kvshare": [5]}, 0),
+        ({"kvshare": "5"}, 0),
+        ({"other": {"num_tokens": 5}}, 0),
+        ({"do_remote_prefill": True}, len(PROMPT) - 1),
+        (
+            {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": None, 7: 7},
+            len(PROMPT) - 1,
+        ),
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1"}, 0),
+        ({"do_remote_prefill": True, "remote_block_ids": []}, 0),
+        ({"do_remote_prefill": True, "kvshare": {"num_tokens": 5}}, 5),
+        ({"do_remote_prefill": True, "kvshare": {}}, 0),
+        ({"do_remote_prefill": 1}, 0),
+        ({"do_remote_prefill": False}, 0),
+        ({"do_remote_decode": True}, 0),
+        ({}, 0),
+        ([], 0),
+        ("kvshare", 0),
+        (None, 0),
+    ],
+)
+def test_odd_announcements_are_ignored(params: Any, expected: int) -> None:
+    request = make_request("r", PROMPT)
+    request.kv_transfer_params = params
+    assert announced_tokens(request) == expected
+
+
+def announcing(prompt: list[int], num_tokens: int | None = None, name: str = "r") -> Request:
+    """A request of which somebody is computing `num_tokens`, or all that can be loaded."""
+    said = {"streamed": True} if num_tokens is None else {"num_tokens": num_tokens}
+    return make_request(name, prompt, kv_transfer_params={"kvshare": said})
+
+
+@pytest.mark.parametrize("num_tokens", [None, len(PROMPT) - 1])
+@pytest.mark.parametrize("local_blocks", [0, 1, 2])
+def test_what_was_announced_is_named_and_not_looked_up(
+    bench: StartBench, local_blocks: int, num_tokens: int | None
+) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    request = announcing(PROMPT, num_tokens)
+    start = local_blocks * BLOCK
+    answer = here.half.num_loadable_tokens(request, start)
+    assert answer == len(PROMPT) - 1 - start
+    here.half.allocated(request, [[50, 51, 52, 53]], answer)
+    (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+    assert order.is_announced
+    assert [(piece.key, piece.block_ids) for piece in order.pieces] == [
+        (chunk.key, ((50 + number,),)) for number, chunk in enumerate(chunks)
+    ][local_blocks:]
+    assert here.engine.in_flight == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["tokens/announced"] == answer
+    assert "tokens/hit" not in stats.data
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (2 * BLOCK, 0),
+        (3 * BLOCK, 3 * BLOCK),
+        (5 * BLOCK, 3 * BLOCK),
+        (6 * BLOCK - 1, 3 * BLOCK),
+        (6 * BLOCK, 6 * BLOCK),
+        (8 * BLOCK - 1, 6 * BLOCK),
+        (8 * BLOCK, 8 * BLOCK),
+        (8 * BLOCK + 1, 8 * BLOCK + 1),
+    ],
+)
+def test_the_chunks_that_end_within_the_announced_tokens_are_named(
+    bench: StartBench, num_tokens: int, expected: int
+) -> None:
+    """The prompt: two whole chunks, two blocks, and a tail of one token besides the last one."""
+    here = bench(chunk_blocks=3)
+    request = announcing(list(range(8 * BLOCK + 2)), num_tokens)
+    assert here.ask(request) == expected
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 6 * BLOCK))
+def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int) -> None:
+    """Wherever the prompt ends, and whatever of it the first engine had already."""
+    prompt = list(range(num_tokens))
+    for number, local_blocks in enumerate(range(-(-num_tokens // BLOCK))):
+        here = bench(chunk_blocks=3)
+        request = make_request(f"p{number}", prompt)
+        blocks = list(range(8))
+        saves = here.run(request, local_blocks * BLOCK, num_tokens, blocks).saves
+        handed_over = here.half.finished(request)
+        reader = make_request("d", prompt, kv_transfer_params=handed_over)
+        answer = here.ask(reader)
+        if num_tokens <= BLOCK:
+            assert answer == 0, "less than a block is not worth a wait"
+            continue
+        assert answer == num_tokens - 1
+        here.half.allocated(reader, [blocks], answer)
+        (order,) = here.half.orders(SchedulerOutput.make_empty()).loads
+        assert [piece.key for piece in order.pieces] == [piece.key for piece in saves]
+
+
+def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> None:
+    """It never misses a look-up, which is when others would be looked for."""
+    here = bench(other_tp_sizes={2: ("t0of2", "t1of2")})
+    here.half.learn_tp_sizes(20.0)
+    here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
+    here.clock.now_s += 60
+    here.ask(announcing(PROMPT))
+    here.engine.drain(20.0)
+    assert here.half._lookups.tp_sizes.known == (1, 2)
+
+
+def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:
+    here = bench()
+    assert here.ask(announcing(PROMPT), 3 * BLOCK) == 0
+    here.put(chunks_of(PROMPT))
+    assert here.ask(announcing(PROMPT, name="again"), 3 * BLOCK) == 1
+
+
+def test_what_a_preempted_request_has_generated_was_not_announced(bench: StartBench) -> None:
+    here = bench()
+    request = announcing(PROMPT)
+    request.append_output_token_ids([1, 2, 3])
+    assert here.half.num_loadable_tokens(request, 0) is None
+    assert here.ask(request) == 0
+
+
+def test_an_announced_load_that_came_to_its_end_is_known_to_be_stored(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    end_load(here, chunks[2])
+    orders = here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[2].key, 3), (chunks[3].key, 4)]
+    assert here.half.num_loadable_tokens(request, 0) == 0, "not waited for again"
+
+
+def test_a_promise_keeps_nobody_from_saving(bench: StartBench) -> None:
+    """Anybody may promise anything."""
+    here = bench()
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    assert len(here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8]).saves) == 4
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [(0, 0), (1, 2 * BLOCK), (2, 4 * BLOCK), (3, 5 * BLOCK), (None, 5 * BLOCK + 2)],
+)
+def test_what_was_dropped_is_not_announced(
+    bench: StartBench, lost: int | None, expected: int
+) -> None:
+    """None: somebody else's chunk was."""
+    here = bench(chunk_blocks=2)
+    prompt = list(range(5 * BLOCK + 3))
+    keys = [chunk.key for chunk in chunks_of(prompt, 2)]
+    request = make_request("r", prompt)
+    here.run(request, 0, len(prompt), list(range(6)))
+    key = keys[lost] if lost is not None else chunks_of(prompt[1:], 2)[0].key
+    report = Report(frozenset({key}), not_saved=frozenset({key}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    request.append_output_token_ids([1, 2, 3, 4])
+    assert here.half.finished(request) == (announcement(expected, 1) if expected else None)
+
+
+def test_a_loss_heard_of_late_stops_no_save_under_way(bench: StartBench) -> None:
+    """A load ends at its first lost chunk. Of those behind it the engine may hear when it has
+    computed them and is saving them."""
+    here = bench()
+    request = make_request("r", PROMPT)
+    assert len(here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+    first, second, *_ = (chunk.key for chunk in chunks_of(PROMPT))
+    report = Report(frozenset({first, second}), ended={first: 1})
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8]).saves == ()
+    assert here.half.finished(request) == announcement(len(PROMPT) - 1, 1)
+
+
+def pooling_request(name: str, tokens: list[int]) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+
+
+def long_request(name: str, tokens: list[int], **params: Any) -> Request:
+    return make_request(name, tokens, 2, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("make", "only_saves", "num_notes"),
+    [
+        (make_request, False, 0),
+        (make_request, True, 1),
+        (pooling_request, True, 0),
+        (long_request, True, 0),
+        (partial(long_request, do_remote_decode=True), False, 1),
+        (partial(long_request, kvshare={"for_decode": True}), False, 1),
+    ],
+)
+def test_a_note_is_left_where_an_engine_may_wait(
+    bench: StartBench,
+    make: Callable[[str, list[int]], Request],
+    only_saves: bool,
+    num_notes: int,
+) -> None:
+    """Nobody waits for what only pools, though that is limited to one token too."""
+    here = bench(loads=not only_saves)
+    request = make("r", PROMPT)
+    here.ask(request)
+    assert here.half.finished(request) is None
+    here.engine.drain(20.0)
+    notes = [path for path in GatedFileSystem.store if path.endswith(".gap")]
+    assert len(notes) == num_notes
+
+
+def test_what_a_window_has_passed_is_not_announced_unseen(bench: StartBench) -> None:
+    """The local cache has it, the store may have lost it, and it cannot be saved any more."""
+    window = LayerSet(0, (0,), (("layers.0", 0),), AttentionWindow(sliding_tokens=BLOCK), 1, 1)
+    here = bench(layer_sets=(window,))
+    request = make_request("r", PROMPT)
+    here.run(request, 2 * BLOCK, len(PROMPT), [1, 2, 3, 4])
+    request.append_output_token_ids([1])
+    here.half.finished(request)
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_load_of_a_request_that_is_over_is_ended(bench: StartBench, is_loading: bool) -> None:
+    here = bench()
+    request = announcing(PROMPT)
+    here.half.allocated(request, [[1, 2, 3, 4]], here.ask(request))
+    if not is_loading:
+        end_load(here)
+    here.half.finished(request)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (("r",) * is_loading)
+    assert here.half.orders(SchedulerOutput.make_empty()).abandoned == (), "once"
+    end_load(here)
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data.get("tokens/loaded", 0) == (0 if is_loading else len(PROMPT) - 1)
+
+
+# --- saves ---
+
+
+def saved(orders: Orders) -> list[tuple[bytes, int]]:
+    """The saves of `orders`, each of one block."""
+    return [(piece.key, block) for piece in orders.saves for block in piece.block_ids[0]]
+
+
+def test_blocks_are_saved_when_they_are_full_and_the_tail_when_the_prompt_is(
+    bench: StartBench,
+) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    request = make_request("r", PROMPT, 9)
+    assert saved(here.run(request, 0, BLOCK + 1, [7, 8])) == [(chunks[0].key, 7)]
+    assert saved(here.go_on(request, BLOCK + 1, [9])) == []
+    assert saved(here.go_on(request, 2 * BLOCK - 1, [])) == [(chunks[1].key, 8)]
+    assert saved(here.go_on(request, 3 * BLOCK - 1, [])) == [(chunks[2].key, 9)]
+    assert saved(here.go_on(request, 3 * BLOCK, [5])) == []
+    assert saved(here.go_on(request, 3 * BLOCK + 1, [])) == [(chunks[3].key, 5)]
+    assert saved(here.go_on(request, 3 * BLOCK + 2, [])) == []
+
+
+def test_blocks_of_the_answer_are_saved_when_their_tokens_are_known(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[:BLOCK], 9)
+    here.run(request, 0, BLOCK, [7])
+    request.append_output_token_ids([1, 2, 3])
+    # Asynchronous scheduling: the fourth token is computed in this step, but not known yet.
+    assert saved(here.go_on(request, 2 * BLOCK - 1, [8])) == []
+    request.append_output_token_ids([4])
+    assert saved(here.go_on(request, 2 * BLOCK, [9])) == [(request.block_hashes[1], 8)]
+
+
+def test_a_resumed_request_has_other_blocks(bench: StartBench) -> None:
+    here = bench()
+    request = make_request("r", PROMPT[:BLOCK], 9)
+    here.run(request, 0, 2, [7])
+    assert saved(here.go_on(request, BLOCK - 1, [30], resumed={"r"})) == [
+        (request.block_hashes[0], 30)
+    ]
+
+
+def test_what_is_stored_is_not_saved(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks[:2])
+    request = make_request("r", PROMPT)
+    here.ask(request)
+    orders = here.run(request, 0, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[2].key, 3), (chunks[3].key, 4)]
+    assert saved(here.run(make_request("two", PROMPT), 0, len(PROMPT), [5, 6, 7, 8])) == []
+
+
+def test_what_was_lost_is_saved_from_whatever_block_holds_it(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
+    lost = frozenset({chunks[1].key})
+    report = Report(lost, not_saved=lost)
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    # All but one token came from the local cache.
+    orders = here.run(make_request("two", PROMPT), len(PROMPT) - 1, len(PROMPT), [1, 2, 3, 4])
+    assert saved(orders) == [(chunks[1].key, 2)]
+
+
+def test_trust_in_the_store_ends(bench: StartBench) -> None:
+    here = bench()
+    assert len(here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+    here.clock.now_s += 599.0
+    assert here.run(make_request("two", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
+    here.clock.now_s += 2.0
+    assert len(here.run(make_request("three", PROMPT), 0, len(PROMPT), [1, 2, 3, 4]).saves) == 4
+
+
+def test_memory_of_what_is_stored_is_bounded(
+    bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNKS", 2)
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.run(make_request("one", PROMPT), 0, len(PROMPT), [1, 2, 3, 4])
+    again = here.run(make_request("two", PROMPT[: 2 * BLOCK]), 0, 2 * BLOCK, [1, 2])
+    assert saved(again) == [(chunks[0].key, 1), (chunks[1].key, 2)]
+
+
+def test_a_worker_that_refused_its_cache_ends_orders_and_announcements(bench: StartBench) -> None:
+    here = bench()
+    report = Report(frozenset(), is_idle=True)
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=report))
+    request = make_request("r", PROMPT)
+    assert here.half.num_loadable_tokens(request, 0) == 0
+    assert here.run(request, 0, len(PROMPT), [1, 2, 3, 4]).saves == ()
+    here.half.finished(request)
+
+
+# --- KV that is laid out in another way ---
+
+
+def test_what_nobody_here_can_use_is_not_looked_up_for_a_while(
+    bench: StartBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = bench()
+    here.put(chunks_of(PROMPT))
+    misfits = Report(frozenset(), has_misfits=True)
+
+    def found() -> int:
+        request = make_request("r", PROMPT)
+        num_tokens = here.ask(request)
+        assert here.ask(request) == num_tokens
+        here.half.finished(request)
+        return num_tokens
+
+    for _ in range(8):
+        assert found() == len(PROMPT) - 1
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    before = here.half.take_stats()
+    assert before is not None
+    assert "misses/layout" not in before.data
+    assert found() == 0
+    stats = here.half.take_stats()
+    assert stats is not None
+    assert stats.data["misses/layout"] == len(PROMPT) // BLOCK
+    here.clock.now_s += 60
+    assert found() == len(PROMPT) - 1, "it is tried again"
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert found() == 0
+    said = [each for each in caplog.messages if "looks for KV once in 60 s" in each]
+    assert len(said) == 1
+
+
+def test_look_ups_go_on_once_something_fits(bench: StartBench) -> None:
+    here = bench()
+    chunks = chunks_of(PROMPT)
+    here.put(chunks)
+    misfits = Report(frozenset(), has_misfits=True)
+    request = make_request("r", PROMPT)
+    assert here.ask(request) == len(PROMPT) - 1
+    here.half.allocated(request, [[1, 2, 3, 4]], len(PROMPT) - 1)
+    for _ in range(7):
+        here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    here.half.reported(KVConnectorOutput(finished_recving={"r"}))
+    here.half.reported(KVConnectorOutput(kv_connector_worker_meta=misfits))
+    assert here.ask(make_request("other", PROMPT)) == len(PROMPT) - 1
+
+
+# --- what a step costs ---
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """How many functions of Python or C `work` calls."""
+    num = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize("prompt_blocks", [2, 200])
+def test_a_running_request_with_nothing_to_save_costs_a_step_a_few_calls(
+    bench: StartBench, prompt_blocks: int
+) -> None:
+    """Thousands run at a time. Neither the length of its prompt counts, nor what it has saved."""
+    here = bench(chunk_blocks=16)
+    prompt = list(range(prompt_blocks * BLOCK + 1))
+
+    def decode(requests: list[Request]) -> int:
+        output, cached = SchedulerOutput.make_empty(), CachedRequestData.make_empty()
+        for request in requests:
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(None)
+            cached.num_computed_tokens.append(len(prompt))
+            output.num_scheduled_tokens[request.request_id] = 1
+        output.scheduled_cached_reqs = cached
+        output.total_num_scheduled_tokens = len(requests)
+        return num_calls(lambda: here.half.orders(output))
+
+    requests = [make_request(str(number), [number, *prompt[1:]], 9) for number in range(40)]
+    for request in requests:
+        here.run(request, 0, len(prompt), list(range(prompt_blocks + 1)))
+    decode(requests)  # takes what the last steps left
+    each = (decode(requests) - decode(requests[:20])) / 20
+    assert each <= 4
