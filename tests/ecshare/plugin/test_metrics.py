@@ -21,13 +21,14 @@ METRICS = {
     "kvshare": kvshare.metrics.METRICS,
     "kvshare_tier": kvshare.tier.metrics.METRICS,
 }
+ROOMS = {
+    "ecshare": ["ecshare/encoder"],
+    "kvshare": ["kvshare/scheduler", "kvshare/worker"],
+    "kvshare_tier": ["kvshare/tier"],
+}
 SOURCES = {
-    "ecshare": [*ROOT.glob("ecshare/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
-    "kvshare": [
-        *ROOT.glob("kvshare/*.py"),
-        *ROOT.glob("ecshare/transfer/*.py"),
-    ],
-    "kvshare_tier": [*ROOT.glob("kvshare/tier/*.py"), *ROOT.glob("ecshare/transfer/*.py")],
+    prefix: [path for room in (*rooms, "ecshare/transfer") for path in (ROOT / room).rglob("*.py")]
+    for prefix, rooms in ROOMS.items()
 }
 
 
