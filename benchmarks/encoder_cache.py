@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ecshare.connector import ECShareConnector
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
@@ -28,6 +27,7 @@ from benchmarks.measure import Readings, touch
 from benchmarks.places import Place
 from benchmarks.raw import RawFiles, RawObstore
 from benchmarks.report import Report, Table, arguments, command_line
+from ecshare.connector import ECShareConnector
 
 MODULE = "benchmarks.encoder_cache"
 MIB = 1 << 20

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from ecshare.connector import ECShareConnector
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
 from vllm.v1.request import Request
@@ -18,6 +17,7 @@ from benchmarks.encoder_halves import Halves, embedding, request_for, step_of
 from benchmarks.hooks import BLACK_HOLE, COLUMNS, RUNNING, SHORT_S, STEP_S, HookClock
 from benchmarks.places import Place
 from benchmarks.report import Cell, Table
+from ecshare.connector import ECShareConnector
 
 ITEM_BYTES = 512 * 1024
 _NOTE = (

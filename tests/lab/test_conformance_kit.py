@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ecshare.connector import ECShareConnector
 from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector
 
+from ecshare.connector import ECShareConnector
 from lab import conformance
 from lab.conformance import RULES, Effect, Result, Verdict, __main__, report
 from lab.vllm_loop import RunnerName

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ecshare.connector import ECShareConnector
 
+from ecshare.connector import ECShareConnector
 from ecshare.encoder.messages import Orders
 from ecshare.encoder.scheduler.scheduler import EncoderScheduler
 from ecshare.encoder.worker import EncoderWorker

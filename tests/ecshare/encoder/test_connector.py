@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ecshare.connector import ECShareConnector
 from vllm.config import ECTransferConfig, VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
+from ecshare.connector import ECShareConnector
 from ecshare.plugin.register import register
 from ecshare.store.errors import ConfigError
 from tests.ecshare.encoder.scheduler.test_scheduler import feature, key_of, request, until_ready

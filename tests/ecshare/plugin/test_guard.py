@@ -4,10 +4,10 @@
 import logging
 
 import pytest
-from ecshare.connector import ECShareConnector
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
+from ecshare.connector import ECShareConnector
 from ecshare.plugin.guard import Guard, guarded
 from kvshare.connector import KVShareConnector
 
