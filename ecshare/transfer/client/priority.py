@@ -26,8 +26,8 @@ class _Limits(NamedTuple):
 # Bandwidth x round trip: 8 objects of 8 MB in flight fill a fast link; small objects need 32
 # (docs/decisions.md has figures). Saves get less, because they may wait. The limits have room for
 # three and two objects of 32 MiB (large chunks of KV) with their headers. Saves may grow up to the
-# 64 connections of the cloud store, and up to about the default of `buffer_bytes`. Loads need less: a slow
-# load uses several connections, and each takes room in the host cache.
+# 64 connections of the cloud store, and up to about the default of `buffer_bytes`. Loads need less:
+# a slow load uses several connections, and each takes room in the host cache.
 _LOADS = _Limits(32, 97 << 20, 32, 4.0)
 _LOOK_UPS = _Limits(4, 0, 4, 1.0)
 _SAVES = _Limits(8, 65 << 20, 64, 16.0)
