@@ -3,7 +3,7 @@ import asyncio
 import errno
 import multiprocessing
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,20 @@ async def test_a_link_to_elsewhere_is_not_listed(store: DirectoryStore, tmp_path
     (tmp_path / "elsewhere" / "file").write_text("x")
     (tmp_path / "store" / "link").symlink_to(tmp_path / "elsewhere")
     assert [info.key async for info in store.list("")] == []
+
+
+@pytest.mark.parametrize("ask", [partial(read, limit_bytes=LIMIT), DirectoryStore.stat])
+async def test_a_pipe_in_the_place_of_an_object_holds_up_nobody(
+    store: DirectoryStore, tmp_path: Path, ask: Callable[[DirectoryStore, Key], Awaitable[object]]
+) -> None:
+    pipe = tmp_path / "store" / KEY
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    try:
+        with pytest.raises(ObjectUnreadable):
+            await asyncio.wait_for(ask(store, KEY), 10)
+    finally:
+        os.close(os.open(pipe, os.O_RDWR))  # a thread that waits for a writer has one
 
 
 def refuse_links(*_: object, number: int = errno.EPERM, **__: object) -> None:
