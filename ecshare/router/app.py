@@ -92,9 +92,9 @@ class Router:
         app = web.Application(middlewares=[request_middleware(self._config)])
         app.cleanup_ctx.append(self._with_relay)
         for path in _READERS:
-            app.router.add_post(path, partial(self._serve, path), expect_handler=_send_continue)
-        app.router.add_get(MODELS, self._models, expect_handler=_send_continue)
-        app.router.add_get("/health", self.health, expect_handler=_send_continue)
+            app.router.add_post(path, partial(self._serve, path))
+        app.router.add_get(MODELS, self._models)
+        app.router.add_get("/health", self.health)
         decoders = self.pools[Stage.DECODE]
         readiness = Readiness(decoders, self._is_healthy, self.in_flight, self._clock_s)
         key = self._config.status_key
@@ -107,13 +107,13 @@ class Router:
             openapi.PATH: openapi.page,
             **pages.routes(),
         }.items():
-            app.router.add_get(path, handler, expect_handler=_send_continue)
+            app.router.add_get(path, handler)
         app.on_response_prepare.append(self._close_if_stopping)
         app.on_response_prepare.append(Origins(self._config.allow_origins).mark)
         self._observer.attach(app)
         for path in [route.canonical for route in app.router.resources()]:
             handler = _without_slash  # nobody asks there: no series waits for it
-            app.router.add_route("*", path + "/", handler, expect_handler=_send_continue)
+            app.router.add_route("*", path + "/", handler)
         return app
 
     async def _close_if_stopping(self, http: web.Request, response: web.StreamResponse) -> None:
@@ -237,14 +237,6 @@ async def _without_slash(http: web.Request) -> web.StreamResponse:
     path, mark, query = http.path_qs.partition("?")
     location = path.removesuffix("/") + mark + query
     return web.Response(status=307, headers={hdrs.LOCATION: location})
-
-
-async def _send_continue(http: web.Request) -> None:
-    """Tell a client that waits for 100 Continue to send its body. aiohttp's own handler fails on
-    malformed headers.
-    """
-    if http.headers.get(hdrs.EXPECT, "").lower() == "100-continue" and http.transport is not None:
-        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def make_runner(router: Router, config: RouterConfig) -> Runner:

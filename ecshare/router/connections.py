@@ -9,8 +9,9 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import LineTooLong
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from ecshare.router.bodies import SLOWEST_BYTES_A_S
 from ecshare.router.errors import ApiError
@@ -105,6 +106,8 @@ class _Server(web.Server):
         self, message: Any, payload: Any, protocol: web.RequestHandler, *more: Any
     ) -> web.BaseRequest:
         self.unused.pop(protocol, None)
+        if hdrs.EXPECT in message.headers:
+            message = _expecting_nothing(message, protocol.transport)
         return self._make(message, payload, protocol, *more)
 
     def admit(self) -> bool:
@@ -223,6 +226,21 @@ class _Connection(web.RequestHandler):
         )
         response.force_close()
         return response
+
+
+def _expecting_nothing(message: Any, transport: asyncio.Transport | None) -> Any:
+    """Return the head of a request without `Expect`, and tell a client that waits for 100 Continue
+    to send its body.
+
+    aiohttp's own handler, which unknown paths have whatever ours do, refuses other expectations
+    with plain text, and fails on malformed ones. vLLM takes any.
+    """
+    waits = message.headers[hdrs.EXPECT].lower() == "100-continue"
+    if waits and transport is not None:
+        transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    headers = CIMultiDict(message.headers)
+    del headers[hdrs.EXPECT]
+    return message._replace(headers=CIMultiDictProxy(headers))
 
 
 def _of_head(exc: BaseException | None) -> ApiError:

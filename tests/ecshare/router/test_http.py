@@ -313,6 +313,31 @@ def test_an_origin_is_one(origin: str, capsys: pytest.CaptureFixture[str]) -> No
 # --- paths and methods ---
 
 
+@pytest.mark.parametrize("expected", [b"100-continue", b"200-maybe", b"\xff", b""])
+@pytest.mark.parametrize(
+    ("start", "status", "code"),
+    [
+        (b"GET /nothing", 404, "unknown_url"),
+        (b"PUT /v1/models", 405, "wrong_method"),
+        (b"POST /v1/embeddings", 400, None),
+    ],
+)
+async def test_any_expect_is_taken_at_any_path(
+    start: bytes, status: int, code: str | None, expected: bytes
+) -> None:
+    async with fleet(0, 0) as f:
+        lines = b"Host: x", b"Connection: close", b"Content-Type: application/json"
+        head = b"\r\n".join((start + b" HTTP/1.1", *lines, b"Expect: " + expected, b"", b""))
+        got, rest = await raw(f, head)
+        if expected == b"100-continue":
+            assert got == 100
+            answer = rest.partition(b"HTTP/1.1 ")[2]
+            assert answer.count(b"HTTP/1.1") == 0
+            got, rest = int(answer[:3]), answer
+        assert got == status
+        assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+
+
 async def test_a_slash_at_the_end_leads_to_the_path_without() -> None:
     async with fleet(0, 0) as f:
         for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
