@@ -20,11 +20,10 @@ from ecshare.store.errors import (
 from ecshare.store.format import TensorSpec, unseal
 from ecshare.store.hostcache.cache import Draft, Entry, HostCache
 from ecshare.store.integrity import Integrity
-from ecshare.store.keys import Key, gap_key
+from ecshare.store.keys import Key
 from ecshare.transfer.announced.gaps import Gaps
 from ecshare.transfer.announced.host_watch import HostWatch
 from ecshare.transfer.announced.poll_rate import Member, PollRate
-from ecshare.transfer.announced.roll_call import RollCall
 from ecshare.transfer.client.breaker import CircuitBreaker, Verdict, Verdicts
 from ecshare.transfer.client.priority import Priority
 from ecshare.transfer.client.store_client import StoreClient
@@ -161,7 +160,6 @@ class Fetcher:
         self._removal = Removal(client, loads, integrity, Allowance())
         self._poll_rate = PollRate()
         self._watch = HostWatch(host)
-        self._roll_call = RollCall(client)
         self._in_hand = asyncio.Semaphore(_MOST_IN_HAND)
 
     @property
@@ -196,11 +194,9 @@ class Fetcher:
         pause_s = _FIRST_PAUSE_S
         missing: ObjectMissing | None = None
         turn = 0
-        may_be_there = True
         while True:
             try:
-                if may_be_there:
-                    return await self._fetch(job, deadline_s)
+                return await self._fetch(job, deadline_s)
             except ObjectCorrupt:
                 raise  # it was stored, and is gone now
             except (StoreError, TimeoutError) as exc:
@@ -208,41 +204,31 @@ class Fetcher:
                     missing = exc
                 if time.monotonic() >= deadline_s:
                     raise missing or exc from None
-            is_turn = turn % _NOTE_EVERY == 1 or (
-                pause_s >= _LONG_PAUSE_S and not self._poll_rate.is_in_crowd(member)
-            )
+            is_turn = turn % _NOTE_EVERY == 1 or pause_s >= _LONG_PAUSE_S
             asks_for_note = job.may_be_given_up and is_turn
-            if await self._is_given_up(job, deadline_s, member, in_store=asks_for_note):
+            if await self._is_given_up(job, deadline_s, in_store=asks_for_note):
                 raise ObjectGivenUp(f"{job.key} will not be stored") from None
             least_s = self._poll_rate.pause_s(member) * (1 + asks_for_note)
-            may_be_there = await self._wait(job, max(pause_s, least_s), deadline_s, member)
+            await self._wait(job, max(pause_s, least_s), deadline_s)
             pause_s = min(pause_s * _PAUSE_GROWTH, job.longest_pause_s)
             turn += 1
 
-    async def _wait(self, job: Fetch, pause_s: float, deadline_s: float, member: Member) -> bool:
-        """Return once it is to be fetched, or False, after `pause_s` or at the deadline."""
-        is_in_crowd = self._poll_rate.is_in_crowd(member)
-        if is_in_crowd:
-            pause_s = self._roll_call.until_moment_s(pause_s)
+    async def _wait(self, job: Fetch, pause_s: float, deadline_s: float) -> None:
+        """Return once it is to be fetched: this host may have it, `pause_s` or the deadline is
+        over."""
         pause_s = max(0.0, min(pause_s, deadline_s - time.monotonic()))
         if job.in_store:
             await asyncio.sleep(pause_s)  # the store alone can tell
-        elif await self._watch.appears(job.key, pause_s):
-            return True
-        is_last = time.monotonic() >= deadline_s
-        return not is_in_crowd or is_last or await self._roll_call.has(job.key, deadline_s)
+        else:
+            await self._watch.appears(job.key, pause_s)
 
-    async def _is_given_up(
-        self, job: Fetch, deadline_s: float, member: Member, *, in_store: bool
-    ) -> bool:
+    async def _is_given_up(self, job: Fetch, deadline_s: float, *, in_store: bool) -> bool:
         """Whether there is a note that `job`'s object will not be stored; on this host, or also
         `in_store`."""
         if not job.may_be_given_up:
             return False
         if self._gaps.is_noted_here(job.key):
             return True
-        if in_store and self._poll_rate.is_in_crowd(member):
-            in_store = await self._roll_call.has(gap_key(job.key), deadline_s)
         return in_store and await self._gaps.is_noted(job.key, deadline_s)
 
     async def _fetch(self, job: Fetch, deadline_s: float) -> _Served:

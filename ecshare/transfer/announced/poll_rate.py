@@ -10,8 +10,6 @@ _MOST_A_SECOND = 500
 # By all together that have waited for longer than this: what they wait for comes late, if at all.
 _OLD_S = 1.0
 _MOST_OLD_A_SECOND = 100
-# More of these are a crowd.
-_FEW_OLD = 25
 # But none of them pauses for more than this part of its age: that much later it may see its object.
 _LONGEST_PAUSE = 0.5
 # The youngest count as this old: their first pause is no shorter.
@@ -69,10 +67,6 @@ class PollRate:
         if age_s <= _OLD_S:
             return pause_s
         return max(pause_s, min(self._num_old / _MOST_OLD_A_SECOND, _LONGEST_PAUSE * age_s))
-
-    def is_in_crowd(self, member: Member) -> bool:
-        """Whether `member` has waited for long, as many others have: they ask together."""
-        return self._num_old > _FEW_OLD and _age_s(member, self._clock_s()) > _OLD_S
 
 
 def _age_s(member: Member, now_s: float) -> float:

@@ -83,19 +83,3 @@ def test_those_that_have_gone_do_not_count(clock: Clock) -> None:
             assert poll_rate.pause_s(one) > 1
         clock.now_s += 0.06
         assert poll_rate.pause_s(one) < 0.01
-
-
-def test_more_than_a_few_that_have_waited_long_are_a_crowd(clock: Clock) -> None:
-    poll_rate = PollRate(clock)
-    with ExitStack() as stack:
-        (first, *_) = joined(stack, poll_rate, 25)
-        clock.now_s += 2
-        poll_rate.pause_s(first)
-        assert not poll_rate.is_in_crowd(first)
-        (late,) = joined(stack, poll_rate, 1)
-        clock.now_s += 2
-        poll_rate.pause_s(first)
-        assert poll_rate.is_in_crowd(first)
-        assert poll_rate.is_in_crowd(late)
-        (young,) = joined(stack, poll_rate, 1)
-        assert not poll_rate.is_in_crowd(young)
