@@ -34,11 +34,7 @@ def incoming(cache: HostCache, key: Key = KEY, body: bytes = BODY) -> Draft:
 
 
 def names(cache: HostCache) -> list[str]:
-    return sorted(
-        path.name
-        for path in cache.root.iterdir()
-        if path.name not in (".used", ".evicting", ".limits")
-    )
+    return sorted(path.name for path in cache.root.iterdir() if path.name != ".used")
 
 
 def tally(cache: HostCache) -> int:
