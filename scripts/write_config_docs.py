@@ -81,8 +81,9 @@ them to every user of the host. So do not write secrets into the JSON above:
 
 `url` cannot be a reference: write the password of an `sftp://`, `ftp://` or `smb://` store into
 `storage_options.password`. An engine, and `ecshare doctor`, warn of each secret in the
-configuration itself, or in a file that everybody can read. They name the option, never the value.
-Their own messages show `***` in place of secrets, logins in urls and signatures.
+configuration itself: of texts whose option is called a key, token, password or the like, and of
+logins in urls. They name the option, never the value. Their own messages show `***` in place of
+secrets, logins in urls and signatures.
 """
 
 TIER = """

@@ -332,8 +332,8 @@ OPTIONS = (
     ),
     Option(
         "--status-key",
-        "a key, as env:NAME or file:PATH; whoever sends it to /health or /status, as "
-        "Authorization: Bearer KEY, is told where the engines are and what they do; /metrics "
+        "a key of 32 random bytes or more, as env:NAME or file:PATH; whoever sends it to /health or "
+        "/status, as Authorization: Bearer KEY, is told where the engines are and what they do; /metrics "
         "then asks for it too",
         "KEY",
         key,
@@ -348,8 +348,8 @@ OPTIONS = (
     Option("--admin-host", "address on which --admin-port listens", "ADDRESS", default="127.0.0.1"),
     Option(
         "--admin-key",
-        "a key, as env:NAME or file:PATH; whoever sends it to --admin-port, as Authorization: "
-        "Bearer KEY, may change which engines there are",
+        "a key of 32 random bytes or more, as env:NAME or file:PATH; whoever sends it to "
+        "--admin-port, as Authorization: Bearer KEY, may change which engines there are",
         "KEY",
         key,
     ),

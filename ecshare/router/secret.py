@@ -3,11 +3,6 @@
 
 import hmac
 
-from ecshare.store.errors import ConfigError
-from ecshare.store.secrets import referenced
-
-_SHORTEST_BYTES = 16
-_LONGEST_BYTES = 4096
 _BEARER = "bearer "
 
 
@@ -25,22 +20,3 @@ class Secret:
 
     def __repr__(self) -> str:
         return "Secret(...)"
-
-
-def read_secret(text: str) -> Secret:
-    """Read a key from `env:NAME` or `file:PATH`.
-
-    Raises:
-        ConfigError: there is no valid key. The message repeats nothing that could be a misplaced
-            key.
-    """
-    where, _, name = text.partition(":")
-    if where not in ("env", "file") or not name:
-        raise ConfigError("a key is given as env:NAME or file:PATH")
-    key = referenced(text, "the key").strip()
-    if not _SHORTEST_BYTES <= len(key) <= _LONGEST_BYTES:
-        raise ConfigError(
-            f"{text!r} holds {len(key)} bytes, a key has {_SHORTEST_BYTES} to {_LONGEST_BYTES}; "
-            "make one with: openssl rand -hex 32"
-        )
-    return Secret(key)

@@ -6,19 +6,14 @@ neither the MACs nor the fingerprint reveal it, and neither helps to make the ot
 """
 
 import hmac
-import re
-from itertools import pairwise
 
 from blake3 import blake3
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.secrets import referenced
+from ecshare.store.secrets import is_reference, referenced
 
 # Who reads the bucket can try out keys at leisure, on a MAC or on the fingerprint.
 _FEWEST_BYTES = 32
-_FEWEST_STEPS = 12
-"""Different distances from one character to the next; 32 random bytes in hex have 20 or more."""
-_HEX = re.compile(rb"[0-9a-fA-F]+")
 _MAC_CONTEXT = "ecshare 2026-11 object mac"
 _FINGERPRINT_CONTEXT = "ecshare 2026-11 integrity key fingerprint"
 _ROUTER_CONTEXT = "ecshare 2026-11 router token"
@@ -61,27 +56,23 @@ def open_integrity(text: str, path: str) -> Integrity | None:
     return Integrity(read_key(text, f"{path}.integrity_key")) if text else None
 
 
-def read_key(text: str, option: str) -> bytes:
+def read_key(text: str, option: str, *, in_public: bool = False) -> bytes:
     """Return the key that `text` is, or to which it refers: "env:NAME" or "file:/path".
 
-    `option`: the user's name for it.
+    `option`: the user's name for it. `in_public`: `text` is where everybody sees it, so it must be
+    a reference.
 
     Raises:
-        ConfigError: the key cannot be read, or does not look like 32 random bytes. The message
-            does not contain the key.
+        ConfigError: the key cannot be read, or is too short. The message does not contain the key.
     """
-    if text.startswith("env:"):
-        key = referenced(text, option)
-        source = f"the environment variable {text.removeprefix('env:')!r}"
-    elif text.startswith("file:"):
-        key, source = referenced(text, option), text
-    else:
-        key, source = text.encode("utf-8", "surrogatepass"), "it"
-    wrong = _weakness(key)
-    if wrong:
+    if in_public and not (is_reference(text) and text.partition(":")[2]):
+        raise ConfigError(f"{option} is given as env:NAME or file:/path")
+    source = text if is_reference(text) else "it"
+    key = referenced(text, option) if is_reference(text) else text.encode("utf-8", "surrogatepass")
+    if len(key) < _FEWEST_BYTES:
         raise ConfigError(
-            f"{option}: {source} {wrong}; a key is {_FEWEST_BYTES} random bytes or more: make one "
-            "with: openssl rand -hex 32"
+            f"{option}: {source} holds {len(key)} bytes; a key is {_FEWEST_BYTES} random bytes or "
+            "more: make one with: openssl rand -hex 32"
         )
     return key
 
@@ -89,26 +80,3 @@ def read_key(text: str, option: str) -> bytes:
 def router_token(key: bytes) -> str:
     """Return the token that the router sends to engines with the same `key`: 64 hex digits."""
     return blake3(key, derive_key_context=_ROUTER_CONTEXT).hexdigest()
-
-
-def _weakness(key: bytes) -> str:
-    """Return why `key` does not look like enough random bytes; "" if it does.
-
-    Random text in hex or base64 has no blanks and mixes upper and lower case as its alphabet does.
-    Invented text does not, or repeats itself, or counts up.
-    """
-    num_bytes = _most_random_bytes(key)
-    if num_bytes < _FEWEST_BYTES:
-        return f"holds {num_bytes} random bytes at most"
-    is_text = key.isascii()
-    is_hex = _HEX.fullmatch(key)
-    is_of_words = is_text and not is_hex and (key.islower() or key.isupper() or b" " in key)
-    steps = {(after - before) % 256 for before, after in pairwise(key)}
-    return "looks like words or a pattern" if is_of_words or len(steps) < _FEWEST_STEPS else ""
-
-
-def _most_random_bytes(key: bytes) -> int:
-    """Return from how many random bytes `key` can have been written."""
-    if _HEX.fullmatch(key):
-        return len(key) // 2
-    return len(key) * 6 // 8 if key.isascii() else len(key)

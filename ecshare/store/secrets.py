@@ -5,11 +5,8 @@ vLLM logs the arguments of an engine, and `ps` shows them, before any code of ou
 option should not contain a secret, but a reference: `env:NAME` or `file:/path`.
 """
 
-import math
 import os
 import re
-import stat
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,14 +31,6 @@ _NO_SECRET = re.compile(r"(?:_file|_filename|_path|_version|_algorithm)$", re.IG
 _PUBLIC_HALF = {"key", "access_key", "access_key_id", "aws_access_key_id", "account_name"}
 # gcsfs' words for ways to find credentials.
 _WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
-_KNOWN_AS = {
-    "secret": "AWS_SECRET_ACCESS_KEY",
-    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
-    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
-    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
-    "client_secret": "AZURE_CLIENT_SECRET",
-}
-
 # To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.
 _URL_LOGIN = re.compile(r"(?<=://)(?:[^/]*:.*|[^/]+)(?=@)", re.DOTALL)
 # One slash is missing, or the '@'; a port is a number.
@@ -60,11 +49,6 @@ _HEADER_IN_TEXT = re.compile(
     r"(['\"]?\s*[:=]\s*)[^\r\n]*",
     re.IGNORECASE,
 )
-
-# A token has no blanks and no dots but those of a JWT, and is no path.
-_TOKEN = re.compile(r"[A-Za-z0-9+_=-][A-Za-z0-9+/_=-]{19,}|ey[\w-]+\.[\w-]+\.[\w-]*")
-_HEX = re.compile(r"[0-9a-fA-F]{32,}")
-_LEAST_BITS = 3.2  # a character; of words and names it is less, or they lack digits or capitals
 
 
 class Secret(str):
@@ -87,8 +71,8 @@ class Secret(str):
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` with "***" in place of each secret, at any depth, and each login in a url.
 
-    A value is a secret if its name says so, or if it looks like one. A value that was read from a
-    reference is shown as the reference, e.g. `env:NAME`.
+    A value is a secret if its name says so. A value that was read from a reference is shown as the
+    reference, e.g. `env:NAME`.
     """
     return {str(name): _masked(str(name), value, False, 0) for name, value in options.items()}
 
@@ -111,7 +95,7 @@ def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
         return value
     if isinstance(value, str) and _is_reference(name, value):
         return value
-    if is_inside or (isinstance(value, str) and looks_secret(value)):
+    if is_inside:
         return HIDDEN
     return masked_text(masked_url(value)) if isinstance(value, str) else value
 
@@ -131,21 +115,6 @@ def masked_text(text: str, secrets: Collection[str] = ()) -> str:
     text = _FIELD_IN_TEXT.sub(rf"\1{HIDDEN}", text)
     text = _BEARER_IN_TEXT.sub(rf"\1 {HIDDEN}", text)
     return _HEADER_IN_TEXT.sub(rf"\1\2{HIDDEN}", text)
-
-
-def looks_secret(text: str) -> bool:
-    """Whether `text` looks like a key or a token: long, without blanks, with high entropy."""
-    if _HEX.fullmatch(text):
-        return True
-    if not _TOKEN.fullmatch(text):
-        return False
-    kinds = (str.isupper, str.islower, str.isdigit)
-    return all(any(map(is_kind, text)) for is_kind in kinds) and _bits(text) >= _LEAST_BITS
-
-
-def _bits(text: str) -> float:
-    counts = Counter(text).values()
-    return -sum(n / len(text) * math.log2(n / len(text)) for n in counts)
 
 
 def _is_secret_name(name: str) -> bool:
@@ -175,9 +144,12 @@ def _resolved(name: str, value: Any, where: str) -> Any:
 
 def _is_reference(name: str, value: str) -> bool:
     """Whether `value` is a reference. Options that are not secret may be urls of files."""
-    if value.startswith(_FILE):
-        return _is_secret_name(name) or not value.startswith("file://")
-    return value.startswith(_ENV)
+    return is_reference(value) and (_is_secret_name(name) or not value.startswith("file://"))
+
+
+def is_reference(text: str) -> bool:
+    """Whether a secret that is written as `text` is elsewhere: `env:NAME` or `file:/path`."""
+    return text.startswith((_ENV, _FILE))
 
 
 def _referenced_text(reference: str, option: str) -> str:
@@ -255,15 +227,14 @@ def secret_values(options: Mapping[str, Any]) -> set[str]:
     return {
         str.__str__(value)
         for names, value in _leaves(options, ())
-        if isinstance(value, Secret) or any(map(_is_secret_name, names)) or looks_secret(value)
+        if isinstance(value, Secret) or any(map(_is_secret_name, names))
     }
 
 
 def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str) -> list[str]:
-    """Return a sentence, with the fix, for each secret that others can read.
+    """Return a sentence, with the fix, for each secret in the configuration itself.
 
-    Such a secret is in the configuration itself, or in a file that others may read. `path`: where
-    the user wrote the options. No sentence contains a secret.
+    `path`: where the user wrote the options. No sentence contains a secret.
     """
     found = []
     if _PASSWORD.search(url):
@@ -271,36 +242,15 @@ def warnings(url: str, options: Mapping[str, Any], integrity_key: str, path: str
             f"{path}.url: {_EXPOSED}; leave it out there and give it as {path}.storage_options."
             "password, written as env:NAME or file:/path"
         )
-    if integrity_key and not integrity_key.startswith((_ENV, _FILE)):
-        found.append(_literal(f"{path}.integrity_key", "ECSHARE_INTEGRITY_KEY"))
-    elif integrity_key.startswith(_FILE) and _is_public(integrity_key):
-        found.append(_public(f"{path}.integrity_key", integrity_key))
+    exposed = ["integrity_key"] * bool(integrity_key and not is_reference(integrity_key))
     for names, value in _leaves(options, ()):
-        where = ".".join((path, "storage_options", *names))
-        if isinstance(value, Secret):
-            if _is_public(value.source):
-                found.append(_public(where, value.source))
-        elif _is_literal(names, value):
-            found.append(_literal(where, _variable(names[-1])))
-    return found
+        if not isinstance(value, Secret) and _is_literal(names, value):
+            exposed.append(".".join(("storage_options", *names)))
+    instead = "write env:NAME or file:/path in its place"
+    return found + [f"{path}.{where}: {_EXPOSED}; {instead}" for where in exposed]
 
 
 _EXPOSED = "a secret is written into the configuration, which vLLM logs and the process list shows"
-
-
-def _literal(where: str, variable: str) -> str:
-    return f"{where}: {_EXPOSED}; write env:{variable}, or file:/path, in its place"
-
-
-def _public(where: str, source: str) -> str:
-    return (
-        f"{where}: every user of this host may read {source.removeprefix(_FILE)}; "
-        "take that right away (chmod o-r)"
-    )
-
-
-def _variable(name: str) -> str:
-    return _KNOWN_AS.get(name, re.sub(r"\W+", "_", name).upper() or "NAME")
 
 
 def _leaves(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -324,16 +274,6 @@ def _is_literal(names: tuple[str, ...], value: str) -> bool:
         return False
     return (
         any(map(_is_secret_name, names))
-        or looks_secret(value)
         or bool(_PASSWORD.search(value))
         or masked_text(value) != value
     )
-
-
-def _is_public(source: str) -> bool:
-    if not source.startswith(_FILE):
-        return False
-    try:
-        return bool(Path(source.removeprefix(_FILE)).stat().st_mode & stat.S_IROTH)
-    except (OSError, ValueError):
-        return False

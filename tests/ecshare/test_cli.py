@@ -162,7 +162,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (("doctor", "/tmp", "--sample", "-1"), "--sample: '-1' is not a whole number, 0 or more"),
         (
             ("doctor", '{"url": "/x", "integrity_key": "short"}'),
-            "key: it holds 3 random bytes",
+            "key: it holds 5 bytes",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_literal_secret_is_noted(doctor: Doctor, tmp_path: Path) -> None:
     status, text = doctor("--read-only", integrity_key=KEY)
     assert status == 0
     assert "note    options: options.integrity_key: a secret is written into the" in text
-    assert "write env:ECSHARE_INTEGRITY_KEY, or file:/path" in text
+    assert "write env:NAME or file:/path" in text
     assert KEY not in text
     reference = f"file:{tmp_path}/key"
     assert "note    options" not in doctor("--read-only", integrity_key=reference)[1]

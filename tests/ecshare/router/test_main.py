@@ -102,8 +102,8 @@ async def test_a_stream_runs_on_while_it_stops(signals: int) -> None:
 
 async def test_the_operators_port_is_another_one(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("the operators' own key\n")
-    bearer = {"Authorization": "Bearer the operators' own key"}
+    key.write_text("the operators' own key, of 32 bytes\n")
+    bearer = {"Authorization": "Bearer the operators' own key, of 32 bytes"}
     port, admin = free_port(), free_port()
     options = (f"--admin-port={admin}", f"--admin-key=file:{key}")
     async with FakeEngine(decoded).serving() as engine, aiohttp.ClientSession() as client:

@@ -42,21 +42,3 @@ def test_the_key_comes_from_the_environment_or_a_file(
     for text in ("env:OUR_KEY", f"file:{tmp_path}/key"):
         config = parse_arguments(["--decoder", "http://d:3", "--router-key", text])
         assert config.router_token == TOKEN
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (KEY, "--router-key: name the key as env:NAME or file:/path"),
-        ("env:NOT_SET_AT_ALL", "the environment variable 'NOT_SET_AT_ALL' holds 0 random bytes"),
-        ("file:/does/not/exist", "/does/not/exist cannot be read"),
-    ],
-)
-def test_a_key_that_cannot_be_is_one_sentence(
-    text: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--decoder", "http://d:3", "--router-key", text])
-    error = capsys.readouterr().err
-    assert words in error
-    assert KEY not in error

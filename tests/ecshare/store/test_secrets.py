@@ -10,11 +10,10 @@ from fsspec import AbstractFileSystem
 from ecshare.store.config import StoreConfig, parse
 from ecshare.store.errors import ConfigError
 from ecshare.store.open import open_store
-from ecshare.store.secrets import looks_secret, masked, masked_text, masked_url
+from ecshare.store.secrets import masked, masked_text, masked_url
 
 PATH = "kv_connector_extra_config"
 S3 = "s3://bucket/prefix"
-AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 
 
 def parsed(url: str = S3, integrity_key: str = "", **storage_options: Any) -> StoreConfig:
@@ -93,32 +92,20 @@ def test_an_account_of_google_may_come_from_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "variable"),
+    ("options", "field"),
     [
-        ({"secret": "hidden"}, "storage_options.secret", "AWS_SECRET_ACCESS_KEY"),
-        ({"account_key": "hidden"}, "storage_options.account_key", "AZURE_STORAGE_ACCOUNT_KEY"),
-        ({"pwd": "hidden"}, "storage_options.pwd", "PWD"),
-        (
-            {"client_kwargs": {"headers": {"x-own": "hidden"}}},
-            "storage_options.client_kwargs.headers.x-own",
-            "X_OWN",
-        ),
-        ({"conf": {"any": AWS_SECRET}}, "storage_options.conf.any", "ANY"),
-        (
-            {"endpoint_url": "http://me:hidden@host:9000"},
-            "storage_options.endpoint_url",
-            "ENDPOINT_URL",
-        ),
+        ({"secret": "hidden"}, "secret"),
+        ({"account_key": "hidden"}, "account_key"),
+        ({"pwd": "hidden"}, "pwd"),
+        ({"client_kwargs": {"headers": {"x-own": "hidden"}}}, "client_kwargs.headers.x-own"),
+        ({"endpoint_url": "http://me:hidden@host:9000"}, "endpoint_url"),
     ],
 )
-def test_a_literal_secret_is_named_with_the_fix(
-    options: dict[str, Any], field: str, variable: str
-) -> None:
+def test_a_literal_secret_is_named_with_the_fix(options: dict[str, Any], field: str) -> None:
     (warning,) = parsed(**options).warnings(PATH)
-    assert warning.startswith(f"{PATH}.{field}: a secret is written into the configuration")
-    assert f"write env:{variable}, or file:/path" in warning
+    assert warning.startswith(f"{PATH}.storage_options.{field}: a secret is written into the conf")
+    assert "write env:NAME or file:/path" in warning
     assert "hidden" not in warning
-    assert AWS_SECRET not in warning
 
 
 def test_the_key_of_the_store_and_the_password_of_the_url_are_secrets_too() -> None:
@@ -133,7 +120,6 @@ def test_what_is_no_secret_earns_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OURS", "hidden1")
-    (tmp_path / "secret").touch(0o640)
     (tmp_path / "secret").write_text("hidden2")
     config = parsed(
         "sftp://me@host/x",
@@ -150,16 +136,6 @@ def test_what_is_no_secret_earns_no_warning(
     assert config.warnings(PATH) == []
     assert parsed("gs://bucket/x", token="google_default").warnings(PATH) == []
     assert parsed("gs://bucket/x", token="/etc/account.json").warnings(PATH) == []
-
-
-def test_a_secret_in_a_file_for_everybody_is_named(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("hidden")
-    (tmp_path / "secret").chmod(0o644)
-    reference = f"file:{tmp_path}/secret"
-    for warning in parsed(secret=reference, integrity_key=reference).warnings(PATH):
-        assert f"every user of this host may read {tmp_path}/secret" in warning
-        assert "hidden" not in warning
-    assert len(parsed(secret=reference, integrity_key=reference).warnings(PATH)) == 2
 
 
 # --- what is shown ---
@@ -195,20 +171,6 @@ def test_a_name_tells_a_secret(name: str) -> None:
 )
 def test_what_is_no_secret_is_shown(name: str, value: object) -> None:
     assert masked({name: value}) == {name: value}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        AWS_SECRET,
-        "0123456789abcdef0123456789abcdef",
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
-        "ghp_16C7e42F292c6912E7710c838347Ae178B4a",
-    ],
-)
-def test_what_looks_like_a_secret_is_masked_under_any_name(value: str) -> None:
-    assert looks_secret(value)
-    assert masked({"flavour": value}) == {"flavour": "***"}
 
 
 @pytest.mark.parametrize(
