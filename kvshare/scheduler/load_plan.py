@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans what to load, and knows which loads go on."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,13 @@ from kvshare.messages import LoadOrder, Piece
 from kvshare.scheduler.load_or_compute import UnderWay
 from kvshare.scheduler.lookups import Search
 from kvshare.scheduler.pieces import Pieces
+
+logger = logging.getLogger(__name__)
+
+# After so many reports in a row of blocks that this engine cannot use, nothing is looked up for so
+# long: each would be read for nothing.
+_MOST_MISFITS = 8
+_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class LoadPlan:
         self._orders: list[LoadOrder] = []
         self._abandoned: list[str] = []
         self._loading: dict[str, Loading] = {}
+        self._num_misfits = 0  # reports in a row
+        self._paused_until_s = 0.0
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a load of this request goes on."""
@@ -86,6 +96,31 @@ class LoadPlan:
         """Take note that these chunks could not be loaded."""
         for loading in self._loading.values():
             loading.lost.update(keys)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be looked up now, because nothing that is found can be used."""
+        return self._clock_s() < self._paused_until_s
+
+    def misfits(self) -> None:
+        """Take note that what was loaded is laid out in another way than this engine's blocks.
+
+        The layout is a fact of objects and not of their names, so a look-up finds them too.
+        """
+        self._num_misfits += 1
+        if self._num_misfits >= _MOST_MISFITS:
+            self._paused_until_s = self._clock_s() + _PAUSE_S
+        if self._num_misfits == _MOST_MISFITS:
+            logger.warning(
+                "All KV that is found was stored by engines that lay out their blocks in another "
+                "way. This engine looks for KV once in %.0f s until it finds some that it can use. "
+                "Set another `epoch` for engines of each kind.",
+                _PAUSE_S,
+            )
+
+    def fits(self) -> None:
+        """Take note that something could be loaded."""
+        self._num_misfits, self._paused_until_s = 0, 0.0
 
     def ended(self, request_id: str) -> Loading | None:
         """Return the load that has ended; None: there was none."""

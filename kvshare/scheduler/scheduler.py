@@ -47,7 +47,6 @@ from kvshare.scheduler.events import BlockEvents, publishes_events
 from kvshare.scheduler.load_or_compute import LoadOrCompute
 from kvshare.scheduler.load_plan import Loading, LoadPlan
 from kvshare.scheduler.lookups import Lookups, Search
-from kvshare.scheduler.misfits import Misfits
 from kvshare.scheduler.pieces import BlocksOfGroups, Pieces
 from kvshare.scheduler.room import Room
 from kvshare.scheduler.save_budget import SaveBudget, log_limit, most_ordered_bytes
@@ -122,7 +121,6 @@ class KVScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._num_lost = 0
         self._saves_fail = False
-        self._misfits = Misfits(clock_s)
         self._siblings = Siblings(facts.grid.block_tokens)
 
     @classmethod
@@ -229,7 +227,7 @@ class KVScheduler:
         """Count a request that is about to be looked up, or would be but for a pause."""
         request, start_tokens = tracked.progress.request, tracked.start_tokens
         self._stats.add("tokens/queried", request.num_tokens - start_tokens)
-        if self._misfits.is_pause:
+        if self._loads.is_paused:
             tracked.load_failed = True  # or as good as that
             num_blocks = len(request.block_hashes) - start_tokens // grid.block_tokens
             self._stats.add("misses/layout", num_blocks)
@@ -348,7 +346,8 @@ class KVScheduler:
             lost = self._lost(report)
             self._num_lost += len(lost)
             self._saves_fail = report.saves_fail
-            self._misfits.reported(report.has_misfits)
+            if report.has_misfits:
+                self._loads.misfits()
             self._stored.lost(lost)
             for key in lost:
                 progress = self._budget.owner(key)
@@ -480,7 +479,7 @@ class KVScheduler:
         for chunk in loading.chunks[:first]:
             self._stored.add(chunk.key)
         if first:
-            self._misfits.end()
+            self._loads.fits()
         is_whole = first == len(loading.chunks)
         num_tokens = (
             loading.num_tokens
