@@ -15,7 +15,7 @@ PACKAGES = ("ecshare", "kvshare")
 # belongs to the room with the longest name that begins its own.
 STORE = {"ecshare.store"} | {f"ecshare.store.{room}" for room in ("cloud", "folder", "fsspec")}
 STORE |= {"ecshare.store.hostcache"}
-TRANSFER = {"ecshare.transfer", "ecshare.transfer.jobs", "ecshare.transfer.recent"}
+TRANSFER = {"ecshare.transfer", "ecshare.transfer.jobs"}
 TRANSFER |= {f"ecshare.transfer.{room}" for room in ("announced", "client", "device", "upkeep")}
 BELOW_VLLM = STORE | TRANSFER
 BELOW_CONNECTORS = BELOW_VLLM | {"ecshare.plugin"}
@@ -34,10 +34,9 @@ ALLOWED = {
     "ecshare.store.hostcache": {"ecshare.store"},
     "ecshare.transfer": BELOW_VLLM,
     "ecshare.transfer.announced": STORE | {"ecshare.transfer.client"},
-    "ecshare.transfer.client": STORE | {"ecshare.transfer.recent"},
+    "ecshare.transfer.client": STORE,
     "ecshare.transfer.device": STORE,
     "ecshare.transfer.jobs": STORE | {"ecshare.transfer.device"},
-    "ecshare.transfer.recent": set(),
     "ecshare.transfer.upkeep": STORE
     | {"ecshare.transfer.client", "ecshare.transfer.device", "ecshare.transfer.jobs"},
     "ecshare.plugin": BELOW_VLLM,

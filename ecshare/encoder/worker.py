@@ -19,11 +19,11 @@ from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.ranks import Rank
 from ecshare.plugin.start import start_engine
 from ecshare.store.format import TensorSpec
+from ecshare.store.recent import Recent
 from ecshare.transfer.device.staging import Slab, Staging, as_tensor, dtype_name, is_gpu
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.fetch import open_object
 from ecshare.transfer.jobs import Done, Fetch, GiveUp, Handle, Outcome, Put, Run, StoredObject
-from ecshare.transfer.recent import Recent
 from ecshare.transfer.stats import merged
 
 if TYPE_CHECKING:

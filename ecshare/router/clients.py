@@ -4,10 +4,10 @@
 import asyncio
 import contextlib
 import hashlib
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 
 from ecshare.router.errors import EngineError, RefusalError
+from ecshare.store.recent import Recent
 
 Headers = Mapping[str, str]
 
@@ -32,7 +32,7 @@ class KnownClients:
         """
         self._ask = ask
         self._clock_s = clock_s
-        self._accepted_s: OrderedDict[bytes, float] = OrderedDict()
+        self._accepted_s: Recent[bytes, float] = Recent(MAX_KNOWN)
         self._asking: dict[bytes, asyncio.Task[None]] = {}
 
     async def check(self, headers: Headers) -> None:
@@ -70,9 +70,6 @@ class KnownClients:
             self._accepted_s.pop(key, None)
             raise
         self._accepted_s[key] = self._clock_s()
-        self._accepted_s.move_to_end(key)
-        if len(self._accepted_s) > MAX_KNOWN:
-            self._accepted_s.popitem(last=False)
 
 
 def _hashed(headers: Headers) -> bytes:

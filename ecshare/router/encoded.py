@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Struct
 
 from ecshare.router.bounded_cache import BoundedCache
-from ecshare.router.concurrent import gather_all
 from ecshare.router.errors import EngineError
 from ecshare.router.plan import Metadata
 from ecshare.router.shared_reports import SharedReports
 from ecshare.router.single_flight import SingleFlight
+from ecshare.store.threads import gather_all
 
 _MAX_ENTRIES = 1_000_000
 _MAX_NOTES = 10_000

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from ecshare.router.concurrent import gather_all
 from ecshare.router.engine_urls import BY_NAME, engine_url, port_of, repeated_url, url_at
 from ecshare.router.engines import EnginePool, Stage
 from ecshare.router.roster import Given, Roster, Urls
 from ecshare.store.errors import ConfigError
+from ecshare.store.threads import gather_all
 
 logger = logging.getLogger(__name__)
 

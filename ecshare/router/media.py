@@ -17,7 +17,6 @@ from msgspec import Struct
 from ecshare.router.blobs import Blobs
 from ecshare.router.bounded_cache import BoundedCache
 from ecshare.router.client_request import Media, MediaItem
-from ecshare.router.concurrent import gather_all
 from ecshare.router.config import RouterConfig
 from ecshare.router.errors import ApiError
 from ecshare.router.fetcher import Budget, Fetched, Fetcher
@@ -25,6 +24,7 @@ from ecshare.router.identity import identity, inline_url, is_inline
 from ecshare.router.memory import Reservation
 from ecshare.router.places import Turns
 from ecshare.router.single_flight import SingleFlight
+from ecshare.store.threads import gather_all
 
 _HASHED_ON_THE_LOOP = 512 * 1024
 """The characters of a url that are hashed at once, in less than half a millisecond. A thread would

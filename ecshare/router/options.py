@@ -332,9 +332,9 @@ OPTIONS = (
     ),
     Option(
         "--status-key",
-        "a key of 32 random bytes or more, as env:NAME or file:PATH; whoever sends it to /health or "
-        "/status, as Authorization: Bearer KEY, is told where the engines are and what they do; /metrics "
-        "then asks for it too",
+        "a key of 32 random bytes or more, as env:NAME or file:PATH; whoever sends it to /health "
+        "or /status, as Authorization: Bearer KEY, is told where the engines are and what they do; "
+        "/metrics then asks for it too",
         "KEY",
         key,
     ),

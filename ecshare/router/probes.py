@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from aiohttp import hdrs, web
 
-from ecshare.router.concurrent import gather_all
 from ecshare.router.drain import RequestsInFlight
 from ecshare.router.engines import Engine, EnginePool, Stage, name_of
 from ecshare.router.errors import ApiError
@@ -16,6 +15,7 @@ from ecshare.router.hedging import hedged
 from ecshare.router.middleware import json_response
 from ecshare.router.secret import Secret
 from ecshare.router.single_flight import SingleFlight
+from ecshare.store.threads import gather_all
 
 _HEDGE_S = 0.2  # then another engine is asked as well
 _FRESH_S = 1.0

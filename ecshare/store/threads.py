@@ -99,15 +99,21 @@ class Threads:
 async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
     """Return the results in order. If one call fails, the others are cancelled.
 
-    All calls have ended when this returns or raises.
+    All calls have ended when this returns or raises. A TaskGroup's exception group would be a
+    reference cycle, which keeps all memory of a failed call until the garbage collector runs.
 
     Raises:
         Exception: the error of the first call that failed.
     """
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    given = list(calls)
+    if len(given) < 2:  # for one a task would cost much and do nothing
+        return [await each for each in given]
+    tasks = [asyncio.create_task(call) for call in given]
     try:
-        return list(await asyncio.gather(*tasks))
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        del task
         await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()  # breaks the cycle: task, its exception, this frame

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable
 from math import inf
 from typing import Generic, TypeVar
 
-from ecshare.transfer.recent import Recent
+from ecshare.store.recent import Recent
 
 # A key that was seen in the store is not saved again for so long. After that it is, because the
 # store may have lost it. Writes are create-only, so this costs little if it has not.

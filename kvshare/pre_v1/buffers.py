@@ -11,7 +11,7 @@ the host cache, because they can be replaced or taken.
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from ecshare.store.integrity import open_integrity
 from ecshare.store.keys import Key, Kind, namespace_digest, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
+from ecshare.store.recent import Recent
 from ecshare.transfer.device.staging import as_tensor, dtype_name
 from ecshare.transfer.jobs import MAX_OBJECT_BYTES
 from kvshare.config import KVConfig
@@ -230,7 +231,7 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         super()._start(path)
         markers = namespace_digest({**self._facts, "what": "taken"})
         self._take_once = TakeOnce(self._store, self._namespace, markers)
-        self._damaged: OrderedDict[str, None] = OrderedDict()
+        self._damaged: Recent[str, None] = Recent(_MAX_REMEMBERED_DAMAGED)
         self._client.start(self._take_once.check(path), f"{path}.url")
         self._client.run_in_background(self._take_once.sweep_forever())
 
@@ -314,8 +315,6 @@ class KVLookupBuffer(_Buffer, KVLookupBufferBase):
         except ObjectCorrupt as exc:
             self._count_failure("corrupt", exc)
             self._damaged[key] = None
-            if len(self._damaged) > _MAX_REMEMBERED_DAMAGED:
-                self._damaged.popitem(last=False)
             return None
 
     async def _read(self, key: Key) -> list[Tensor]:

@@ -10,7 +10,7 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from ecshare.transfer.recent import Recent
+from ecshare.store.recent import Recent
 from kvshare.chunks.prefix import Chunk, ChunkKey, Grid
 from kvshare.compat import event_extra_keys
 

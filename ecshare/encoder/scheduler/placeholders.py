@@ -9,7 +9,7 @@ from vllm.distributed.ec_transfer.ec_connector.utils import (
     collect_ec_item_metadata,
 )
 
-from ecshare.transfer.recent import Recent
+from ecshare.store.recent import Recent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

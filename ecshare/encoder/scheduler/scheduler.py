@@ -35,8 +35,8 @@ from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
+from ecshare.store.recent import Recent
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.recent import Recent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ from time import monotonic
 
 from ecshare.store.errors import StoreUnavailable
 from ecshare.store.keys import Key
-from ecshare.transfer.recent import Recent
+from ecshare.store.recent import Recent
 
 logger = logging.getLogger(__name__)
 
