@@ -35,16 +35,6 @@ _MODULES = {
     "KVShareTier": "kvshare.tier",
 }
 
-# From vLLM's registries, 0.30 to 0.33.
-CONNECTORS_OF_VLLM = {
-    "ECCPUConnector", "ECExampleConnector", "ECMooncakeConnector",
-    "DecodeBenchConnector", "ExampleConnector", "ExampleHiddenStatesConnector",
-    "FlexKVConnectorV1", "HF3FSKVConnector", "HiSparseConnector", "LMCacheConnectorV1",
-    "LMCacheMPConnector", "MoRIIOConnector", "MooncakeConnector", "MooncakeStoreConnector",
-    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "SimpleCPUOffloadConnector",
-    OFFLOADING, MULTI,
-}  # fmt: skip
-TIERS_OF_VLLM = {"example", "fs", "kvcr", "obj", "p2p"}
 # The options of a tier that vLLM itself reads.
 _TIER_OPTIONS_OF_VLLM = {"type", "module_path", "backpressure"}
 
@@ -62,10 +52,10 @@ class ForeignConnector(NamedTuple):
 
     path: str
     name: str
-    whose: str
+    hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.name!r} is not ours, {self.whose}"
+        return f"{self.path}: {self.name!r} is not ours{self.hint}"
 
 
 class Conflict(NamedTuple):
@@ -148,7 +138,7 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
         elif name == default and module in (None, "", _MODULES[default]):
             yield Target(parse(_CONFIGS[default], extra, path), path)
         else:
-            yield _foreign(name, module, f"{above}{name_field}", CONNECTORS_OF_VLLM)
+            yield _foreign(name, module, f"{above}{name_field}")
 
 
 def _policy_conflict(
@@ -187,8 +177,8 @@ def _children(extra: Any, path: str) -> Iterator[Target | Beside]:
 
 def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | Beside]:
     if isinstance(extra, Mapping) and "secondary_tiers" not in extra:
-        whose = "it comes with vLLM, and has no KVShareTier among its secondary_tiers"
-        yield ForeignConnector(name_path, OFFLOADING, whose)
+        hint = ", and has no KVShareTier among its secondary_tiers"
+        yield ForeignConnector(name_path, OFFLOADING, hint)
         return
     advice = f"list the tiers of {OFFLOADING}"
     tiers = list(_objects(extra, path, "secondary_tiers", advice))
@@ -200,7 +190,7 @@ def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | Beside]:
     for place, tier in tiers:
         name, module = tier.get("type"), tier.get("module_path")
         if name != "KVShareTier" or module not in (None, _MODULES[name]):
-            yield _foreign(name, module, f"{place}.type", TIERS_OF_VLLM)
+            yield _foreign(name, module, f"{place}.type")
         elif module is None:
             raise ConfigError(
                 f"{place}.module_path: missing; vLLM finds {name} in {_MODULES[name]} only"
@@ -229,19 +219,15 @@ def _objects(
         yield f"{path}.{name}[{n}]", entry
 
 
-def _foreign(name: Any, module: Any, path: str, of_vllm: set[str]) -> ForeignConnector:
+def _foreign(name: Any, module: Any, path: str) -> ForeignConnector:
     if not isinstance(name, str):
         raise ConfigError(f"{path}: expected a name, such as {' or '.join(_CONFIGS)}")
     if name in _PLACES and module in (None, "", _MODULES[name]):
         raise ConfigError(f"{path}: {name} does not go here, but {_PLACES[name]}")
     if module:
-        return ForeignConnector(path, name, f"it comes from {module}")
-    if name in of_vllm:
-        return ForeignConnector(path, name, "it comes with vLLM")
-    near = difflib.get_close_matches(name, _CONFIGS, n=1)
-    return ForeignConnector(
-        path, name, f"nor vLLM's; perhaps {near[0]} is meant" if near else "nor vLLM's"
-    )
+        return ForeignConnector(path, name, f", it comes from {module}")
+    near = difflib.get_close_matches(name, _CONFIGS, n=1, cutoff=0.85)  # vLLM's are no misspelling
+    return ForeignConnector(path, name, f"; perhaps {near[0]} is meant" if near else "")
 
 
 def _standalone(given: Mapping[str, Any]) -> Target:
