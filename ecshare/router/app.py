@@ -7,7 +7,6 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from ecshare.router import openapi
 from ecshare.router.admin import Admin
 from ecshare.router.bodies import read_body
 from ecshare.router.call import Call
@@ -104,7 +103,6 @@ class Router:
             "/live": probes.live,
             "/ready": probes.ready,
             "/status": probes.status,
-            openapi.PATH: openapi.page,
             **pages.routes(),
         }.items():
             app.router.add_get(path, handler)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from ecshare.router.openapi import description
+from tests.fuzz.description import description
 from tests.fuzz.values import values
 
 SCHEMAS: dict[str, Any] = description()["components"]["schemas"]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecshare.router.chat import CHAT
-from ecshare.router.openapi import description
 from tests.ecshare.router.fake_engine import EVENTS, Fleet, fleet
+from tests.fuzz.description import description
 from tests.fuzz.openapi import SCHEMAS, check_answer, fitting, schema_of, validator
 from tests.fuzz.running import fuzzed
 from tests.fuzz.values import mutated, written

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description at /openapi.json is whole and true. tests/fuzz tries it with odd bodies."""
+"""The fuzz tests' description of the router is whole and true."""
 
 import json
 from typing import Any
@@ -11,7 +11,6 @@ from ecshare.router.app import Router
 from ecshare.router.chat import CHAT
 from ecshare.router.config import RouterConfig
 from ecshare.router.endpoints import PASSED_ON, SPLIT
-from ecshare.router.openapi import description
 from tests.ecshare.router.fake_engine import (
     PNG,
     STATUS_KEY,
@@ -22,6 +21,7 @@ from tests.ecshare.router.fake_engine import (
     fleet,
     picture,
 )
+from tests.fuzz.description import description
 from tests.fuzz.openapi import check_answer, validator
 
 SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
@@ -56,13 +56,6 @@ def test_it_is_json_schema_and_refers_to_nothing_that_is_missing() -> None:
     text = json.dumps(description())
     for name in {each.split('"')[0] for each in text.split('"#/components/schemas/')[1:]}:
         assert name in description()["components"]["schemas"]
-
-
-async def test_the_router_hands_it_out_to_everybody() -> None:
-    async with fleet(0, 0) as f, f.client.get(f.url + "/openapi.json") as response:
-        assert response.status == 200
-        assert response.content_type == "application/json"
-        assert await response.json() == description()
 
 
 @pytest.mark.parametrize("body", GOOD, ids=repr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of what the router answers, in OpenAPI 3.1, at `/openapi.json`.
+"""What the router takes and answers, in OpenAPI 3.1: the tests make bodies from it.
 
 It says what the router itself checks. All else in a request is the engines' business, and is passed
 on.
@@ -7,9 +7,6 @@ on.
 
 from functools import cache
 from typing import Any
-
-import msgspec
-from aiohttp import hdrs, web
 
 from ecshare.router.chat import CHAT
 from ecshare.router.client_request import SAVE_OPTIONS, TRANSFER_FIELDS
@@ -22,8 +19,6 @@ from ecshare.router.endpoints import (
 from ecshare.router.model_lists import MODELS
 
 Json = dict[str, Any]
-
-PATH = "/openapi.json"
 
 _BASE64_URL = "^[dD][aA][tT][aA]:[^,]*;base64,[A-Za-z0-9+/]+={0,2}$"
 _HTTP_URL = "^https?://[^/]+"
@@ -198,7 +193,6 @@ _PATHS: dict[str, Json] = {
     "/dashboard/data": _page(
         "Return what that page shows.", _answers(401, application_json=_OBJECT), needs_key=True
     ),
-    PATH: _page("Return this description.", _STATE),
 }
 
 
@@ -218,13 +212,3 @@ def description() -> Json:
             "securitySchemes": {"status_key": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-@cache
-def _text() -> bytes:
-    return msgspec.json.encode(description())
-
-
-async def page(http: web.Request) -> web.Response:
-    """Answer with the description. It is the same for everybody, and tells nothing of engines."""
-    return web.Response(body=_text(), headers={hdrs.CONTENT_TYPE: "application/json"})
