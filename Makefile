@@ -47,14 +47,15 @@ lint: setup
 
 # Two at a time, each file's in one process. Engines take all cores themselves, one test after the other.
 unit: setup
-	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not engine and not packaging and not browser and not nightly" \
+		-n 2 --dist loadfile
 
 # The wheel with each extra in an empty environment: a minute, and a package index.
 packaging: setup
 	$(BIN)/python -m pytest -q -m packaging
 
 engines: setup
-	$(BIN)/python -m pytest -v -m "engine and not models"
+	$(BIN)/python -m pytest -v -m "engine and not models and not nightly"
 
 test-models: setup
 	$(BIN)/python -m pytest -v -m models

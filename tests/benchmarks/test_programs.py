@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.nightly import nightly
+
 REPOSITORY = Path(__file__).parents[2]
 # Rows that say in words why they have no number.
 EXCUSE = "cannot use S3"
@@ -25,13 +27,10 @@ NEEDS_NAMESPACES = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "program",
     [
-        "store",
-        "in_flight",
-        "gpu",
         "router",
-        pytest.param("router_hostile", marks=NEEDS_NAMESPACES),
         "codecs",
-        "load_or_compute",
+        *nightly("store", "in_flight", "gpu", "load_or_compute"),
+        pytest.param("router_hostile", marks=[NEEDS_NAMESPACES, pytest.mark.nightly]),
         # No engine is started, but to load and configure vLLM takes as long.
         pytest.param("encoder_cache", marks=pytest.mark.engine),
         pytest.param("kv_cache", marks=pytest.mark.engine),

@@ -16,6 +16,7 @@ from tests.bugs import fails_from
 from tests.kvshare.conftest import StartEngine, sleep_and_wake, spin, worker_connector
 from tests.kvshare.gated import GatedFileSystem
 from tests.kvshare.toy import BLOCK, GIVE_UP_S, ToyEngine, expected_answer, make_request, serve
+from tests.nightly import gate_tries
 
 PROMPTS = [[number, *range(5 * BLOCK + 2)] for number in range(3)]
 NUM_TOKENS = 6
@@ -62,7 +63,7 @@ def serve_all(engine: ToyEngine, name: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("nth_call", [1, 2, 5])
+@pytest.mark.parametrize("nth_call", gate_tries(1, 2, 5))
 @pytest.mark.parametrize(("half", "hook"), HALVES)
 def test_requests_end_with_the_right_tokens(
     start: StartEngine,
@@ -170,7 +171,7 @@ def test_vllm_does_not_sleep_while_a_block_is_being_written_to(
     assert engine.answers["r"].tokens == expected_answer(PROMPTS[0], NUM_TOKENS)
 
 
-@pytest.mark.parametrize("nth_call", [1, 2])
+@pytest.mark.parametrize("nth_call", gate_tries(1, 2))
 @pytest.mark.parametrize("hook", ["unregister", "restore"])
 def test_an_engine_sleeps_and_serves_on_whatever_raises_then(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, hook: str, nth_call: int

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ECShareConnector under the conformance kit: every rule, both runners."""
+"""ECShareConnector under the conformance kit: every rule, with each runner and all roles."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,16 @@ import pytest
 from lab import conformance
 from lab.conformance import ROLES, RULES, RUNNERS, Verdict
 
+# The gate plays each rule once, and each combination as often as the others.
+COMBINATIONS = list(product(RUNNERS, ROLES))
+PLAYED = [
+    pytest.param(
+        *(name, runner, roles),
+        marks=[] if number == rule % len(COMBINATIONS) else pytest.mark.nightly,
+    )
+    for rule, name in enumerate(RULES)
+    for number, (runner, roles) in enumerate(COMBINATIONS)
+]
 OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 
 
@@ -22,9 +33,7 @@ def test_the_kit_has_its_rules() -> None:
     assert len(RULES) > 40
 
 
-@pytest.mark.parametrize("roles", ROLES)
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("name", "runner", "roles"), PLAYED)
 def test_ecshare_keeps_every_rule(
     ours: conformance.Subject, name: str, runner: str, roles: str
 ) -> None:

@@ -48,7 +48,7 @@ def serve(folder: Path) -> Iterator[Index]:
 
     handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield Index(f"http://127.0.0.1:{server.server_port}/", asked)

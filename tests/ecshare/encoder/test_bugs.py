@@ -17,6 +17,7 @@ from lab.conformance.harness import Place
 from lab.conformance.pictures import picture
 from lab.vllm_loop import RUNNERS, RunnerName
 from tests.bugs import fails_from
+from tests.nightly import gate_tries
 
 OPTIONS = {"url": "{folder}", "host_cache_dir": "{host}", "wait_s": 1}
 SCHEDULER_HOOKS = (
@@ -53,7 +54,7 @@ def must_end(with_pixels: list[Ticket], without: list[Ticket]) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("nth_call", [1, 2, 4])
+@pytest.mark.parametrize("nth_call", gate_tries(1, 2, 4))
 @pytest.mark.parametrize(("half", "hook"), HALVES)
 def test_requests_end_with_the_right_embeddings(
     subject: conformance.Subject,

@@ -48,7 +48,7 @@ def serving() -> Iterator[GCS]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         gcs.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield gcs

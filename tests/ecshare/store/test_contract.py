@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One suite over every way to keep objects."""
+"""One suite over every way to keep objects. The gate tries those that differ the most."""
 
 import errno
 import os
@@ -90,6 +90,7 @@ class TestS3ThroughS3fs(StoreContract):
         await store.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.s3
 class TestRcloneThroughObstore(StoreContract):
     create_only = one_winner = False
@@ -102,6 +103,7 @@ class TestRcloneThroughObstore(StoreContract):
         await store.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.s3
 class TestRcloneThroughS3fs(StoreContract):
     create_only = one_winner = False
@@ -115,6 +117,7 @@ class TestRcloneThroughS3fs(StoreContract):
         await store.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.azure
 class TestAzureThroughObstore(StoreContract):
     states_md5 = False
@@ -127,6 +130,7 @@ class TestAzureThroughObstore(StoreContract):
         await store.close()
 
 
+@pytest.mark.nightly
 class TestGoogleThroughObstore(StoreContract):
     """An imitation of its XML API answers: Google's own service was not asked."""
 

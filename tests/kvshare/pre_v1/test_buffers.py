@@ -36,7 +36,7 @@ TOKENS = list(range(100, 140))
 INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c2"
 
 
-@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.nightly])])
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "folder":
         return {"url": str(tmp_path / "store")}
@@ -677,6 +677,7 @@ def told(process: subprocess.Popen[str]) -> list[int]:
     return [int(line.split()[1]) for line in out.splitlines() if line.startswith("taken")]
 
 
+@pytest.mark.nightly
 def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
     buffer = opened(KVLookupBuffer, options)
     for number in range(40):
@@ -686,6 +687,7 @@ def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[
     assert take(buffer, None) is None
 
 
+@pytest.mark.nightly
 def test_killed_takers_take_nothing_twice_and_at_most_one_each(
     opened: Open, options: dict[str, Any]
 ) -> None:
