@@ -5,6 +5,8 @@ STORE ?= folder
 MODEL ?=
 # For `make test-matrix`: releases, such as VLLM="0.31.0 0.32.0" (default: all that we serve).
 VLLM ?=
+# For `make nightly`: some suites alone, such as SUITES="cases fuzz" (default: all).
+SUITES ?=
 # For `make fuzz`: which cases (default: others each day), and how many times as many as `make unit`
 # tries.
 SEED ?= $(shell date -u +%Y%m%d)
@@ -13,11 +15,13 @@ CASES ?= 20
 
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint unit packaging engines test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs clean
+.PHONY: help setup demo test beside lint unit packaging engines nightly test-cases test-models test-faults test-gpu test-browser fuzz test-matrix constraints docs clean
 help:
 	@echo "make demo [STORE=folder|s3] [MODEL=...]   run encode, prefill and decode engines and compare"
 	@echo "make test                                 lint, unit tests, S3 tests, the wheel, real-engine tests"
 	@echo "make lint | unit | packaging | engines    one part of the above"
+	@echo "make nightly [SUITES=...] [VLLM=...]      all of the following, and one table: what a release needs; hours"
+	@echo "make test-cases                           further cases of what the gate tries once: minutes"
 	@echo "make test-models                          real engines beyond that, of more models: minutes"
 	@echo "make test-faults                          real engines whose store fails: minutes"
 	@echo "make test-gpu [PYTHON=...]                on a GPU, by a Python with torch; with vLLM there, engines too: minutes"
@@ -37,7 +41,16 @@ setup:
 demo: setup
 	@$(BIN)/python -m examples.one_box.demo --store "$(STORE)" $(if $(MODEL),--model "$(MODEL)")
 
-test: lint unit packaging engines
+# Types and the wheel beside the unit tests, which leave some time of two cores. What they say comes
+# in one piece, when they have ended.
+test: setup
+	@$(MAKE) --no-print-directory -j 2 unit beside
+	@$(MAKE) --no-print-directory engines
+
+beside: setup
+	@mkdir -p .cache; \
+	nice $(MAKE) --no-print-directory lint packaging > .cache/beside.log 2>&1; status=$$?; \
+	cat .cache/beside.log; exit $$status
 
 lint: setup
 	$(BIN)/ruff check .
@@ -57,8 +70,17 @@ packaging: setup
 engines: setup
 	$(BIN)/python -m pytest -v -m "engine and not models and not nightly"
 
+# All that the gate has no time for; goes on after a failure, and ends with a table.
+nightly: setup
+	@$(BIN)/python -m scripts.nightly --seed "$(SEED)" --vllm "$(VLLM)" $(SUITES)
+
+# Cases of which the gate tries one of each kind.
+test-cases: setup
+	$(BIN)/python -m pytest -q -m "nightly and not engine and not packaging and not browser" \
+		-n 2 --dist loadfile
+
 test-models: setup
-	$(BIN)/python -m pytest -v -m models
+	$(BIN)/python -m pytest -v -m "models or (nightly and engine)"
 
 # In a mount namespace of its own, where the system gives one: some cases fill up disks.
 test-faults: setup

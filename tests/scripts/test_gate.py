@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test`: what runs beside the unit tests is heard of, and its failures count."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+# Instead of each program: it says what it was asked for, and fails where it shall.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" | tr -s ' ' | tee -a {folder}/ran
+case "$(basename "$0") $*" in *"{fails}"*) exit 3;; esac
+"""
+EVERY = [
+    "ruff check",
+    "mypy",
+    "shellcheck",
+    "-m packaging",
+    "and not nightly -n 2",
+    "engine and not",
+]
+
+
+def make_test(folder: Path, fails: str) -> subprocess.CompletedProcess[str]:
+    """Run `make test` with programs that do nothing in a folder that has only the Makefile."""
+    (folder / "bin").mkdir()
+    (folder / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for name in ("python", "ruff", "mypy", "shellcheck"):
+        path = folder / "bin" / name
+        path.write_text(PROGRAM.format(folder=folder, fails=fails))
+        path.chmod(0o700)
+    make = ["make", "-C", str(folder), "test", "PYTHON=true", f"BIN={folder}/bin"]
+    return subprocess.run(make, capture_output=True, text=True, check=False)
+
+
+def test_every_part_runs_and_is_shown(tmp_path: Path) -> None:
+    ran = make_test(tmp_path, "nothing fails")
+    assert ran.returncode == 0, ran.stderr
+    for part in EVERY:
+        assert part in ran.stdout
+    *_, last = (tmp_path / "ran").read_text().splitlines()
+    assert "engine and not models" in last, "engines take all cores themselves"
+
+
+@pytest.mark.parametrize("fails", ["ruff check", "mypy", "-m packaging", "-n 2", "not models"])
+def test_a_part_that_fails_fails_the_whole(tmp_path: Path, fails: str) -> None:
+    ran = make_test(tmp_path, fails)
+    assert ran.returncode != 0
+    assert "-n 2" in ran.stdout, "the unit tests run all the same"
+    assert ("engine and not models" in ran.stdout) == (fails == "not models")
