@@ -6,6 +6,8 @@ import inspect
 import time
 from collections.abc import Callable
 
+import pytest
+
 _PAUSE_S = 0.002
 _WITHIN_S = 30.0
 
@@ -36,6 +38,20 @@ async def until(is_so: Callable[[], object], within_s: float = _WITHIN_S) -> Non
     async with asyncio.timeout(within_s):
         while not (await found if inspect.isawaitable(found := is_so()) else found):
             await asyncio.sleep(_PAUSE_S)
+
+
+class LoopClock:
+    """The running event loop's time, which a test can put forward: its timers notice at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._real_s = loop.time
+        self._ahead_s = 0.0
+        monkeypatch.setattr(loop, "time", lambda: self._real_s() + self._ahead_s)
+
+    def forward(self, seconds: float) -> None:
+        """Let `seconds` have passed."""
+        self._ahead_s += seconds
 
 
 class Clock:

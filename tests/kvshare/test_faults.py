@@ -126,12 +126,12 @@ def test_lost_before_the_look_up(start: StartEngine, warm: Path, index: int) -> 
 @pytest.mark.parametrize("operation", ["exists", "get"])
 def test_a_store_that_falls_silent_costs_a_bounded_wait(gated: StartEngine, operation: str) -> None:
     serve(gated(), PROMPT)
-    engine = gated("kv_consumer", io_timeout_s=0.2)
+    engine = gated("kv_consumer", io_timeout_s=1.0)
     GatedFileSystem.close_gate(operation)
     assert serve(engine, PROMPT).computed_prompt_tokens == len(PROMPT)
     assert engine.counts["misses/unavailable"] > 0
     stage = "look_up" if operation == "exists" else "load"
-    assert summed(engine.counts)[f"wait_seconds/{stage}_sum"] >= 0.2
+    assert summed(engine.counts)[f"wait_seconds/{stage}_sum"] >= 1.0
     assert is_at_rest(engine)
 
 

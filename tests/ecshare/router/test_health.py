@@ -28,7 +28,7 @@ from tests.ecshare.router.fake_engine import (
     hang_up,
     picture,
 )
-from tests.waiting import until
+from tests.waiting import LoopClock, until
 
 SOON_S = 10.0
 TICK_S = 0.02
@@ -74,12 +74,17 @@ async def test_requests_move_from_an_engine_that_answers_nothing_at_all(stream: 
 
 @pytest.mark.parametrize("start", [None, b""], ids=["nothing", "the head of a stream"])
 async def test_a_stream_moves_from_a_healthy_engine_after_the_time_out(
-    start: bytes | None,
+    start: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU that hangs does not keep vLLM's API server from answering."""
-    async with one_hangs(healthy=True, first_byte_timeout_s=0.1) as (f, bad):
+    clock = LoopClock(monkeypatch)
+    async with one_hangs(healthy=True, first_byte_timeout_s=LONG_S) as (f, bad):
         bad.answer = Hanging(start=start)
-        for _ in range(3):
+        asked = asyncio.create_task(f.post(chat(stream=True)))
+        await until(lambda: bool(bad.bodies))
+        clock.forward(LONG_S)
+        assert (await asyncio.wait_for(asked, SOON_S))[1] == b"".join(EVENTS)
+        for _ in range(2):
             response, body = await asyncio.wait_for(f.post(chat(stream=True)), SOON_S)
             assert (response.status, body) == (200, b"".join(EVENTS))
         assert len(bad.bodies) == 1
@@ -141,11 +146,11 @@ async def test_a_stream_that_has_begun_is_not_cut_short() -> None:
 
 
 async def test_one_that_answers_others_is_slow_and_does_not_hang(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request goes to another one, and the engine keeps its place."""
-    # Longer than a busy machine holds up the process in which all of them run.
-    async with one_hangs(healthy=True, first_byte_timeout_s=1.5) as (f, busy):
+    clock = LoopClock(monkeypatch)
+    async with one_hangs(healthy=True, first_byte_timeout_s=LONG_S) as (f, busy):
 
         async def some(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await (Hanging() if body.get("seed") else decoded)(http, body)
@@ -155,6 +160,7 @@ async def test_one_that_answers_others_is_slow_and_does_not_hang(
         await until(lambda: bool(busy.bodies))
         with f.busy(f.decoders[1]):
             while not asked.done():
+                clock.forward(1)  # less than a request, or the question for its health, may take
                 await f.post(chat(stream=True))
         assert (await asked)[1] == b"".join(EVENTS)
         assert len(busy.bodies) > 3
