@@ -50,7 +50,7 @@ async def test_a_connection_without_a_whole_head_is_closed(sent: bytes) -> None:
 
 @pytest.mark.parametrize("more", [b"", HEAD])
 async def test_a_connection_that_is_idle_after_its_answer_is_closed(more: bytes) -> None:
-    async with fleet(0, 0, client_timeout_s=0.5) as f, connected(f.url, GET) as (reader, writer):
+    async with fleet(0, 0, client_timeout_s=1.5) as f, connected(f.url, GET) as (reader, writer):
         assert (await answer(reader))[0] == 200
         writer.write(more)
         assert await reader.read() == b""
@@ -95,7 +95,7 @@ async def test_a_client_that_reads_slowly_gets_all() -> None:
     async def answer_much(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response(body=large, content_type="application/json")
 
-    async with fleet(0, 0, client_timeout_s=0.4) as f:
+    async with fleet(0, 0, client_timeout_s=1.0) as f:
         f.d.answer = answer_much
         body = json.dumps(chat()).encode()
         request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body

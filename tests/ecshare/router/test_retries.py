@@ -29,6 +29,7 @@ from tests.ecshare.router.fake_engine import (
     picture,
     prefilled,
 )
+from tests.waiting import LoopClock
 
 SOON_S = 10.0
 FULL_PATH = "encode,prefill,decode"
@@ -347,12 +348,16 @@ class SlowForOne:
 
 
 @pytest.mark.parametrize(("option", "status"), [("refuse", 429), ("decode", 200)])
-async def test_a_prefill_that_works_but_is_slow(option: str, status: int) -> None:
-    async with fleet(stage_timeout_s=0.4, when_overloaded=option) as f:
+async def test_a_prefill_that_works_but_is_slow(
+    option: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LoopClock(monkeypatch)
+    async with fleet(stage_timeout_s=60, when_overloaded=option) as f:
         f.p.answer = slow = SlowForOne(prefilled)
         long = asyncio.create_task(f.post(chat({"type": "text", "text": "slow"})))
         await asyncio.wait_for(slow.asked.wait(), SOON_S)
         await f.post(chat(picture(PNG_2)))  # it answers somebody meanwhile
+        clock.forward(60)
         assert (await asyncio.wait_for(long, SOON_S))[0].status == status
         assert not f.is_left_out(f.p)
         assert (await f.post(chat()))[0].headers["x-ecshare-path"] == "prefill,decode"
