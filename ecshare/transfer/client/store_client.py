@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreBusy, StoreError
@@ -119,11 +119,13 @@ class StoreClient:
             with nullcontext() if priority is Priority.NOTE else breaker.attempt(_VERDICTS):
                 moves_object = is_write or cost_bytes
                 timeout_s = self._timeout_s if moves_object else self._answer_timeout_s
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
                         return await call(self._store)
-                except TimeoutError as exc:
-                    raise StoreBusy(f"the store took longer than {timeout_s:g} s") from exc
+                # Not raised from the TimeoutError: its traceback refers to this task, which keeps
+                # this error. Such a cycle keeps the memory that was to be stored until Python
+                # collects it.
+                raise StoreBusy(f"the store took longer than {timeout_s:g} s")
 
     async def note(self, key: Key, body: Buffer, deadline_s: float) -> None:
         """Write a small object in place of what is there. It waits for no save.

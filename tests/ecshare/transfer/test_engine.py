@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import asyncio
+import gc
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -404,6 +405,22 @@ def test_a_save_that_is_cancelled_keeps_its_memory_until_the_store_lets_go_of_it
     assert staging.used_bytes
     engine.close()
     assert not staging.used_bytes
+
+
+def test_save_that_timed_out_frees_its_memory_without_the_garbage_collector(
+    unlucky: TransferEngine, failing: Failing, staging: Staging
+) -> None:
+    failing.stalls = True
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            job = Put(key(str(number)), filled(staging))
+            assert finish(unlucky, job).outcome is Outcome.UNAVAILABLE
+            del job
+        wait_until(lambda: not staging.used_bytes)
+    finally:
+        gc.enable()
 
 
 def test_what_was_left_alone_does_not_outlive_its_engine(tmp_path: Path, failing: Failing) -> None:
