@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lab import model_cache
-from lab.servers.engines import ON_V2, SMALL_ENGINE, EngineProcess, ModelRunner
+from lab.servers.engine_forks import EngineForks
+from lab.servers.engines import ON_V2, SMALL_ENGINE, EngineProcess, ModelRunner, engine_forks
 from lab.servers.s3 import SeaweedFS
 from tests.waiting import Clock
 
@@ -57,8 +58,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[EngineForks]:
+    """Processes that have imported vLLM, one for each model runner, of which engines are forked."""
+    logs = LOGS / "forks"
+    shutil.rmtree(logs, ignore_errors=True)
+    with engine_forks(logs) as forks:
+        yield forks
+
+
 @contextmanager
-def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
+def engines(logs: Path, model: Path, forks: EngineForks) -> Iterator[StartEngine]:
     """Give a function that starts engines, which live as long as the block; see `engine`."""
     shutil.rmtree(logs, ignore_errors=True)
     default = model
@@ -71,21 +81,28 @@ def engines(logs: Path, model: Path) -> Iterator[StartEngine]:
             environment: Mapping[str, str] | None = None,
             runner: ModelRunner = "v1",
             python: str = sys.executable,
+            as_users: bool = False,
         ) -> EngineProcess:
-            arguments = (*SMALL_ENGINE, *arguments)
-            environment = {**(environment or {}), **(ON_V2 if runner == "v2" else {})}
-            process = EngineProcess(name, model, logs, arguments, environment, python=python)
+            process = EngineProcess(
+                name,
+                model,
+                logs,
+                (*SMALL_ENGINE, *arguments),
+                {**(environment or {}), **(ON_V2 if runner == "v2" else {})},
+                python=python,
+                forks=None if as_users else forks,
+            )
             return process.start_in(stack)
 
         yield start
 
 
 @pytest.fixture(scope="session")
-def plain(vlm: Path) -> Iterator[EngineProcess]:
+def plain(vlm: Path, forks: EngineForks) -> Iterator[EngineProcess]:
     """The engine without connectors that gives the expected tokens; for all tests, which stop it
     never. It may still be starting: call `wait_ready()` after all others have been started.
     """
-    with engines(LOGS / "plain", vlm) as start:
+    with engines(LOGS / "plain", vlm, forks) as start:
         yield start("plain")
 
 
@@ -97,12 +114,15 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, vlm: Path, runner: ModelRunner) -> Iterator[StartEngine]:
+def engine(
+    request: pytest.FixtureRequest, vlm: Path, runner: ModelRunner, forks: EngineForks
+) -> Iterator[StartEngine]:
     """Start engines that live as long as the test module, unless it stops them itself.
 
-    `engine(name, *arguments, model=, environment=, runner=, python=)` returns at once: start all,
-    then call `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE. Tests of
-    another `runner` get engines of their own.
+    `engine(name, *arguments, model=, environment=, runner=, python=, as_users=)` returns at once:
+    start all, then call `wait_ready()` on each. Arguments are vLLM's, after those of SMALL_ENGINE.
+    Tests of another `runner` get engines of their own. With `as_users` it starts as users start
+    theirs; else it is forked from `forks` if they have one of its environment.
     """
-    with engines(LOGS / f"{request.module.__name__}.{runner}", vlm) as start:
+    with engines(LOGS / f"{request.module.__name__}.{runner}", vlm, forks) as start:
         yield start

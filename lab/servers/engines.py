@@ -11,14 +11,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from lab import v2_runner
-from lab.servers.processes import LOOPBACK, Server
+from lab.servers.engine_forks import EngineForks
+from lab.servers.fork_server import Request
+from lab.servers.processes import LOOPBACK, Guard, Server
 
 ModelRunner = Literal["v1", "v2"]
 """vLLM's: V1 is that of CPU engines, V2 that of most GPU engines."""
 
+MODULE = "vllm.entrypoints.openai.api_server"
 # Has an engine stay small. Later arguments take precedence.
 SMALL = (
     "--max-model-len=4096",
@@ -72,23 +75,29 @@ class EngineProcess(Server):
         *,
         python: str | Path = sys.executable,
         runner_of_vllm: bool = False,
+        forks: EngineForks | None = None,
     ) -> None:
         """`python`: the interpreter, of another release of vLLM say. `runner_of_vllm`: vLLM chooses
-        the model runner, as for its users.
+        the model runner, as for its users. `forks`: from one of these it is forked, in a sixth of
+        the time, if they have one of its interpreter and its environment; else it starts as users
+        start theirs.
         """
         super().__init__(name, log_dir)
         self.model = str(model)
         self._log_begins = 0  # in the log file, of this run's log
         self._python = str(python)
         self._chooses_runner = not runner_of_vllm
+        self._forks = forks
         self._arguments = tuple(arguments)
         self._environment = dict(environment or {})
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def command(self) -> list[str]:
         """`python -m vllm...`: the CPU build's `vllm` program lacks its own metadata."""
+        return [self._python, "-m", MODULE, *self._all_arguments()]
+
+    def _all_arguments(self) -> list[str]:
         return [
-            *(self._python, "-m", "vllm.entrypoints.openai.api_server"),
             *(f"--model={self.model}", f"--host={LOOPBACK}", f"--port={self.port.number}"),
             "--enable-prompt-tokens-details",  # answers tell how much of a prompt was cached
             *self._arguments,
@@ -108,6 +117,14 @@ class EngineProcess(Server):
         self._sockets = tempfile.TemporaryDirectory(prefix="ecshare-")
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         super().start()
+
+    def _launch(self, log: BinaryIO) -> Guard:
+        forked = None
+        if self._forks is not None and self._python == sys.executable:
+            environment = {**os.environ, **self.environment()}
+            request = Request(MODULE, self._all_arguments(), environment, self.grace_s)
+            forked = self._forks.start(request, log)
+        return super()._launch(log) if forked is None else forked
 
     def is_ready(self) -> bool:
         """Whether it is ready.
@@ -132,6 +149,12 @@ class EngineProcess(Server):
         if self._sockets is not None:
             self._sockets.cleanup()
             self._sockets = None
+
+
+def engine_forks(log_dir: str | Path) -> EngineForks:
+    """Return what forks engines of each model runner, in an environment that is else ours."""
+    on_v2 = {**ENVIRONMENT, **ON_V2, **v2_runner.environment(os.environ)}
+    return EngineForks(log_dir, {"v1": ENVIRONMENT, "v2": on_v2})
 
 
 def asks_for_v2(environment: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Protocol, Self
 
 from lab.servers.reaper import descendants
 
@@ -57,6 +57,66 @@ class Port:
         self._socket.close()
 
 
+class Guard(Protocol):
+    """What watches over a program, so that nothing of it outlives us."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id. The program and all that this starts are its descendants."""
+
+    def poll(self) -> int | None:
+        """Return the status of the program, or 128 + its signal; None: not all of it has ended.
+
+        Raises:
+            ServerFailed: the program was not even started.
+        """
+
+    def end(self, within_s: float) -> None:
+        """End the program and all its descendants, and return when they are gone.
+
+        Raises:
+            TimeoutError: they are not gone after so long.
+        """
+
+
+class Reaper:
+    """A process that runs `reaper.py`, as a `Guard`."""
+
+    def __init__(  # noqa: PLR0913 — what a process has
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: BinaryIO,
+        grace_s: float,
+        passed: Sequence[int] = (),
+    ) -> None:
+        """`passed`: the descriptors that the program inherits, beside its output, `log`."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(REAPER), str(grace_s), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C in the terminal must reach this process, not its servers.
+            start_new_session=True,
+            pass_fds=passed,
+        )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """As `Guard.poll`; never raises."""
+        return self._process.poll()
+
+    def end(self, within_s: float) -> None:
+        """As `Guard.end`."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(str(error)) from None
+
+
 class Server:
     """A program that serves HTTP, run under `reaper.py`.
 
@@ -72,7 +132,7 @@ class Server:
         self.name = name
         self.log_path = Path(log_dir) / f"{name}.log"
         self.port = Port()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._started_s = 0.0
 
     def command(self) -> Sequence[str]:
@@ -98,15 +158,12 @@ class Server:
         self._started_s = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(REAPER), str(self.grace_s), *self.command()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment()},
-                # Ctrl-C in the terminal must reach this process, not its servers.
-                start_new_session=True,
-            )
+            self._guard = self._launch(log)
+
+    def _launch(self, log: BinaryIO) -> Guard:
+        """Start the program. Returns at once."""
+        environment = {**os.environ, **self.environment()}
+        return Reaper(self.command(), environment, log, self.grace_s)
 
     def start_in(self, stack: contextlib.ExitStack) -> Self:
         """Start it and return at once. It is stopped when `stack` closes."""
@@ -148,7 +205,7 @@ class Server:
 
     def is_running(self) -> bool:
         """Whether it was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
+        return self._guard is not None and self._guard.poll() is None
 
     def failure(self, what: str) -> ServerFailed:
         """Return an error with what happened, the log file and its last lines."""
@@ -181,16 +238,14 @@ class Server:
         self._signal(signal.SIGCONT)
 
     def _end(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(self.grace_s + STOP_MARGIN_S)
-            self._process = None
+        if self._guard is not None:
+            self._guard.end(self.grace_s + STOP_MARGIN_S)
+            self._guard = None
 
     def processes(self) -> list[int]:
         """Return the ids of all its processes while it runs."""
-        assert self._process is not None
-        return descendants(self._process.pid)
+        assert self._guard is not None
+        return descendants(self._guard.pid)
 
     def _signal(self, sent: signal.Signals) -> None:
         for process in self.processes():

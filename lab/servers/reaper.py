@@ -78,33 +78,41 @@ def end_descendants(sent: signal.Signals, within_s: float) -> bool:
     return True
 
 
+def guard(child: int, lifeline: int, grace_s: float) -> int:
+    """Wait for `child`, for end of file on `lifeline` or for a signal to end this process.
+
+    Then end `child`, which has `grace_s` after SIGTERM, and all other descendants. Returns the
+    status of `child`, or 128 + its signal.
+    """
+    wake_reader, wake_writer = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: os.write(wake_writer, b"."))
+    ended = os.pidfd_open(child)
+    select.select([lifeline, wake_reader, ended], [], [])
+    if not select.select([ended], [], [], 0)[0]:
+        os.kill(child, signal.SIGTERM)
+        if not select.select([ended], [], [], grace_s)[0]:
+            os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not end_descendants(signal.SIGTERM, TERM_GRACE_S):
+        end_descendants(signal.SIGKILL, float("inf"))
+    return status if status >= 0 else 128 - status
+
+
 def main(arguments: list[str]) -> int:
     """Run the command until it or this process ends. Returns its status, or 128 + its signal."""
     grace_s, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    wake_reader, wake_writer = os.pipe()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: os.write(wake_writer, b"."))
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        close_fds=False,  # ours are not inherited; those that the starter passes on are
         # If this process is killed, at least the command itself ends too.
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
     )
-    ended = os.pidfd_open(child.pid)
-    select.select([sys.stdin, wake_reader, ended], [], [])
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(float(grace_s))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-    if not end_descendants(signal.SIGTERM, TERM_GRACE_S):
-        end_descendants(signal.SIGKILL, float("inf"))
-    status = child.returncode
-    return status if status >= 0 else 128 - status
+    child.returncode = guard(child.pid, sys.stdin.fileno(), float(grace_s))
+    return child.returncode
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def test_stored_prompts_are_loaded_between_new_ones(engine: StartEngine, tmp_pat
             },
         }
         argument = f"--kv-transfer-config={json.dumps(transfer)}"
-        return engine(name, argument, model=model, environment={**ON_V2, **RANK_APART})
+        environment = {**ON_V2, **RANK_APART}
+        return engine(name, argument, model=model, environment=environment, as_users=True)
 
     writer, reader = start("writer"), start("reader")
     writer.wait_ready()

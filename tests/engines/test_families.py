@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lab import model_cache
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, ec_argument
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import (
@@ -80,14 +81,14 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: EngineForks
 ) -> Iterator[Fleet]:
     """The engines of one family; they end before those of the next one start."""
     family: str = request.param
     root, logs = tmp_path_factory.mktemp(family), LOGS / f"{__name__}.{family}"
     url, limits = str(root / "store"), f"--limit-mm-per-prompt={LIMITS[family]}"
     options = {"host_cache_dir": str(root / "host"), "wait_s": 20, "save": "durable"}
-    with engines(logs, model_cache.model(CACHE / "models", family)) as start:
+    with engines(logs, model_cache.model(CACHE / "models", family), forks) as start:
         fleet = (
             start("plain", limits),
             start("encoder", limits, ec_argument("producer", url, **options)),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from safetensors import safe_open
 
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, kv_argument
 from tests.conftest import LOGS, engines
 from tests.engines.chat import QUESTION, ask, picture, stored_kv, text
@@ -30,7 +31,10 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def fleet(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vlm: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    vlm: Path,
+    forks: EngineForks,
 ) -> Iterator[Fleet]:
     """The engines of one dtype; they end before those of the next one start."""
     dtype: str = request.param
@@ -40,7 +44,7 @@ def fleet(
         own = {"host_cache_dir": f"{root}/{name}-host", "compression": "zstd"}
         return kv_argument("both", f"file://{root}/store", **own)
 
-    with engines(LOGS / f"{__name__}.{dtype}", vlm) as start:
+    with engines(LOGS / f"{__name__}.{dtype}", vlm, forks) as start:
         fleet = (
             start("plain", f"--dtype={dtype}"),
             start("first", sharing("first"), f"--dtype={dtype}"),

@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 
 from lab import model_cache
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS, engines
 from tests.engines.chat import Answer, ask, picture, stored_kv, text
@@ -36,7 +37,7 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module", params=["qwen2.5-vl", "qwen3-vl", "llava"])
 def fleet(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: EngineForks
 ) -> Iterator[Fleet]:
     """The engines of one family; they end before those of the next one start."""
     family: str = request.param
@@ -47,7 +48,7 @@ def fleet(
         return kv_argument("both", f"file://{root}/store", **own)
 
     model = model_cache.model(CACHE / "models", family)
-    with engines(LOGS / f"{__name__}.{family}", model) as start:
+    with engines(LOGS / f"{__name__}.{family}", model, forks) as start:
         fleet = (
             start("plain"),
             start("first", sharing("first")),

@@ -18,6 +18,7 @@ import pytest
 
 from lab import model_cache
 from lab.models import make_adapter
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, ModelRunner, kv_argument
 from lab.servers.openai_client import counters
 from lab.servers.processes import Server
@@ -83,7 +84,9 @@ def post(server: Server, path: str, **body: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner) -> Iterator[Fleet]:
+def fleet(
+    tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner, forks: EngineForks
+) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("text")
     shape = (f"--block-size={BLOCK}", "--num-gpu-blocks-override=256", "--limit-mm-per-prompt={}")
 
@@ -93,7 +96,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner) -> Iter
 
     guesses = (f"--speculative-config={json.dumps(GUESSING)}",) if CAN_GUESS else ()
     model = model_cache.model(CACHE / "models", "qwen2")
-    with engines(LOGS / f"{__name__}.{runner}", model) as start:
+    with engines(LOGS / f"{__name__}.{runner}", model, forks) as start:
         fleet = Fleet(
             start("plain", *shape, *ADAPTERS, environment=MAY_BE_CHANGED),
             start(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab.servers import openai_client as client
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import EngineProcess, ModelRunner, ec_argument, kv_argument
 from lab.servers.processes import Server
 from lab.servers.router import RouterProcess
@@ -75,13 +76,13 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    vlm: Path, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner
+    vlm: Path, tmp_path_factory: pytest.TempPathFactory, runner: ModelRunner, forks: EngineForks
 ) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("talk")
     url = f"file://{root}/store"
     shape = (f"--block-size={BLOCK}", "--num-gpu-blocks-override=256")
 
-    with engines(LOGS / f"{__name__}.{runner}", vlm) as start:
+    with engines(LOGS / f"{__name__}.{runner}", vlm, forks) as start:
 
         def consumer(name: str) -> EngineProcess:
             # A host cache of its own: what it has comes from the store.
