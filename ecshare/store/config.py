@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ecshare.store.accounts import AZURE, GCS, azure_account, gcs_endpoint, s3_endpoint
+from ecshare.store.accounts import AZURE, CLOUDS, GCS, S3, azure_account, gcs_endpoint, s3_endpoint
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import (
     check_levels,
@@ -38,14 +38,20 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     `gs://bucket/prefix`, or any url that an installed fsspec filesystem understands."""
 
     storage_options: dict[str, Any] = {}
-    """Options of the store, with fsspec's names. For S3: `key`, `secret`, `token`, `endpoint_url`,
-    `anon`, `client_kwargs`, ...; without them, the usual credentials are used: AWS environment
-    variables, profiles, roles. For Azure: `account_name`, `account_key`, `sas_token`,
-    `connection_string`, `client_id`, `client_secret`, `tenant_id`, `account_host`, `anon`; without
-    them, its environment variables, workload and managed identity. For Google Cloud: `token` (a
-    file of a service account, or `"anon"`), `endpoint_url`; without them, the application default
-    credentials. Google Cloud was tested only with an imitation of its API. Any text may be written
-    as `env:NAME` or `file:/path`, and every secret should be: see [Secrets](#secrets)."""
+    """Options of the store. For S3, Azure and Google Cloud they have obstore's names, also with
+    `aws_`, `azure_` or `google_` in front, or those of fsspec's clients. For S3: `key`, `secret`,
+    `token`, `profile`, `endpoint_url`, `region`, `anon`, `requester_pays`, `verify` (a file of
+    certificates, or false), `virtual_hosted_style_request`, `unsigned_payload`,
+    `server_side_encryption`, `sse_kms_key_id`, and s3fs's `client_kwargs`; without keys, the usual
+    credentials are used: AWS environment variables, profiles, roles. For Azure: `account_name`,
+    `account_key`, `sas_token`, `token`, `connection_string`, `client_id`, `client_secret`,
+    `tenant_id`, `endpoint` or `account_host`, `anon`; without credentials, its environment
+    variables, workload and managed identity. For Google Cloud: `token` (a file of a service
+    account, or `"anon"`), `service_account`, `application_credentials`, `endpoint_url`; without
+    them, the application default credentials. Google Cloud was tested only with an imitation of its
+    API. An option that obstore does not have opens the store through s3fs, adlfs or gcsfs, which is
+    slower; the log names it. Any text may be written as `env:NAME` or `file:/path`, and every
+    secret should be: see [Secrets](#secrets)."""
 
     folder_access: Literal["user", "group"] = "user"
     """Who may use a store in a folder: only this user, or all users of the folder's group, also in
@@ -102,13 +108,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def endpoint_url(self) -> str:
         """The endpoint from the options or the environment; "": the client's default."""
-        client: Any = self.storage_options.get("client_kwargs")
-        endpoint = self.storage_options.get("endpoint_url") or (
-            client.get("endpoint_url") if isinstance(client, Mapping) else None
-        )
-        if endpoint is None:
-            endpoint = s3_endpoint()
-        return str(endpoint)
+        return S3.text(self.storage_options, "endpoint") or s3_endpoint()
 
     def store_id(self) -> str:
         """Return 16 hex digits that identify the store by url and endpoint, without credentials.
@@ -117,11 +117,11 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         one store is written in two ways it may have two ids, and two entries in the host cache.
         """
         place = self.url.removeprefix("file://").rstrip("/")
-        protocol = self.url.partition("://")[0]
-        if protocol in AZURE:
+        cloud = CLOUDS.get(self.url.partition("://")[0])
+        if cloud is AZURE:
             account = azure_account(self.url, self.storage_options)
             return _digest(f"{account.endpoint}\n{account.name}\n{place}")
-        if protocol in GCS:
+        if cloud is GCS:
             return _digest(f"{gcs_endpoint(self.storage_options)}\n{place}")
         return _digest(f"{self.endpoint_url}\n{place}")
 

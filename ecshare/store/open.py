@@ -15,8 +15,8 @@ Imports inside functions: clients of object stores are optional, and slow to imp
 
 import logging
 
-from ecshare.store.accounts import AZURE, GCS
-from ecshare.store.cloud.options import CloudPlan
+from ecshare.store.accounts import CLOUDS
+from ecshare.store.cloud.options import CloudPlan, plan
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.folder.store import DirectoryStore
@@ -68,30 +68,11 @@ def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
 def _bucket(config: StoreConfig, protocol: str, path: str) -> tuple[ObjectStore, str]:
     from ecshare.store.fsspec.store import open_fsspec
 
-    found = _plan(config, protocol, path)
-    if found is None:
-        return open_fsspec(config, path), "fsspec"
+    found = plan(config, path) if protocol in CLOUDS else ""
     if isinstance(found, CloudPlan):
         try:
             from ecshare.store.cloud.store import open_cloud
         except ImportError:
             return open_fsspec(config, path), "fsspec, because obstore is not installed"
         return open_cloud(found, config.io_timeout_s, path, config.secrets()), "obstore"
-    return open_fsspec(config, path, found), f"fsspec, because {found}"
-
-
-def _plan(config: StoreConfig, protocol: str, path: str) -> CloudPlan | str | None:
-    """Return what obstore needs, or why it cannot serve; None: it does not know the protocol."""
-    if protocol in ("s3", "s3a"):
-        from ecshare.store.cloud import s3_options
-
-        return s3_options.plan(config, path)
-    if protocol in AZURE:
-        from ecshare.store.cloud import azure_options
-
-        return azure_options.plan(config, path)
-    if protocol in GCS:
-        from ecshare.store.cloud import gcs_options
-
-        return gcs_options.plan(config, path)
-    return None
+    return open_fsspec(config, path, found), f"fsspec, because {found}" if found else "fsspec"

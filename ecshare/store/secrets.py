@@ -28,7 +28,8 @@ _NAME = re.compile(
 # What a secret's name may belong to that is none: where it lies, or how it is used.
 _NO_SECRET = re.compile(r"(?:_file|_filename|_path|_version|_algorithm)$", re.IGNORECASE)
 # Half of a pair, of which the other half is the secret.
-_PUBLIC_HALF = {"key", "access_key", "access_key_id", "aws_access_key_id", "account_name"}
+_PUBLIC_HALF = {"key", "access_key", "access_key_id", "aws_access_key_id", "account_name",
+                "sse_kms_key_id"}  # fmt: skip
 # gcsfs' words for ways to find credentials.
 _WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
 # To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.

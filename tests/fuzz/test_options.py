@@ -59,6 +59,35 @@ OPTIONS: list[dict[str, Any]] = [
     },
     {
         "url": "s3://bucket/p",
+        "storage_options": {
+            "aws_access_key_id": "AK",
+            "secret_access_key": SECRET,
+            "endpoint": f"http://user:{SECRET}@127.0.0.1:9",
+            "region": "x",
+            "verify": "/dev/zero",
+            "virtual_hosted_style_request": True,
+            "unsigned_payload": False,
+            "server_side_encryption": "sse-c",
+            "sse_customer_key_base64": SECRET,
+        },
+    },
+    {
+        "url": "gs://bucket/p",
+        "storage_options": {"service_account_key": SECRET, "base_url": NOWHERE},
+    },
+    {"url": "gs://bucket/p", "storage_options": {"token": SECRET, "base_url": NOWHERE}},
+    {
+        "url": "az://container/p",
+        "storage_options": {
+            "azure_storage_account_name": "abcd",
+            "client_id": "x",
+            "client_secret": SECRET,
+            "tenant_id": "y",
+            "endpoint": NOWHERE,
+        },
+    },
+    {
+        "url": "s3://bucket/p",
         "storage_options": {"anon": True, "client_kwargs": {"headers": {"Cookie": SECRET}}},
     },
     {
@@ -97,7 +126,7 @@ URLS = [
     *("ftp://a:b:c/", "reference://x", "git://x", "hf://x", f"ftp://u:{SECRET}x1:1/x"),
     *(f"s3://AK:{SECRET}@bucket/p", f"s3://AK:{SECRET}[bucket/p"),
 ]
-OPENED = ("s3", "s3a", "az", "abfs", "memory")
+OPENED = ("s3", "s3a", "az", "abfs", "gs", "memory")
 """What opening does not touch anything outside this process, and no network."""
 NAMES = ["secret", "SECRET_KEY", "api_key", "token", "password", "passphrase", "sas_token"]
 NAMES += ["credential", "account_key", "client_secret", "x-amz-security-token", "Authorization"]

@@ -33,7 +33,7 @@ AREAS: list[tuple[str, set[str]]] = [
     ("ecshare/router/", {"router"}),
     ("ecshare/store/cloud/store.py", {"s3"}),
     ("ecshare/store/cloud/errors.py", {"s3"}),
-    ("ecshare/store/cloud/s3_options.py", {"s3"}),
+    ("ecshare/store/cloud/s3_account.py", {"s3"}),
     ("ecshare/store/", set()),
     ("ecshare/cli.py", {"cli"}),
     ("ecshare/doctor/", {"cli"}),

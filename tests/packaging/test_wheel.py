@@ -118,7 +118,7 @@ def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None
         (
             "s3://bucket/x",
             {"session_vars": {}},
-            "only s3fs knows the option session_vars; that needs s3fs: pip install s3fs "
+            "obstore has no option session_vars; that needs s3fs: pip install s3fs "
             "(ecshare's extra [s3fs])",
         ),
         ("gs://bucket/x", {}, "obstore: pip install obstore (ecshare's extra [gcs])"),

@@ -1,163 +1,351 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of the translation of S3, Azure and Google Cloud options to obstore's.
+"""From the options of a bucket to those of obstore.
 
-Options keep the names that they have in s3fs, adlfs and gcsfs. If an option has no counterpart in
-obstore, the url is opened by fsspec, and the log names the option.
+They have obstore's names, or those of fsspec's clients for the same. If an option has no
+counterpart in obstore, the url is opened by fsspec, and the log names the option.
 """
 
+import difflib
+import ipaddress
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ecshare.store.config import suggestion
+from ecshare.store.accounts import (
+    CLOUDS,
+    GROUPS,
+    Cloud,
+    account_in_url,
+    azure_account,
+    connection_fields,
+    flat,
+    from_environment,
+    gcs_endpoint,
+)
+from ecshare.store.cloud.s3_account import Credentials, S3Account, searched, static
+from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import masked_url
 
-Credentials = Callable[[], dict[str, Any]]
-
-FSSPEC_MOOT = {
-    "asynchronous", "batch_size", "default_block_size", "default_cache_type", "default_fill_cache",
-    "listings_expiry_time", "loop", "max_concurrency", "max_paths", "skip_instance_cache",
-    "use_listings_cache", "version_aware",
-}  # fmt: skip
-"""Options about caches, block sizes and event loops of fsspec: without meaning for obstore."""
-
+_ACCOUNT_IN_URL = "abfs://container@account.dfs.core.windows.net/prefix"
+_BUCKETS = {
+    "s3": (re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}"), "s3://bucket/prefix"),
+    "azure": (
+        re.compile(r"\$root|\$web|[a-z0-9](?:-?[a-z0-9]){2,62}"),
+        f"az://container/prefix or {_ACCOUNT_IN_URL}",
+    ),
+    "gcs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "gs://bucket/prefix"),
+}
 # obstore percent-encodes other characters, fsspec does not: two engines would not meet.
 _PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
-ODD_PREFIX = "the prefix has characters that obstore would encode"
+_LIKELY_MISSPELT = 0.75
+_LONGEST_FILE = 4 << 20
+# From an option of Azure to obstore's type of credentials: the first one that is given counts.
+_AZURE_CREDENTIALS = {
+    "account_key": "access_key",
+    "sas_key": "sas_token",
+    "token": "bearer_token",
+    "client_secret": "client_secret",
+    "federated_token_file": "workload_identity",
+}
 
 
 @dataclass(frozen=True)
 class CloudPlan:
     """All that obstore needs to open a bucket."""
 
+    cloud: Cloud
     bucket: str
     """Azure calls it a container."""
     prefix: str
-    config: Mapping[str, Any]
-    """Of obstore's S3Config, AzureConfig or GCSConfig; no secrets."""
-    client: Mapping[str, Any]
+    config: Mapping[str, Any] = field(repr=False)
+    """Of obstore's S3Config, AzureConfig or GCSConfig; may hold secrets."""
+    client: Mapping[str, Any] = field(repr=False)
     """Of obstore's ClientConfig."""
     credentials: Credentials | None = field(repr=False)
-    """None: anonymous, or obstore's own search."""
-    secrets: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """More entries of `config`, which are secret."""
+    """None: they are in `config`, or obstore searches by itself."""
 
 
-class Options:
-    """`storage_options`, read by name and type. Each error names the option by the user's path."""
-
-    def __init__(self, raw: Mapping[str, Any], path: str, known: Collection[str]) -> None:
-        """Read `raw`. `path`: where the user wrote the options; `known`: names that may occur.
-
-        Raises:
-            ConfigError: an option has another name.
-        """
-        self._raw = {name: value for name, value in raw.items() if value is not None}
-        self._path = f"{path}.storage_options"
-        for name in self._raw:
-            if name not in known:
-                hint = suggestion(name, sorted(known))
-                raise ConfigError(f"{self.where(name)}: unknown option; {hint}")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._raw
-
-    def where(self, *names: str) -> str:
-        """Return the user's path of an option."""
-        return ".".join((self._path, *names))
-
-    def first_of(self, names: Collection[str]) -> str | None:
-        """Return the first of `names`, in alphabetical order, that was given; None if none was."""
-        return next((name for name in sorted(names) if name in self._raw), None)
-
-    def text(self, *names: str) -> str:
-        """Return the string at that path, "" if there is none.
-
-        Raises:
-            ConfigError: it is empty, or not a string.
-        """
-        value = self.get(str, *names)
-        if value == "":
-            raise ConfigError(f"{self.where(*names)}: is empty; leave it out, or fill it in")
-        return value or ""
-
-    def flag(self, *names: str, default: bool = False) -> bool:
-        """Return the boolean at that path, `default` if there is none.
-
-        Raises:
-            ConfigError: it is not a boolean.
-        """
-        value = self.get(bool, *names)
-        return default if value is None else bool(value)
-
-    def get(self, kind: type, *names: str) -> Any:
-        """Return the value at that path, None if there is none.
-
-        Raises:
-            ConfigError: it is not of type `kind`, or a value above it is not an object.
-        """
-        value: Any = self._raw
-        for depth, name in enumerate(names):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{self.where(*names[:depth])}: expected an object of options")
-            value = value.get(name)
-            if value is None:
-                return None
-        if not isinstance(value, kind):
-            wanted = {str: "a string", bool: "true or false", dict: "an object"}[kind]
-            raise ConfigError(
-                f"{self.where(*names)}: expected {wanted}, got {type(value).__name__}"
-            )
-        return value
+_Parts = tuple[str, dict[str, Any], Credentials | None]
+"""The endpoint, "" for the cloud's own, and `config` and `credentials` of a plan."""
 
 
-def bucket_and_prefix(
-    place: str, name: re.Pattern[str], refusal: str, option: str
-) -> tuple[str, str]:
-    """Split `bucket/prefix`. `option` names the url, and `refusal` says what is wrong with it.
+def plan(config: StoreConfig, path: str) -> CloudPlan | str:
+    """Translate `config`, whose protocol is in CLOUDS, or return why only fsspec can serve it.
+
+    `path`: where the user wrote the options. Uses the network only for AWS's search for
+    credentials. For Azure and Google obstore searches by itself: environment, files, the machine.
 
     Raises:
-        ConfigError: the bucket does not match `name`, or a level of the prefix is empty or dotted.
+        ConfigError: the url or an option cannot work, or there are no credentials.
     """
-    bucket, _, prefix = place.partition("/")
+    cloud = CLOUDS[config.url.partition("://")[0]]
+    options = _Options(config, path, cloud)
+    bucket, prefix = _bucket_and_prefix(config.url, cloud, f"{path}.url")
+    if options.client_only:
+        return f"obstore has no option {options.client_only}"
+    if not _PLAIN_PREFIX.fullmatch(prefix):
+        return "the prefix has characters that obstore would encode"
+    parts = {"s3": _s3, "azure": _azure, "gcs": _gcs}[cloud.name](options, bucket)
+    if isinstance(parts, str):
+        return parts
+    endpoint, settings, credentials = parts
+    client = {"allow_http": endpoint.startswith("http://")}
+    if cloud.name == "s3":
+        client |= _certificates(options)
+    return CloudPlan(cloud, bucket, prefix, settings, client, credentials)
+
+
+class _Options:
+    """`storage_options` by obstore's names. Each error names the option as the user wrote it."""
+
+    def __init__(self, config: StoreConfig, path: str, cloud: Cloud) -> None:
+        """Read the options of `config`, which the user wrote at `path`.
+
+        Raises:
+            ConfigError: an option is misspelt, empty, of another type, or contradicts another.
+        """
+        self.url, self.raw, self.path = config.url, config.storage_options, path
+        self.found: dict[str, Any] = {}
+        self._written: dict[str, str] = {}
+        self.client_only = ""
+        """An option that is not obstore's."""
+        for name, value in flat(self.raw).items():
+            self._take(cloud, name, value)
+
+    def _take(self, cloud: Cloud, name: str, value: Any) -> None:
+        where, own = f"{self.path}.storage_options.{name}", cloud.read_as(name)
+        if own is None:
+            if name in GROUPS:
+                raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
+            known = [*cloud.texts.split(), *cloud.flags.split(), *cloud.aliases]
+            near = difflib.get_close_matches(name.lower(), known, 1, _LIKELY_MISSPELT)
+            if near:
+                raise ConfigError(f"{where}: unknown option; did you mean {near[0]!r}?")
+            self.client_only = self.client_only or name
+            return
+        kinds = {str: "a string", bool: "true or false", str | bool: "a path, or true or false"}
+        kind = bool if own in cloud.flags.split() else str | bool if own == "verify" else str
+        if not isinstance(value, kind):
+            raise ConfigError(f"{where}: expected {kinds[kind]}, got {type(value).__name__}")
+        if value == "":
+            raise ConfigError(f"{where}: is empty; leave it out, or fill it in")
+        if self.found.setdefault(own, value) != value:
+            raise ConfigError(f"{where}: contradicts {self._written[own]}; leave one out")
+        self._written.setdefault(own, name)
+
+    def where(self, *names: str) -> str:
+        """Return the user's path of the first of `names` that was given; else of the last."""
+        given = (self._written[name] for name in names if name in self._written)
+        return f"{self.path}.storage_options.{next(given, names[-1])}"
+
+    def those(self, names: str) -> dict[str, Any]:
+        """Return those of the options `names`, separated by blanks, that were given."""
+        return {name: self.found[name] for name in names.split() if name in self.found}
+
+
+def _bucket_and_prefix(url: str, cloud: Cloud, option: str) -> tuple[str, str]:
+    bucket, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
-    if not name.fullmatch(bucket):
-        raise ConfigError(f"{option}: {refusal}")
+    if cloud.name == "azure" and account_in_url(url):
+        bucket = bucket.partition("@")[0]
+    pattern, example = _BUCKETS[cloud.name]
+    if not pattern.fullmatch(bucket):
+        raise ConfigError(
+            f"{option}: {masked_url(url)!r} names no bucket or container; write {example}"
+        )
     if prefix and any(level in ("", ".", "..") for level in prefix.split("/")):
         raise ConfigError(f"{option}: the prefix {prefix!r} has an empty or dotted level")
     return bucket, prefix
 
 
-def is_plain(prefix: str) -> bool:
-    """Whether obstore uses `prefix` unchanged."""
-    return bool(_PLAIN_PREFIX.fullmatch(prefix))
+def _s3(options: _Options, bucket: str) -> _Parts:
+    account = _s3_account(options)
+    option = options.where("endpoint", "endpoint_url")
+    url = _checked(options.found.get("endpoint") or account.endpoint, option)
+    region = options.found.get("region") or account.region
+    region = region or from_environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
+    own, style = (
+        options.found.get("virtual_hosted_style_request"),
+        options.found.get("addressing_style", "auto"),
+    )
+    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
+    virtual = style == "virtual" or (style == "auto" and not url and "." not in bucket)
+    virtual = virtual if own is None else own
+    # What is not given, obstore itself looks up in the environment.
+    asked = url or (f"https://s3.{region}.amazonaws.com" if account.ignores_endpoints else "")
+    if virtual and not (own and f"://{bucket}." in asked):  # obstore's users put the bucket there
+        asked = asked.replace("://", f"://{bucket}.", 1)
+    settings = {
+        "region": region,
+        "skip_signature": options.found.get("skip_signature", False),
+        "unsigned_payload": options.found.get("unsigned_payload", _is_safe(url)),
+        "virtual_hosted_style_request": virtual,
+        # Under this name, or the environment's AWS_ENDPOINT_URL_S3 would win over the option.
+        **({"aws_endpoint_url_s3": asked} if asked else {}),
+        **options.those(
+            "request_payer server_side_encryption sse_bucket_key_enabled sse_customer_key_base64 "
+            "sse_kms_key_id"
+        ),
+    }
+    return url, settings, account.credentials
 
 
-def checked_endpoint(url: str, option: str) -> str:
-    """Return `url` without a slash at its end.
+def _s3_account(options: _Options) -> S3Account:
+    """Return nobody, the keys in the options, or what AWS's search finds.
+
+    Raises:
+        ConfigError: half of a pair is missing, or nothing is found.
+    """
+    if options.found.get("skip_signature"):
+        return S3Account()
+    key, secret = options.found.get("access_key_id"), options.found.get("secret_access_key")
+    if not key and not secret:
+        return searched(options.found.get("profile"), options.path)
+    if not key or not secret:
+        missing = options.where("secret" if key else "key")
+        raise ConfigError(f"{missing}: missing; key and secret come together")
+    return S3Account(
+        static(
+            access_key_id=key, secret_access_key=secret, token=options.found.get("session_token")
+        )
+    )
+
+
+def _is_safe(url: str) -> bool:
+    """Whether nobody on the way to the server can change a body: TLS, or a server on this host."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return not url.startswith("http://") or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _certificates(options: _Options) -> dict[str, Any]:
+    verify, option = options.found.get("verify"), options.where("verify")
+    if verify is None:
+        verify, option = from_environment("AWS_CA_BUNDLE") or True, "AWS_CA_BUNDLE"
+    if isinstance(verify, bool):
+        return {} if verify else {"allow_invalid_certificates": True}
+    certificates = _content(verify, option, "certificates")
+    if b"-----BEGIN CERTIFICATE-----" not in certificates:
+        raise ConfigError(f"{option}: {verify!r} holds no certificate in PEM")
+    return {"root_certificate": certificates}
+
+
+def _azure(options: _Options, _: str) -> _Parts:
+    fields = connection_fields(options.url, options.raw)
+    account = azure_account(options.url, options.raw)
+    option = options.where("account_name")
+    if not account.name:
+        raise ConfigError(
+            f"{option}: missing; give it, or a connection_string, or write {_ACCOUNT_IN_URL}"
+        )
+    for name in (options.found.get("account_name"), fields.get("accountname")):
+        if name and name != account.name:
+            raise ConfigError(
+                f"{option}: the accounts {name!r} and {account.name!r} are both named; keep one"
+            )
+    given = options.those(
+        "account_key authority_host client_id client_secret federated_token_file msi_resource_id "
+        "object_id sas_key tenant_id token use_azure_cli"
+    )
+    if not _AZURE_CREDENTIALS.keys() & given:
+        in_text = {"account_key": "accountkey", "sas_key": "sharedaccesssignature"}
+        given |= {name: fields[key] for name, key in in_text.items() if fields.get(key)}
+    if "sas_key" in given:
+        given["sas_key"] = given["sas_key"].removeprefix("?")
+    kind = next((kind for name, kind in _AZURE_CREDENTIALS.items() if name in given), None)
+    option = options.where("endpoint", "account_host", "connection_string")
+    endpoint = _checked(account.endpoint, option)
+    settings = {
+        "account_name": account.name,
+        "skip_signature": options.found.get("skip_signature", False) and kind is None,
+        # Or the environment could send us to an emulator, whatever the options say.
+        "use_emulator": False,
+        **({"endpoint": endpoint} if endpoint else {}),
+        **({"credential_type": kind} if kind else {}),  # or the environment's could win
+        **given,
+    }
+    return endpoint, settings, None
+
+
+def _gcs(options: _Options, _: str) -> _Parts | str:
+    endpoint = _checked(gcs_endpoint(options.raw), options.where("base_url", "endpoint_url"))
+    given: dict[str, Any] | str = options.those(
+        "application_credentials bearer_token service_account service_account_key skip_signature"
+    )
+    token = options.found.get("token", "google_default")
+    if token != "google_default":
+        if given:
+            raise ConfigError(f"{options.where('token')}: contradicts {min(given)}; leave one out")
+        given = _meant_by(token, options.where("token"))
+    if isinstance(given, str):
+        return given
+    anonymous, bearer = given.get("skip_signature", False), given.pop("bearer_token", "")
+    settings = {
+        "skip_signature": anonymous,
+        **({"base_url": endpoint} if endpoint else {}),
+        **given,
+    }
+    # A provider for nobody, too: without one obstore asks the machine before each write.
+    return endpoint, settings, static(token=bearer) if bearer or anonymous else None
+
+
+def _meant_by(token: str, option: str) -> dict[str, Any] | str:
+    """Return obstore's option for `token`, which gcsfs understands, or why only gcsfs does."""
+    if token == "anon":
+        return {"skip_signature": True}
+    if token in ("browser", "cache", "cloud"):
+        return f"only gcsfs knows the token {token!r}"
+    # What looks like a file is not sent away as a secret because it is misspelt.
+    is_file = token.startswith("/") or token.endswith(".json") or os.path.exists(token)  # noqa: PTH110
+    if not is_file and not token.lstrip().startswith("{"):
+        return {"bearer_token": token}
+    # A file's text is what env:NAME and file:/path give.
+    text = _content(token, option, "credentials") if is_file else token.encode()
+    if b'"service_account"' not in text:
+        return "only gcsfs knows tokens of other types than service_account"
+    return {"service_account" if is_file else "service_account_key": token}
+
+
+def _checked(endpoint: str, option: str) -> str:
+    """Return `endpoint` without a slash at its end.
 
     Raises:
         ConfigError: it is not an http or https url; names `option`.
     """
-    if url and not _is_endpoint(url):
-        raise ConfigError(
-            f"{option}: {masked_url(url)!r} is no endpoint; write https://host or http://host:port"
-        )
-    return url.rstrip("/")
-
-
-def _is_endpoint(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # an address, or a port, that cannot be
-        return False
+        is_url = False
+    if endpoint and not is_url:
+        shown = masked_url(endpoint)
+        raise ConfigError(
+            f"{option}: {shown!r} is no endpoint; write https://host or http://host:port"
+        )
+    return endpoint.rstrip("/")
 
 
-def from_environment(*names: str) -> str:
-    """Return the first of these environment variables that is not empty, "" if all are."""
-    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+def _content(file: str, option: str, what: str) -> bytes:
+    """Read `file`, which must hold `what`.
+
+    Raises:
+        ConfigError: it cannot be read, or is larger than 4 MiB.
+    """
+    reason = "no such file"
+    try:
+        if Path(file).is_file():  # to open a pipe would wait for its writer
+            with Path(file).open("rb") as opened:
+                content = opened.read(_LONGEST_FILE + 1)
+            if len(content) <= _LONGEST_FILE:
+                return content
+            reason = "larger than 4 MiB"
+    except (OSError, ValueError) as exc:
+        reason = getattr(exc, "strerror", None) or "no name of a file"
+    raise ConfigError(f"{option}: no {what} can be read from that file ({reason})")

@@ -10,7 +10,7 @@ import http.client
 import re
 from urllib.parse import urlsplit
 
-from ecshare.store.cloud.s3_options import S3Plan, plan
+from ecshare.store.cloud.options import CloudPlan, plan
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 
@@ -27,18 +27,18 @@ def wrong_region(config: StoreConfig) -> str:
         return ""
     try:
         found = plan(config, "options")
-        told = _told(found) if isinstance(found, S3Plan) else ""
+        told = _told(found) if isinstance(found, CloudPlan) else ""
     except (ConfigError, OSError, ValueError, http.client.HTTPException):
         return ""
-    if not isinstance(found, S3Plan) or told in ("", found.config["region"]):
+    if not isinstance(found, CloudPlan) or told in ("", found.config["region"]):
         return ""
     return (
         f"S3 says that the bucket is in the region {told}, and {found.config['region']} was asked; "
-        "set AWS_REGION, or storage_options.client_kwargs.region_name"
+        "set AWS_REGION, or storage_options.region"
     )
 
 
-def _told(s3: S3Plan) -> str:
+def _told(s3: CloudPlan) -> str:
     """Return the region that the server names, "" if it names none.
 
     Raises:

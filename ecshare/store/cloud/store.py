@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import obstore
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ecshare.store.cloud.azure_options import AzurePlan
 from ecshare.store.cloud.errors import (
     FOREIGN,
     InvalidKey,
@@ -28,9 +27,7 @@ from ecshare.store.cloud.errors import (
     mapped_errors,
     status_of,
 )
-from ecshare.store.cloud.gcs_options import GCSPlan
 from ecshare.store.cloud.options import CloudPlan
-from ecshare.store.cloud.s3_options import S3Plan
 from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
@@ -88,11 +85,7 @@ _LETTERS = "-0123456789_abcdefghijklmnopqrstuvwxyz"
 _LONGEST_SHOWN = 200
 
 Cloud = S3Store | AzureStore | GCSStore
-_KINDS: dict[type[CloudPlan], type[Cloud]] = {
-    S3Plan: S3Store,
-    AzurePlan: AzureStore,
-    GCSPlan: GCSStore,
-}
+_KINDS: dict[str, type[Cloud]] = {"s3": S3Store, "azure": AzureStore, "gcs": GCSStore}
 
 
 def open_cloud(
@@ -106,7 +99,7 @@ def open_cloud(
         ConfigError: obstore cannot use the options or the environment.
     """
     try:
-        if isinstance(plan, S3Plan):
+        if plan.cloud.name == "s3":
             plain = _open(plan, io_timeout_s, disable_bulk_delete=True)
             checked = _open(plan, io_timeout_s, checksum_algorithm="crc64nvme")
         else:
@@ -127,9 +120,9 @@ def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
         "timeout": limit,
         "connect_timeout": min(limit, timedelta(seconds=5)),
     }
-    config: Any = {**plan.config, **plan.secrets, **extra}
+    config: Any = {**plan.config, **extra}
     credentials: Any = plan.credentials
-    return _KINDS[type(plan)](
+    return _KINDS[plan.cloud.name](
         plan.bucket,
         prefix=plan.prefix or None,
         config=config,

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from ecshare.store.accounts import CLOUDS, S3, Cloud
 from ecshare.store.config import StoreConfig, suggestion
 from ecshare.store.errors import (
     ConfigError,
@@ -40,17 +41,12 @@ from ecshare.store.secrets import masked_text, masked_url
 from ecshare.store.statuses import Conflict
 from ecshare.store.threads import Threads, gather_all
 
-_S3 = "obstore: pip install obstore botocore (ecshare's extra [s3])"
-_GCS = "obstore: pip install obstore (ecshare's extra [gcs])"
-_AZURE = "obstore: pip install obstore (ecshare's extra [azure])"
-# What the protocols that people use most need. Others get the words of fsspec.
-_NEEDS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE,
-          "abfss": _AZURE}  # fmt: skip
-_S3FS = "s3fs: pip install s3fs (ecshare's extra [s3fs])"
-_GCSFS, _ADLFS = "gcsfs: pip install gcsfs", "adlfs: pip install adlfs"
-# What they need where obstore will not do.
-_NEEDS_GENERAL = {"s3": _S3FS, "s3a": _S3FS, "gs": _GCSFS, "gcs": _GCSFS, "az": _ADLFS,
-                  "abfs": _ADLFS, "abfss": _ADLFS}  # fmt: skip
+# What the clouds need. Others get the words of fsspec.
+_NEEDS = {
+    "s3": "obstore: pip install obstore botocore (ecshare's extra [s3])",
+    "azure": "obstore: pip install obstore (ecshare's extra [azure])",
+    "gcs": "obstore: pip install obstore (ecshare's extra [gcs])",
+}
 # Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
 # final name, so objects are written beside it and moved.
 _ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
@@ -77,9 +73,11 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
     protocol = config.url.partition("://")[0]
     _check_port(config.url, f"{path}.url")
     filesystem_class = _filesystem_class(protocol, path, reason)
+    if protocol in CLOUDS:
+        _check_known(config.storage_options, filesystem_class, CLOUDS[protocol], path)
     options: dict[str, Any] = dict(config.storage_options)
     if protocol in ("s3", "s3a"):
-        options |= _for_s3fs(config, path)
+        options |= _for_s3fs(config)
     if filesystem_class.async_impl:
         options["asynchronous"] = True
     try:
@@ -112,12 +110,29 @@ def _check_port(url: str, option: str) -> None:
         ) from None
 
 
-def _for_s3fs(config: StoreConfig, path: str) -> dict[str, Any]:
+def _check_known(
+    options: Mapping[str, Any], filesystem_class: Any, cloud: Cloud, path: str
+) -> None:
+    """Check that the filesystem knows all `options`: some ignore what they do not.
+
+    Raises:
+        ConfigError: it does not know one; names it, and what is meant.
+    """
+    parameters = (inspect.signature(each.__init__).parameters for each in filesystem_class.__mro__)
+    known = {"profile"}.union(*parameters) - {"self", "args", "kwargs", "storage_options"}
+    for name in sorted(options.keys() - known):
+        same = [alias for alias, own in cloud.aliases.items() if own == cloud.read_as(name)]
+        fix = f"write {same[0]}" if same else suggestion(name, [*known, *cloud.aliases])
+        raise ConfigError(
+            f"{path}.storage_options.{name}: {cloud.client}, which opens this store, does not "
+            f"know it; {fix}"
+        )
+
+
+def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
     """Overrides: one round trip for a GET, and the user's patience instead of a minute's."""
     limits = {"connect_timeout": min(config.io_timeout_s, 5), "read_timeout": config.io_timeout_s}
-    given = config.storage_options.get("config_kwargs") or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{path}.storage_options.config_kwargs: expected an object of options")
+    given: Any = config.storage_options.get("config_kwargs") or {}
     return {
         # Above 1, s3fs sends a HEAD before each GET to size the object.
         "max_concurrency": 1,
@@ -135,9 +150,12 @@ def _filesystem_class(protocol: str, path: str, reason: str) -> Any:
     try:
         return fsspec.get_filesystem_class(protocol)
     except ImportError as exc:
-        if reason:
-            raise ConfigError(f"{path}: {reason}; that needs {_NEEDS_GENERAL[protocol]}") from exc
-        needed = _NEEDS.get(protocol, f"a package that is missing: {exc}")
+        cloud = CLOUDS.get(protocol)
+        if cloud and reason:
+            extra = " (ecshare's extra [s3fs])" if cloud is S3 else ""
+            needed = f"{cloud.client}: pip install {cloud.client}{extra}"
+            raise ConfigError(f"{path}: {reason}; that needs {needed}") from exc
+        needed = _NEEDS[cloud.name] if cloud else f"a package that is missing: {exc}"
         raise ConfigError(f"{path}.url: {protocol}:// needs {needed}") from exc
     except ValueError as exc:
         known = [*fsspec.available_protocols()]

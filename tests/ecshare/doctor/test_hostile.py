@@ -160,7 +160,7 @@ def test_a_literal_secret_is_noted(doctor: Doctor, tmp_path: Path) -> None:
         (
             '{"url": "s3://bucket/x", "storage_options": {"s3_additional_kwargs": {}, '
             '"key": "k", "secret": "s", "config_kwargs": 3}}',
-            "options.storage_options.config_kwargs: expected an object of options",
+            "options.storage_options.config_kwargs: expected an object, got int",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def test_masking_copies() -> None:
 
 
 def test_a_stores_id_is_its_place_not_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 
     def store_id(url: str, **options: object) -> str:
@@ -131,6 +131,8 @@ def test_a_stores_id_is_its_place_not_its_credentials(monkeypatch: pytest.Monkey
     at_home = store_id("s3://b/p", endpoint_url="http://one")
     assert at_home != plain
     assert store_id("s3://b/p", client_kwargs={"endpoint_url": "http://one"}) == at_home
+    for name in ("endpoint", "aws_endpoint", "aws_endpoint_url"):
+        assert store_id("s3://b/p", **{name: "http://one"}) == at_home
     assert store_id("s3://b/p", endpoint_url="http://two") != at_home
     assert store_id("file:///folder") == store_id("/folder")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one")

@@ -69,17 +69,54 @@ def test_a_missing_package_is_a_pip_command(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert refusal("sftp://host/x").endswith("Install something to access sftp")
     assert refusal("s3://bucket", **KEYS, event_hooks={}) == (
-        f"{PATH}: only s3fs knows the option event_hooks; that needs s3fs: "
+        f"{PATH}: obstore has no option event_hooks; that needs s3fs: "
         "pip install s3fs (ecshare's extra [s3fs])"
     )
     assert refusal("gs://bucket", requester_pays=True) == (
-        f"{PATH}: only gcsfs knows the option requester_pays; that needs gcsfs: pip install gcsfs"
+        f"{PATH}: obstore has no option requester_pays; that needs gcsfs: pip install gcsfs"
     )
     assert refusal("az://box", account_name="a", timeout=3).endswith("adlfs: pip install adlfs")
 
 
 def test_options_a_filesystem_does_not_take_are_refused() -> None:
     assert refusal("github://x", org=3).startswith(f"{PATH}.storage_options: ")
+
+
+ROAD: dict[str, Any] = {"s3_additional_kwargs": {}}
+UNKNOWN = "s3fs, which opens this store, does not know it; "
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({**ROAD, "region": "r"}, f"region: {UNKNOWN}write client_kwargs.region_name"),
+        ({**ROAD, "region_name": "r"}, f"region_name: {UNKNOWN}write client_kwargs.region_name"),
+        (
+            {**ROAD, "aws_endpoint": KEYS["endpoint_url"]},
+            f"aws_endpoint: {UNKNOWN}write endpoint_url",
+        ),
+        ({**ROAD, "client_kwargs.verify": False}, f"client_kwargs.verify: {UNKNOWN}write client_"),
+        ({**ROAD, "unsigned_payload": True}, f"unsigned_payload: {UNKNOWN}known: "),
+        ({"cache_region": True}, f"cache_region: {UNKNOWN}did you mean 'cache_regions'?"),
+        ({"xyzzy": 1}, f"xyzzy: {UNKNOWN}known: anon, "),
+    ],
+)
+def test_no_option_is_lost_on_the_other_road(options: dict[str, Any], sentence: str) -> None:
+    assert refusal("s3://bucket", **KEYS, **options).startswith(
+        f"{PATH}.storage_options.{sentence}"
+    )
+
+
+def test_a_profile_goes_on_the_other_road() -> None:
+    open_store(StoreConfig(url="s3://bucket", storage_options={**ROAD, "profile": "team"}), PATH)
+
+
+def test_without_obstore_its_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ecshare.store.cloud.store", None)
+    open_store(StoreConfig(url="s3://bucket", storage_options=KEYS), PATH)
+    assert "s3fs, which opens this store, does not know" in refusal(
+        "s3://bucket", **KEYS, region="r"
+    )
 
 
 def test_the_road_is_logged_once_and_without_secrets(
@@ -91,7 +128,7 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("memory://x", {}),
         ("s3://bucket/x", KEYS),
         ("s3://bucket/x", {**KEYS, "s3_additional_kwargs": {}}),
-        ("az://container/x", {"account_name": "a", "sas_token": "hidden"}),
+        ("az://container/x", {"account_name": "a", "sas_token": "sig=hidden"}),
         ("gs://bucket/x", {"token": "hidden"}),
     ):
         open_store(StoreConfig(url=url, storage_options=options), PATH)
@@ -99,7 +136,7 @@ def test_the_road_is_logged_once_and_without_secrets(
         f"store {tmp_path} is accessed through files",
         "store memory://x is accessed through fsspec",
         "store s3://bucket/x is accessed through obstore",
-        "store s3://bucket/x is accessed through fsspec, because only s3fs knows the option "
+        "store s3://bucket/x is accessed through fsspec, because obstore has no option "
         "s3_additional_kwargs",
         "store az://container/x is accessed through obstore",
         "store gs://bucket/x is accessed through obstore",
@@ -115,9 +152,7 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("ecshare.store.folder.store", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
         ("ecshare.store.fsspec.store", "torch vllm obstore s3fs botocore"),
-        ("ecshare.store.cloud.s3_options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.cloud.azure_options", "torch vllm fsspec obstore botocore"),
-        ("ecshare.store.cloud.gcs_options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud.options", "torch vllm fsspec obstore botocore"),
         ("ecshare.store.cloud.store", "torch vllm fsspec s3fs botocore"),
     ],
 )

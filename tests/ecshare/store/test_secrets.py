@@ -76,16 +76,15 @@ def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words
 def test_an_account_of_google_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ecshare.store.cloud.gcs_options import GCSPlan, plan
+    from ecshare.store.cloud.options import CloudPlan, plan
 
     account = json.dumps({"type": "service_account", "private_key": "hidden"})
     monkeypatch.setenv("ACCOUNT", account)
     found = plan(parsed("gs://bucket/x", token="env:ACCOUNT"), PATH)
-    assert isinstance(found, GCSPlan)
-    assert found.secrets == {"service_account_key": account}
+    assert isinstance(found, CloudPlan)
+    assert found.config["service_account_key"] == account
     monkeypatch.setenv("ACCOUNT", "{")
-    with pytest.raises(ConfigError, match="begins as JSON does, and is none"):
-        plan(parsed("gs://bucket/x", token="env:ACCOUNT"), PATH)
+    assert "only gcsfs" in str(plan(parsed("gs://bucket/x", token="env:ACCOUNT"), PATH))
 
 
 # --- warnings ---

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.cloud.azure_options import AzurePlan, plan
+from ecshare.store.cloud.options import CloudPlan, plan
 from ecshare.store.cloud.store import CloudStore
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, ObjectCorrupt, StoreDenied, StoreUnavailable
@@ -31,9 +31,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def planned(url: str = URL, **options: Any) -> AzurePlan:
+def planned(url: str = URL, **options: Any) -> CloudPlan:
     found = plan(StoreConfig(url=url, storage_options=options), PATH)
-    assert isinstance(found, AzurePlan), found
+    assert isinstance(found, CloudPlan), found
     return found
 
 
@@ -43,21 +43,45 @@ def refusal(url: str = URL, **options: Any) -> str:
     return str(caught.value)
 
 
-def credentials(found: AzurePlan) -> dict[str, Any]:
-    assert found.credentials is not None
-    return {name: value for name, value in found.credentials().items() if name != "expires_at"}
+def credentials(found: CloudPlan) -> dict[str, Any]:
+    assert found.credentials is None
+    names = ("account_key", "sas_key", "token", "credential_type")
+    return {name: found.config[name] for name in names if name in found.config}
 
 
 def test_an_account_and_its_key() -> None:
-    found = planned(**NAMED, account_key=KEY, max_concurrency=4, anon=None, blocksize=1)
+    found = planned(**NAMED, account_key=KEY, anon=None)
     assert (found.bucket, found.prefix) == ("container", "a/prefix")
-    assert credentials(found) == {"access_key": KEY}
     assert found.client == {"allow_http": False}
     assert found.config == {
+        "account_key": KEY,
         "account_name": "account",
+        "credential_type": "access_key",
         "skip_signature": False,
         "use_emulator": False,
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"azure_storage_account_name": "account", "azure_storage_account_key": KEY},
+        {"account_name": "account", "account_key": KEY, "account_host": "blobs.example"},
+        {"account_name": "account", "account_key": KEY, "azure_endpoint": "https://blobs.example"},
+    ],
+)
+def test_obstores_names_say_the_same(options: dict[str, Any]) -> None:
+    endpoint = "" if "azure_storage_account_name" in options else "https://blobs.example"
+    found = planned(**options)
+    assert found.config.get("endpoint", "") == endpoint
+    assert (found.config["account_name"], found.config["account_key"]) == ("account", KEY)
+
+
+def test_an_identity_is_handed_on() -> None:
+    found = planned(**NAMED, client_id="c", authority_host="https://login.example", token="t")
+    assert credentials(found) == {"token": "t", "credential_type": "bearer_token"}
+    assert found.config["authority_host"] == "https://login.example"
+    assert found.config["client_id"] == "c"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +97,7 @@ def test_a_url_may_name_the_account(url: str, endpoint: str | None) -> None:
     assert (found.bucket, found.prefix) == ("container", "x")
     assert found.config["account_name"] == "account"
     assert found.config.get("endpoint") == endpoint
-    assert credentials(found) == {"sas_token": "sv=1&sig=2"}
+    assert credentials(found) == {"sas_key": "sv=1&sig=2", "credential_type": "sas_token"}
 
 
 def test_a_connection_string_says_it_all() -> None:
@@ -82,33 +106,47 @@ def test_a_connection_string_says_it_all() -> None:
         "EndpointSuffix=core.example.us"
     )
     assert found.config["endpoint"] == "https://account.blob.core.example.us"
-    assert credentials(found) == {"access_key": KEY}
+    assert credentials(found) == {"account_key": KEY, "credential_type": "access_key"}
     found = planned(
         connection_string="AccountName=account;BlobEndpoint=http://127.0.0.1:1/account/;"
         "SharedAccessSignature=sv=1&sig=2"
     )
     assert found.config["endpoint"] == "http://127.0.0.1:1/account"
     assert found.client == {"allow_http": True}
-    assert credentials(found) == {"sas_token": "sv=1&sig=2"}
+    assert credentials(found) == {"sas_key": "sv=1&sig=2", "credential_type": "sas_token"}
 
 
 def test_a_service_says_who_it_is() -> None:
     found = planned(**NAMED, client_id="c", tenant_id="t", client_secret="hidden")
-    assert found.credentials is None
-    assert found.secrets["credential_type"] == "client_secret"
+    assert credentials(found) == {"credential_type": "client_secret"}
+    assert found.config["client_secret"] == "hidden"
     assert "hidden" not in repr(found)
-    assert refusal(**NAMED, client_secret="s").startswith(f"{PATH}.storage_options.client_id: miss")
+    config = StoreConfig(url=URL, storage_options={**NAMED, "client_secret": "hidden"})
+    with pytest.raises(ConfigError, match="'client_secret' was requested but required") as caught:
+        open_store(config, PATH)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    config = StoreConfig(url=URL, storage_options={**NAMED, "account_key": "hid"})
+    with pytest.raises(ConfigError, match="storage_options: obstore .* Invalid Access Key"):
+        open_store(config, PATH)
 
 
 def test_written_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=env;AccountKey={HIDDEN}")
     assert planned().config["account_name"] == "env"
-    assert credentials(planned()) == {"access_key": HIDDEN}
+    assert credentials(planned()) == {"account_key": HIDDEN, "credential_type": "access_key"}
     found = planned(**NAMED)
     assert found.config["account_name"] == "account"
-    assert found.credentials is None
+    assert credentials(found) == {}
+    sas = {"sas_key": "sv=1", "credential_type": "sas_token"}
+    assert credentials(planned(sas_token="?sv=1")) == sas
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", HIDDEN)
-    assert credentials(planned(**NAMED, account_key=KEY)) == {"access_key": KEY}
+    assert credentials(planned(**NAMED, account_key=KEY)) == {
+        "account_key": KEY,
+        "credential_type": "access_key",
+    }
 
 
 def test_anonymous_is_for_those_without_credentials() -> None:
@@ -126,7 +164,7 @@ def test_anonymous_is_for_those_without_credentials() -> None:
 )
 def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
     config = StoreConfig(url=URL, storage_options={**NAMED, **options})
-    assert plan(config, PATH) == f"only adlfs knows the option {reason}"
+    assert plan(config, PATH) == f"obstore has no option {reason}"
 
 
 @pytest.mark.parametrize(
@@ -135,16 +173,21 @@ def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], rea
         (URL, {}, "storage_options.account_name: missing; give it, or a connection_string"),
         (URL, {"acount_name": "a"}, "storage_options.acount_name: unknown option; did you mean 'a"),
         (URL, {**NAMED, "account_key": 3}, "storage_options.account_key: expected a string"),
-        (URL, {**NAMED, "account_key": "hid"}, "storage_options.account_key: its key is not base"),
+        (URL, {**NAMED, "use_azure_cli": "x"}, "storage_options.use_azure_cli: expected true or f"),
+        (
+            URL,
+            {**NAMED, "sas_token": "a", "sas_key": "b"},
+            "storage_options.sas_key: contradicts s",
+        ),
         (URL, {**NAMED, "sas_token": ""}, "storage_options.sas_token: is empty"),
-        ("az://", NAMED, "url: 'az://' names no container"),
-        ("az://Container", NAMED, "url: 'az://Container' names no container"),
+        ("az://", NAMED, "url: 'az://' names no bucket or container"),
+        ("az://Container", NAMED, "url: 'az://Container' names no bucket or container"),
         ("az://container/a//b", NAMED, "url: the prefix 'a//b' has an empty or dotted level"),
-        ("abfs://container@host/x", NAMED, "url: 'abfs://***@host/x' names no account"),
+        ("abfs://container@host/x", NAMED, "url: 'abfs://***@host/x' names no bucket or container"),
         (
             "abfs://container@other.dfs.core.windows.net/x",
             NAMED,
-            "storage_options.account_name: it names the account 'account', and 'other' is named",
+            "storage_options.account_name: the accounts 'account' and 'other' are both named",
         ),
     ],
 )
@@ -161,7 +204,10 @@ def test_accounts_are_stores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
     one = store_id(account_name="one")
     assert store_id(account_name="one", account_key=KEY) == one
     assert store_id(connection_string=f"AccountName=one;AccountKey={KEY}") == one
+    assert store_id(azure_storage_account_name="one") == one
     assert store_id(account_name="two") != one
+    elsewhere = store_id(account_name="one", account_host="one.blob.example.cn")
+    assert store_id(account_name="one", endpoint="https://one.blob.example.cn/") == elsewhere
     assert store_id(account_name="one", account_host="one.blob.example.cn") != one
     assert store_id("abfs://container@one.dfs.core.windows.net/x") != store_id(
         "abfs://container@two.dfs.core.windows.net/x"

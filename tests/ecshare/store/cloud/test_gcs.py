@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.cloud.gcs_options import GCSPlan, plan
+from ecshare.store.cloud.options import CloudPlan, plan
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreDenied, StoreUnavailable
 from ecshare.store.keys import Kind, object_key
@@ -29,9 +29,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def planned(url: str = URL, **options: Any) -> GCSPlan:
+def planned(url: str = URL, **options: Any) -> CloudPlan:
     found = plan(StoreConfig(url=url, storage_options=options), PATH)
-    assert isinstance(found, GCSPlan), found
+    assert isinstance(found, CloudPlan), found
     return found
 
 
@@ -42,11 +42,11 @@ def refusal(url: str = URL, **options: Any) -> str:
 
 
 def test_plain_google() -> None:
-    spelt_out = planned(token="google_default", project="p", requester_pays=False)
+    spelt_out = planned(token="google_default", project="p")
     for found in (planned(), spelt_out):
         assert (found.bucket, found.prefix) == ("bucket", "a/prefix")
         assert found.credentials is None
-        assert (found.config, found.secrets) == ({"skip_signature": False}, {})
+        assert found.config == {"skip_signature": False}
         assert found.client == {"allow_http": False}
 
 
@@ -61,29 +61,50 @@ def test_an_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_is_a_file_an_account_or_itself(tmp_path: Path) -> None:
     file = tmp_path / "account.json"
     file.write_text(json.dumps(SERVICE))
-    assert planned(token=str(file)).secrets == {"service_account": str(file)}
-    assert json.loads(planned(token=SERVICE).secrets["service_account_key"]) == SERVICE
-    file.write_text(json.dumps({"type": "authorized_user", "refresh_token": "r"}))
-    assert planned(token=str(file)).secrets == {"application_credentials": str(file)}
-    found = planned(token="ya29.hidden/x")
-    assert found.credentials is not None
-    assert found.credentials()["token"] == "ya29.hidden/x"
-    for plan_ in (found, planned(token=SERVICE)):
-        assert "hidden" not in repr(plan_)
+    assert planned(token=str(file)).config["service_account"] == str(file)
+    of_text = planned(token=json.dumps(SERVICE))
+    assert json.loads(of_text.config["service_account_key"]) == SERVICE
+    bearer = planned(token="ya29.hidden/x")
+    assert bearer.credentials is not None
+    assert bearer.credentials()["token"] == "ya29.hidden/x"
+    assert "bearer_token" not in bearer.config
+    for found in (bearer, of_text):
+        assert "hidden" not in repr(found)
+
+
+def test_obstores_names_say_the_same() -> None:
+    found = planned(google_service_account="/account.json", base_url="https://google.example")
+    assert found.config["service_account"] == "/account.json"
+    assert found.config["base_url"] == "https://google.example"
+    bearer = planned(bearer_token="hidden").credentials
+    assert bearer is not None
+    assert bearer()["token"] == "hidden"
+    assert planned(application_credentials="/x").config["application_credentials"] == "/x"
+    anonymous = planned(skip_signature=True)
+    assert anonymous.config == planned(token="anon").config == {"skip_signature": True}
+    assert anonymous.credentials is not None
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"requester_pays": True}, "the option requester_pays"),
-        ({"access": "read_only"}, "the option access"),
-        ({"token": "browser"}, "the token 'browser'"),
-        ({"token": {"type": "external_account"}}, "a token of the type 'external_account'"),
-        ({"token": object()}, "a token that is a object"),
+        ({"requester_pays": True}, "obstore has no option requester_pays"),
+        ({"access": "read_only"}, "obstore has no option access"),
+        ({"token": "browser"}, "only gcsfs knows the token 'browser'"),
+        ({"token": '{"type": "external_account"}'}, "only gcsfs knows tokens of other types than"),
+        ({"token": "{"}, "only gcsfs knows tokens of other types than"),
     ],
 )
 def test_what_only_gcsfs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
-    assert plan(StoreConfig(url=URL, storage_options=options), PATH) == f"only gcsfs knows {reason}"
+    found = plan(StoreConfig(url=URL, storage_options=options), PATH)
+    assert isinstance(found, str)
+    assert found.startswith(reason)
+
+
+def test_a_file_for_a_user_takes_the_other_road(tmp_path: Path) -> None:
+    (tmp_path / "user.json").write_text('{"type": "authorized_user", "refresh_token": "r"}')
+    config = StoreConfig(url=URL, storage_options={"token": str(tmp_path / "user.json")})
+    assert plan(config, PATH) == "only gcsfs knows tokens of other types than service_account"
 
 
 @pytest.mark.parametrize(
@@ -91,9 +112,12 @@ def test_what_only_gcsfs_knows_takes_the_other_road(options: dict[str, Any], rea
     [
         (URL, {"tokn": "x"}, "storage_options.tokn: unknown option; did you mean 'token'?"),
         (URL, {"token": ""}, "storage_options.token: is empty"),
+        (URL, {"token": SERVICE}, "storage_options.token: expected a string, got dict"),
         (URL, {"token": "/no/such.json"}, "storage_options.token: no credentials can be read"),
+        (URL, {"token": "t", "bearer_token": "u"}, "storage_options.token: contradicts bearer_tok"),
         (URL, {"endpoint_url": "ftp://x"}, "storage_options.endpoint_url: 'ftp://x' is no endp"),
-        ("gs://", {}, "url: 'gs://' names no bucket; write gs://bucket/prefix"),
+        (URL, {"base_url": "ftp://x"}, "storage_options.base_url: 'ftp://x' is no endp"),
+        ("gs://", {}, "url: 'gs://' names no bucket or container; write gs://bucket/prefix"),
         ("gs://bucket/../x", {}, "url: the prefix '../x' has an empty or dotted level"),
     ],
 )
@@ -102,7 +126,7 @@ def test_a_wrong_option_is_named(url: str, options: dict[str, Any], sentence: st
 
 
 def test_an_account_that_obstore_cannot_use_is_a_sentence() -> None:
-    config = StoreConfig(url=URL, storage_options={"token": SERVICE})
+    config = StoreConfig(url=URL, storage_options={"token": json.dumps(SERVICE)})
     with pytest.raises(ConfigError) as caught:
         open_store(config, PATH)
     assert str(caught.value).startswith(f"{PATH}.storage_options: obstore cannot use them: ")
@@ -114,6 +138,7 @@ def test_a_stores_id_knows_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None
         return StoreConfig(url="gs://bucket/x", storage_options=options).store_id()
 
     assert store_id(token="t") == store_id() != store_id(endpoint_url="http://one")
+    assert store_id(base_url="http://one") == store_id(endpoint_url="http://one")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "one")
     assert store_id() == store_id(endpoint_url="http://one")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.cloud.s3_options import S3Plan, plan
+from ecshare.store.cloud.options import CloudPlan, plan
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 
@@ -25,9 +25,9 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
-def planned(url: str = "s3://bucket/a/prefix/", **options: Any) -> S3Plan:
+def planned(url: str = "s3://bucket/a/prefix/", **options: Any) -> CloudPlan:
     found = plan(StoreConfig(url=url, storage_options=options), PATH)
-    assert isinstance(found, S3Plan), found
+    assert isinstance(found, CloudPlan), found
     return found
 
 
@@ -37,7 +37,7 @@ def refusal(url: str = "s3://bucket", **options: Any) -> str:
     return str(caught.value)
 
 
-def credentials(found: S3Plan) -> tuple[Any, ...]:
+def credentials(found: CloudPlan) -> tuple[Any, ...]:
     assert found.credentials is not None
     given = found.credentials()
     return given["access_key_id"], given["secret_access_key"], given["token"]
@@ -63,22 +63,47 @@ def test_a_server_of_ones_own() -> None:
     assert found.config["virtual_hosted_style_request"] is False
 
 
-def test_the_other_places_for_the_same_options() -> None:
-    found = planned(
-        username="k",
-        password="s",
-        client_kwargs={"endpoint_url": "http://minio", "region_name": "eu-west-1", "verify": False},
-        config_kwargs={"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"},
-        requester_pays=True,
-        use_listings_cache=False,
-        max_concurrency=4,
-        anon=None,
-    )
-    assert credentials(found) == ("k", "s", None)
+SAME = [
+    {
+        **KEYS,
+        "token": "t",
+        "client_kwargs": {"endpoint_url": "http://minio", "region_name": "r", "verify": False},
+        "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+        "requester_pays": True,
+        "anon": None,
+    },
+    {
+        "access_key_id": "k",
+        "secret_access_key": "s",
+        "session_token": "t",
+        "endpoint": "http://bucket.minio",  # as obstore wants it
+        "region": "r",
+        "verify": False,
+        "virtual_hosted_style_request": True,
+        "request_payer": True,
+    },
+    {
+        "aws_access_key_id": "k",
+        "aws_secret_access_key": "s",
+        "aws_session_token": "t",
+        "aws_endpoint_url": "http://minio",
+        "endpoint_url": "http://minio",
+        "aws_region": "r",
+        "verify": False,
+        "aws_virtual_hosted_style_request": True,
+        "aws_request_payer": True,
+    },
+]
+
+
+@pytest.mark.parametrize("options", SAME)
+def test_s3fs_and_obstores_names_say_the_same(options: dict[str, Any]) -> None:
+    found = planned(**options)
+    assert credentials(found) == ("k", "s", "t")
     assert found.client == {"allow_http": True, "allow_invalid_certificates": True}
     assert found.config == {
         "aws_endpoint_url_s3": "http://bucket.minio",
-        "region": "eu-west-1",
+        "region": "r",
         "request_payer": True,
         "skip_signature": False,
         "unsigned_payload": False,
@@ -106,11 +131,11 @@ def test_a_body_goes_unsigned_only_where_nobody_can_change_it(
     assert planned(**KEYS, endpoint_url=endpoint).config["unsigned_payload"] is unsigned
 
 
-@pytest.mark.parametrize(("endpoint", "signed"), [("http://minio", False), ("https://minio", True)])
-def test_the_user_decides_about_signing(endpoint: str, signed: bool) -> None:
-    given = {"s3": {"payload_signing_enabled": signed}}
-    config = planned(**KEYS, endpoint_url=endpoint, config_kwargs=given).config
-    assert config["unsigned_payload"] is not signed
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_the_user_decides_about_signing(unsigned: bool) -> None:
+    for endpoint in ("http://minio", "https://minio"):
+        config = planned(**KEYS, endpoint=endpoint, unsigned_payload=unsigned).config
+        assert config["unsigned_payload"] is unsigned
 
 
 def test_a_bucket_with_dots_is_asked_for_by_path() -> None:
@@ -209,7 +234,7 @@ def test_configured_endpoints_can_be_ignored(
         assert StoreConfig(url="s3://bucket").endpoint_url == ""
 
 
-def _with_env(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> S3Plan:
+def _with_env(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> CloudPlan:
     monkeypatch.setenv(name, value)
     return planned()
 
@@ -231,6 +256,7 @@ def test_a_profile_needs_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_half_a_credential_is_refused() -> None:
+    assert refusal(access_key_id="k").startswith(f"{PATH}.storage_options.secret: missing")
     assert refusal(key="k").startswith(f"{PATH}.storage_options.secret: missing")
     assert refusal(secret="s").startswith(f"{PATH}.storage_options.key: missing")
 
@@ -242,6 +268,9 @@ def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.client["root_certificate"] == pem
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "ca.pem"))
     assert planned(**KEYS).client["root_certificate"] == pem
+    with (tmp_path / "ca.pem").open("ab") as file:
+        file.truncate(5 << 20)
+    assert refusal(**KEYS).endswith("(larger than 4 MiB)")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
     assert refusal(**KEYS).startswith("AWS_CA_BUNDLE: no certificates")
 
@@ -251,6 +280,7 @@ def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs"),
         ({"session": object()}, "session"),
+        ({"default_block_size": 5}, "default_block_size"),
         ({"client_kwargs": {"use_ssl": False}}, "client_kwargs.use_ssl"),
         ({"config_kwargs": {"proxies": {}}}, "config_kwargs.proxies"),
         ({"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}}, "config_kwargs.s3.use_acc"),
@@ -260,7 +290,7 @@ def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_only_s3fs_knows_takes_the_other_road(options: dict[str, Any], reason: str) -> None:
     found = plan(StoreConfig(url="s3://bucket", storage_options={**KEYS, **options}), PATH)
     assert isinstance(found, str)
-    assert f"only s3fs knows the option {reason}" in found
+    assert f"obstore has no option {reason}" in found
 
 
 def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> None:
@@ -272,6 +302,11 @@ def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> N
     ("options", "sentence"),
     [
         ({"endpont_url": "x"}, ".endpont_url: unknown option; did you mean 'endpoint_url'?"),
+        ({"regin": "x"}, ".regin: unknown option; did you mean 'region'?"),
+        ({"access_key_id": "other"}, ".access_key_id: contradicts key; leave one out"),
+        ({"region": 1}, ".region: expected a string, got int"),
+        ({"unsigned_payload": "true"}, ".unsigned_payload: expected true or false, got str"),
+        ({"endpoint": "minio:9000"}, ".endpoint: 'minio:9000' is no endpoint"),
         ({"key": 3, "secret": "s"}, ".key: expected a string, got int"),
         ({"key": "", "secret": "s"}, ".key: is empty; leave it out, or fill it in"),
         ({"anon": "yes"}, ".anon: expected true or false, got str"),
@@ -281,6 +316,8 @@ def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> N
         ({"endpoint_url": "minio:9000"}, ".endpoint_url: 'minio:9000' is no endpoint"),
         ({"endpoint_url": "ftp://minio"}, ".endpoint_url: 'ftp://minio' is no endpoint"),
         ({"client_kwargs": {"verify": "/nowhere"}}, ".client_kwargs.verify: no certificates"),
+        ({"client_kwargs": {"verify": "/dev/zero"}}, ".client_kwargs.verify: no certificates"),
+        ({"verify": "a\0b"}, ".verify: no certificates can be read from that file"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], sentence: str) -> None:

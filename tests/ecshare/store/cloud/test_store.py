@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 from obstore import exceptions as foreign
 
+from ecshare.store.accounts import S3, flat
 from ecshare.store.cloud import store as cloud
 from ecshare.store.cloud.errors import MEANING
 from ecshare.store.cloud.store import PIECE_BYTES
 from ecshare.store.config import StoreConfig
-from ecshare.store.errors import ObjectCorrupt, ObjectMissing, StoreDenied, StoreUnavailable
+from ecshare.store.errors import (
+    ConfigError,
+    ObjectCorrupt,
+    ObjectMissing,
+    StoreDenied,
+    StoreUnavailable,
+)
 from ecshare.store.keys import Kind, object_key
 from ecshare.store.objects import ObjectStore, probe, read
 from ecshare.store.open import open_store
@@ -319,6 +326,26 @@ async def test_a_server_that_hangs_is_unavailable() -> None:
                 pass
 
 
+async def test_encryption_is_asked_for_with_obstores_names() -> None:
+    with serving(lambda asked: asked.say(200, ETag='"x"')) as server:
+        options: dict[str, Any] = {
+            "aws_server_side_encryption": "aws:kms",
+            "sse_kms_key_id": "of-the-team",
+        }
+        store = store_at(server.endpoint, **options)
+        await store.put(KEY, b"x")
+        await store.close()
+    ((_, headers),) = server.asked
+    assert headers["x-amz-server-side-encryption"] == "aws:kms"
+    assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "of-the-team"
+
+
+async def test_what_obstore_refuses_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="storage_options: obstore cannot use them") as caught:
+        store_at("http://127.0.0.1:9", server_side_encryption="nonsense")
+    assert "hidden" not in str(caught.value)
+
+
 async def test_a_real_server_tells_what_is_wrong(seaweedfs: Bucket) -> None:
     good = open_store(seaweedfs.config(), "options")
     await probe(good, write=True)
@@ -346,6 +373,19 @@ async def test_credentials_of_the_environment_open_a_real_server(
     store = open_store(config, "options")
     await probe(store, write=True)
     await store.close()
+
+
+async def test_obstores_names_and_s3fs_names_meet_in_the_same_objects(seaweedfs: Bucket) -> None:
+    config = seaweedfs.config()
+    own = {str(S3.read_as(name)): value for name, value in flat(config.storage_options).items()}
+    assert own.keys() >= {"access_key_id", "secret_access_key", "endpoint"}
+    renamed = StoreConfig(url=config.url, storage_options=own)
+    assert renamed.store_id() == config.store_id()
+    one, other = open_store(config, "options"), open_store(renamed, "options")
+    await one.put(KEY, b"x")
+    assert await read(other, KEY, LIMIT) == memoryview(b"x")
+    await one.close()
+    await other.close()
 
 
 async def test_both_roads_meet_in_the_same_objects(seaweedfs: Bucket) -> None:

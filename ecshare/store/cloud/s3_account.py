@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWS's search for credentials, region and endpoint: environment, profile files, single sign-on,
+roles, the instance.
+
+botocore does it, because obstore supports neither profiles nor single sign-on, and the provider in
+`obstore.auth` needs all of boto3.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ecshare.store.accounts import ignores_s3_endpoints, s3_endpoint
+from ecshare.store.errors import ConfigError
+
+Credentials = Callable[[], dict[str, Any]]
+
+_TTL = timedelta(minutes=10)  # botocore renews its own; this is how often we ask it
+
+
+def static(**credentials: str | None) -> Credentials:
+    """Return a provider of `credentials`. Of plain options the environment could replace some."""
+    return lambda: {**credentials, "expires_at": None}
+
+
+@dataclass(frozen=True)
+class S3Account:
+    """For whom S3 is asked, and what the environment and the profile say of where."""
+
+    credentials: Credentials | None = field(default=None, repr=False)
+    region: str = ""
+    endpoint: str = field(default_factory=s3_endpoint)
+    ignores_endpoints: bool = field(default_factory=ignores_s3_endpoints)
+    """Whether no endpoint counts but the one in the options."""
+
+
+def searched(profile: str | None, path: str) -> S3Account:
+    """Return what botocore finds. Without botocore obstore searches by itself.
+
+    Raises:
+        ConfigError: it finds nothing, or the profile cannot be used.
+    """
+    try:
+        from botocore.exceptions import BotoCoreError
+        from botocore.session import Session
+    except ImportError:
+        if profile:
+            raise ConfigError(
+                f"{path}.storage_options.profile: needs botocore: "
+                "pip install botocore (ecshare's extra [s3])"
+            ) from None
+        return S3Account()
+    try:
+        session = Session(profile=profile)
+        found = session.get_credentials()
+        region = str(session.get_config_variable("region") or "")
+        ignores = bool(session.get_config_variable("ignore_configured_endpoint_urls"))
+        # The environment comes before the profile's file.
+        endpoint = "" if ignores else s3_endpoint() or _of_profile(session, path)
+    except BotoCoreError as exc:
+        raise ConfigError(f"{path}.storage_options: no S3 credentials: {exc}") from exc
+    if found is None:
+        raise ConfigError(
+            f"{path}.storage_options: no S3 credentials; set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or give key and secret here, or a profile, or anon"
+        )
+
+    def provide() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + _TTL,
+        }
+
+    return S3Account(provide, region, endpoint, ignores)
+
+
+def _of_profile(session: Any, path: str) -> str:
+    """Return the endpoint that the profile in AWS's configuration gives for S3, or for everything.
+
+    Raises:
+        ConfigError: the profile names a section that does not exist.
+    """
+    profile = session.get_scoped_config()
+    name = profile.get("services")
+    sections = session.full_config.get("services", {})
+    if name is not None and name not in sections:
+        raise ConfigError(
+            f"{path}.storage_options: the profile in AWS's configuration has services = {name}, "
+            f"and there is no section [services {name}]"
+        )
+    of_s3 = sections.get(name, {}).get("s3", {})
+    in_section = of_s3.get("endpoint_url") if isinstance(of_s3, Mapping) else None
+    return str(in_section or profile.get("endpoint_url") or "")
