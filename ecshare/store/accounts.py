@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-GROUPS = ("client_kwargs", "config_kwargs", "config_kwargs.s3")  # of s3fs: objects of options
+GROUPS = ("client_kwargs", "config_kwargs", "config_kwargs.s3")
+"""Options of s3fs that are objects of options."""
+S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Variables of the environment; the first one counts."""
 _HOST = re.compile(r"(?P<name>[a-z0-9]{3,24})\.(?:blob|dfs)\.(?P<suffix>[a-z0-9.-]+)")
 _PUBLIC = "core.windows.net"
 
 
 class Cloud(NamedTuple):
-    """The options of one cloud."""
+    """The options of one cloud. Names are separated by blanks."""
 
     name: Literal["s3", "azure", "gcs"]
     client: str
@@ -25,7 +28,7 @@ class Cloud(NamedTuple):
     """An expression: obstore's names may begin with it."""
     texts: str
     flags: str
-    """obstore's names, and a few of ours, separated by blanks."""
+    """obstore's names, and a few of ours."""
     aliases: Mapping[str, str]
     """Names of `client` for the same; a dot stands before what is inside of another option."""
 
@@ -36,10 +39,10 @@ class Cloud(NamedTuple):
             return self.aliases.get(name)
         return self.aliases.get(bare, bare)
 
-    def text(self, options: Mapping[str, Any], wanted: str) -> str:
-        """Return the text that `options` have under any name for `wanted`, "" if there is none."""
-        found = (value for name, value in flat(options).items() if self.read_as(name) == wanted)
-        return next((value for value in found if isinstance(value, str)), "")
+    def written(self, options: Mapping[str, Any]) -> dict[str, str]:
+        """Return the texts in `options` by the names in `texts`."""
+        texts = {n: text for n, text in flat(options).items() if isinstance(text, str)}
+        return {own: text for n, text in texts.items() if (own := self.read_as(n))}
 
 
 S3 = Cloud(
@@ -91,15 +94,6 @@ CLOUDS = {
 """By the protocol of a url."""
 
 
-class AzureAccount(NamedTuple):
-    """An account, and where its blobs are served."""
-
-    name: str
-    """"": nobody says which."""
-    endpoint: str
-    """"": Azure's own, `https://<name>.blob.core.windows.net`."""
-
-
 def flat(options: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return all options that are not None; those inside of another option have names with dots."""
     found: dict[str, Any] = {}
@@ -117,37 +111,42 @@ def from_environment(*names: str) -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
-def azure_account(url: str, options: Mapping[str, Any]) -> AzureAccount:
-    """The account of `url`: written there, in the options, or in the environment; in this order."""
-    host = account_in_url(url)
-    fields = connection_fields(url, options)
+def azure_account(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the account of `url`, and where its blobs are served; "": Azure's own.
+
+    The url counts most for the name, the options for the endpoint, the environment least.
+    """
+    written, fields = AZURE.written(options), connection_fields(url, options)
+    name, host_endpoint = account_in_url(url) or ("", "")
     name = (
-        (host.name if host else "")
-        or AZURE.text(options, "account_name")
-        or fields.get("accountname", "")
+        name
+        or written.get("account_name")
+        or fields.get("accountname")
         or from_environment("AZURE_STORAGE_ACCOUNT_NAME")
     )
-    own_host = AZURE.text(options, "account_host")
+    own_host = written.get("account_host")
+    protocol = fields.get("defaultendpointsprotocol", "https")
+    suffix = fields.get("endpointsuffix", _PUBLIC)
+    is_public = (protocol, suffix) == ("https", _PUBLIC)
     endpoint = (
-        AZURE.text(options, "endpoint")
-        or (f"https://{own_host}" if own_host else "")
-        or fields.get("blobendpoint", "")
-        or (host.endpoint if host else "")
-        or _of_parts(name, fields)
+        written.get("endpoint")
+        or (own_host and f"https://{own_host}")
+        or fields.get("blobendpoint")
+        or host_endpoint
+        or (not is_public and f"{protocol}://{name}.blob.{suffix}")
         or from_environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     )
-    return AzureAccount(name, endpoint.rstrip("/"))
+    return name, endpoint.rstrip("/")
 
 
-def account_in_url(url: str) -> AzureAccount | None:
-    """The account in `abfs://container@account.dfs.core.windows.net/path`; None: none is there."""
+def account_in_url(url: str) -> tuple[str, str] | None:
+    """As `azure_account`, for `abfs://container@account.dfs.core.windows.net/path` alone."""
     _, at, host = url.partition("://")[2].partition("/")[0].rpartition("@")
     found = _HOST.fullmatch(host) if at else None
     if found is None:
         return None
-    public = found["suffix"] == _PUBLIC
-    endpoint = "" if public else f"https://{found['name']}.blob.{found['suffix']}"
-    return AzureAccount(found["name"], endpoint)
+    name, suffix = found.groups()
+    return name, "" if suffix == _PUBLIC else f"https://{name}.blob.{suffix}"
 
 
 def connection_fields(url: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -155,35 +154,23 @@ def connection_fields(url: str, options: Mapping[str, Any]) -> dict[str, str]:
 
     The environment's counts only where neither the url nor an option names an account.
     """
-    text = AZURE.text(options, "connection_string")
-    if not text and not AZURE.text(options, "account_name") and account_in_url(url) is None:
+    written = AZURE.written(options)
+    text = written.get("connection_string", "")
+    if not text and not written.get("account_name") and account_in_url(url) is None:
         text = from_environment("AZURE_STORAGE_CONNECTION_STRING")
     fields = (field.partition("=") for field in text.split(";") if field.strip())
     return {name.strip().lower(): value.strip() for name, _, value in fields}
 
 
-def ignores_s3_endpoints() -> bool:
-    """Whether no endpoint counts but the one in the options: AWS's tools heed this, too."""
-    return os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
-
-
 def s3_endpoint() -> str:
     """Where the environment says that S3 is served; "": it says nothing, or is not to be heeded."""
-    if ignores_s3_endpoints():
-        return ""
-    return from_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    is_ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    return "" if is_ignored else from_environment(*S3_ENDPOINTS)
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str:
     """Where Google's API is served instead, or "": an option, or an emulator in the environment."""
-    endpoint = GCS.text(options, "base_url") or from_environment("STORAGE_EMULATOR_HOST")
+    endpoint = GCS.written(options).get("base_url") or from_environment("STORAGE_EMULATOR_HOST")
     if not endpoint or endpoint == "default":
         return ""
     return endpoint if "://" in endpoint else f"http://{endpoint}"
-
-
-def _of_parts(name: str, fields: Mapping[str, str]) -> str:
-    """The endpoint that a connection string names by its parts."""
-    protocol = fields.get("defaultendpointsprotocol", "https")
-    suffix = fields.get("endpointsuffix", _PUBLIC)
-    return "" if (protocol, suffix) == ("https", _PUBLIC) else f"{protocol}://{name}.blob.{suffix}"

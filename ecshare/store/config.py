@@ -108,7 +108,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def endpoint_url(self) -> str:
         """The endpoint from the options or the environment; "": the client's default."""
-        return S3.text(self.storage_options, "endpoint") or s3_endpoint()
+        return S3.written(self.storage_options).get("endpoint") or s3_endpoint()
 
     def store_id(self) -> str:
         """Return 16 hex digits that identify the store by url and endpoint, without credentials.
@@ -119,8 +119,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         place = self.url.removeprefix("file://").rstrip("/")
         cloud = CLOUDS.get(self.url.partition("://")[0])
         if cloud is AZURE:
-            account = azure_account(self.url, self.storage_options)
-            return _digest(f"{account.endpoint}\n{account.name}\n{place}")
+            name, endpoint = azure_account(self.url, self.storage_options)
+            return _digest(f"{endpoint}\n{name}\n{place}")
         if cloud is GCS:
             return _digest(f"{gcs_endpoint(self.storage_options)}\n{place}")
         return _digest(f"{self.endpoint_url}\n{place}")

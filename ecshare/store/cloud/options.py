@@ -5,6 +5,7 @@ They have obstore's names, or those of fsspec's clients for the same. If an opti
 counterpart in obstore, the url is opened by fsspec, and the log names the option.
 """
 
+import contextlib
 import difflib
 import ipaddress
 import os
@@ -12,20 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ecshare.store.accounts import (
-    CLOUDS,
-    GROUPS,
-    Cloud,
-    account_in_url,
-    azure_account,
-    connection_fields,
-    flat,
-    from_environment,
-    gcs_endpoint,
-)
+from ecshare.store import accounts
+from ecshare.store.accounts import CLOUDS, Cloud, from_environment, s3_endpoint
 from ecshare.store.cloud.s3_account import Credentials, S3Account, searched, static
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
@@ -43,7 +35,7 @@ _BUCKETS = {
 # obstore percent-encodes other characters, fsspec does not: two engines would not meet.
 _PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
 _LIKELY_MISSPELT = 0.75
-_LONGEST_FILE = 4 << 20
+_MOST_CERTIFICATES = 4 << 20
 # From an option of Azure to obstore's type of credentials: the first one that is given counts.
 _AZURE_CREDENTIALS = {
     "account_key": "access_key",
@@ -58,7 +50,7 @@ _AZURE_CREDENTIALS = {
 class CloudPlan:
     """All that obstore needs to open a bucket."""
 
-    cloud: Cloud
+    cloud: Literal["s3", "azure", "gcs"]
     bucket: str
     """Azure calls it a container."""
     prefix: str
@@ -97,7 +89,7 @@ def plan(config: StoreConfig, path: str) -> CloudPlan | str:
     client = {"allow_http": endpoint.startswith("http://")}
     if cloud.name == "s3":
         client |= _certificates(options)
-    return CloudPlan(cloud, bucket, prefix, settings, client, credentials)
+    return CloudPlan(cloud.name, bucket, prefix, settings, client, credentials)
 
 
 class _Options:
@@ -114,13 +106,13 @@ class _Options:
         self._written: dict[str, str] = {}
         self.client_only = ""
         """An option that is not obstore's."""
-        for name, value in flat(self.raw).items():
+        for name, value in accounts.flat(self.raw).items():
             self._take(cloud, name, value)
 
     def _take(self, cloud: Cloud, name: str, value: Any) -> None:
         where, own = f"{self.path}.storage_options.{name}", cloud.read_as(name)
         if own is None:
-            if name in GROUPS:
+            if name in accounts.GROUPS:
                 raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
             known = [*cloud.texts.split(), *cloud.flags.split(), *cloud.aliases]
             near = difflib.get_close_matches(name.lower(), known, 1, _LIKELY_MISSPELT)
@@ -151,7 +143,7 @@ class _Options:
 def _bucket_and_prefix(url: str, cloud: Cloud, option: str) -> tuple[str, str]:
     bucket, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
-    if cloud.name == "azure" and account_in_url(url):
+    if cloud.name == "azure" and accounts.account_in_url(url):
         bucket = bucket.partition("@")[0]
     pattern, example = _BUCKETS[cloud.name]
     if not pattern.fullmatch(bucket):
@@ -164,20 +156,22 @@ def _bucket_and_prefix(url: str, cloud: Cloud, option: str) -> tuple[str, str]:
 
 
 def _s3(options: _Options, bucket: str) -> _Parts:
-    account = _s3_account(options)
+    credentials, region, endpoint = _s3_account(options)
     option = options.where("endpoint", "endpoint_url")
-    url = _checked(options.found.get("endpoint") or account.endpoint, option)
-    region = options.found.get("region") or account.region
+    url = _checked(options.found.get("endpoint", endpoint), option)
     region = region or from_environment("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
-    own, style = (
-        options.found.get("virtual_hosted_style_request"),
-        options.found.get("addressing_style", "auto"),
-    )
+    region = options.found.get("region", region)
+    style = options.found.get("addressing_style", "auto")
+    if style not in ("auto", "path", "virtual"):
+        raise ConfigError(f"{options.where('addressing_style')}: write auto, path or virtual")
     # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
     virtual = style == "virtual" or (style == "auto" and not url and "." not in bucket)
+    own = options.found.get("virtual_hosted_style_request")
     virtual = virtual if own is None else own
-    # What is not given, obstore itself looks up in the environment.
-    asked = url or (f"https://s3.{region}.amazonaws.com" if account.ignores_endpoints else "")
+    # What is not given, obstore itself looks up in the environment: what is ignored there, too.
+    asked = url or (
+        from_environment(*accounts.S3_ENDPOINTS) and f"https://s3.{region}.amazonaws.com"
+    )
     if virtual and not (own and f"://{bucket}." in asked):  # obstore's users put the bucket there
         asked = asked.replace("://", f"://{bucket}.", 1)
     settings = {
@@ -192,28 +186,22 @@ def _s3(options: _Options, bucket: str) -> _Parts:
             "sse_kms_key_id"
         ),
     }
-    return url, settings, account.credentials
+    return url, settings, credentials
 
 
 def _s3_account(options: _Options) -> S3Account:
-    """Return nobody, the keys in the options, or what AWS's search finds.
-
-    Raises:
-        ConfigError: half of a pair is missing, or nothing is found.
-    """
+    """Return nobody, the keys in the options, or what AWS's search finds."""
     if options.found.get("skip_signature"):
-        return S3Account()
+        return None, "", s3_endpoint()
     key, secret = options.found.get("access_key_id"), options.found.get("secret_access_key")
     if not key and not secret:
         return searched(options.found.get("profile"), options.path)
     if not key or not secret:
         missing = options.where("secret" if key else "key")
         raise ConfigError(f"{missing}: missing; key and secret come together")
-    return S3Account(
-        static(
-            access_key_id=key, secret_access_key=secret, token=options.found.get("session_token")
-        )
-    )
+    token = options.found.get("session_token")
+    keys = static(access_key_id=key, secret_access_key=secret, token=token)
+    return keys, "", s3_endpoint()
 
 
 def _is_safe(url: str) -> bool:
@@ -231,25 +219,29 @@ def _certificates(options: _Options) -> dict[str, Any]:
         verify, option = from_environment("AWS_CA_BUNDLE") or True, "AWS_CA_BUNDLE"
     if isinstance(verify, bool):
         return {} if verify else {"allow_invalid_certificates": True}
-    certificates = _content(verify, option, "certificates")
-    if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise ConfigError(f"{option}: {verify!r} holds no certificate in PEM")
-    return {"root_certificate": certificates}
+    content = b""
+    with contextlib.suppress(OSError, ValueError):
+        if Path(verify).is_file():  # to open a pipe would wait for its writer
+            with Path(verify).open("rb") as file:
+                content = file.read(_MOST_CERTIFICATES + 1)
+    if len(content) > _MOST_CERTIFICATES or b"-----BEGIN CERTIFICATE-----" not in content:
+        raise ConfigError(
+            f"{option}: no certificates can be read from {verify!r}; name a file in PEM, with at "
+            f"most {_MOST_CERTIFICATES:,} bytes"
+        )
+    return {"root_certificate": content}
 
 
 def _azure(options: _Options, _: str) -> _Parts:
-    fields = connection_fields(options.url, options.raw)
-    account = azure_account(options.url, options.raw)
-    option = options.where("account_name")
-    if not account.name:
+    fields = accounts.connection_fields(options.url, options.raw)
+    account, endpoint = accounts.azure_account(options.url, options.raw)
+    where = options.where("account_name")
+    if not account:
         raise ConfigError(
-            f"{option}: missing; give it, or a connection_string, or write {_ACCOUNT_IN_URL}"
+            f"{where}: missing; give it, or a connection_string, or write {_ACCOUNT_IN_URL}"
         )
-    for name in (options.found.get("account_name"), fields.get("accountname")):
-        if name and name != account.name:
-            raise ConfigError(
-                f"{option}: the accounts {name!r} and {account.name!r} are both named; keep one"
-            )
+    if names := {options.found.get("account_name"), fields.get("accountname")} - {account, None}:
+        raise ConfigError(f"{where}: {names.pop()!r} and {account!r} are both named; keep one")
     given = options.those(
         "account_key authority_host client_id client_secret federated_token_file msi_resource_id "
         "object_id sas_key tenant_id token use_azure_cli"
@@ -260,10 +252,9 @@ def _azure(options: _Options, _: str) -> _Parts:
     if "sas_key" in given:
         given["sas_key"] = given["sas_key"].removeprefix("?")
     kind = next((kind for name, kind in _AZURE_CREDENTIALS.items() if name in given), None)
-    option = options.where("endpoint", "account_host", "connection_string")
-    endpoint = _checked(account.endpoint, option)
+    endpoint = _checked(endpoint, options.where("endpoint", "account_host", "connection_string"))
     settings = {
-        "account_name": account.name,
+        "account_name": account,
         "skip_signature": options.found.get("skip_signature", False) and kind is None,
         # Or the environment could send us to an emulator, whatever the options say.
         "use_emulator": False,
@@ -275,17 +266,24 @@ def _azure(options: _Options, _: str) -> _Parts:
 
 
 def _gcs(options: _Options, _: str) -> _Parts | str:
-    endpoint = _checked(gcs_endpoint(options.raw), options.where("base_url", "endpoint_url"))
-    given: dict[str, Any] | str = options.those(
+    endpoint = accounts.gcs_endpoint(options.raw)
+    endpoint = _checked(endpoint, options.where("base_url", "endpoint_url"))
+    given = options.those(
         "application_credentials bearer_token service_account service_account_key skip_signature"
     )
     token = options.found.get("token", "google_default")
+    if token in ("browser", "cache", "cloud"):
+        return f"only gcsfs knows the token {token!r}"
     if token != "google_default":
         if given:
             raise ConfigError(f"{options.where('token')}: contradicts {min(given)}; leave one out")
-        given = _meant_by(token, options.where("token"))
-    if isinstance(given, str):
-        return given
+        # What looks like a file is not sent away as a secret because it is misspelt.
+        is_file = token.startswith("/") or token.endswith(".json") or os.path.exists(token)  # noqa: PTH110
+        # A file's text is what env:NAME and file:/path give.
+        key = "service_account_key" if token.lstrip().startswith("{") else "bearer_token"
+        given = {"service_account" if is_file else key: token}
+        if token == "anon":
+            given = {"skip_signature": True}
     anonymous, bearer = given.get("skip_signature", False), given.pop("bearer_token", "")
     settings = {
         "skip_signature": anonymous,
@@ -296,29 +294,8 @@ def _gcs(options: _Options, _: str) -> _Parts | str:
     return endpoint, settings, static(token=bearer) if bearer or anonymous else None
 
 
-def _meant_by(token: str, option: str) -> dict[str, Any] | str:
-    """Return obstore's option for `token`, which gcsfs understands, or why only gcsfs does."""
-    if token == "anon":
-        return {"skip_signature": True}
-    if token in ("browser", "cache", "cloud"):
-        return f"only gcsfs knows the token {token!r}"
-    # What looks like a file is not sent away as a secret because it is misspelt.
-    is_file = token.startswith("/") or token.endswith(".json") or os.path.exists(token)  # noqa: PTH110
-    if not is_file and not token.lstrip().startswith("{"):
-        return {"bearer_token": token}
-    # A file's text is what env:NAME and file:/path give.
-    text = _content(token, option, "credentials") if is_file else token.encode()
-    if b'"service_account"' not in text:
-        return "only gcsfs knows tokens of other types than service_account"
-    return {"service_account" if is_file else "service_account_key": token}
-
-
 def _checked(endpoint: str, option: str) -> str:
-    """Return `endpoint` without a slash at its end.
-
-    Raises:
-        ConfigError: it is not an http or https url; names `option`.
-    """
+    """Return `endpoint`, an http or https url that `option` names, without a slash at its end."""
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -330,22 +307,3 @@ def _checked(endpoint: str, option: str) -> str:
             f"{option}: {shown!r} is no endpoint; write https://host or http://host:port"
         )
     return endpoint.rstrip("/")
-
-
-def _content(file: str, option: str, what: str) -> bytes:
-    """Read `file`, which must hold `what`.
-
-    Raises:
-        ConfigError: it cannot be read, or is larger than 4 MiB.
-    """
-    reason = "no such file"
-    try:
-        if Path(file).is_file():  # to open a pipe would wait for its writer
-            with Path(file).open("rb") as opened:
-                content = opened.read(_LONGEST_FILE + 1)
-            if len(content) <= _LONGEST_FILE:
-                return content
-            reason = "larger than 4 MiB"
-    except (OSError, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or "no name of a file"
-    raise ConfigError(f"{option}: no {what} can be read from that file ({reason})")

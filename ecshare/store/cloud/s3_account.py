@@ -7,14 +7,15 @@ botocore does it, because obstore supports neither profiles nor single sign-on, 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ecshare.store.accounts import ignores_s3_endpoints, s3_endpoint
+from ecshare.store.accounts import s3_endpoint
 from ecshare.store.errors import ConfigError
 
 Credentials = Callable[[], dict[str, Any]]
+S3Account = tuple[Credentials | None, str, str]
+"""For whom S3 is asked, in which region, and where; "": neither environment nor profile say it."""
 
 _TTL = timedelta(minutes=10)  # botocore renews its own; this is how often we ask it
 
@@ -22,17 +23,6 @@ _TTL = timedelta(minutes=10)  # botocore renews its own; this is how often we as
 def static(**credentials: str | None) -> Credentials:
     """Return a provider of `credentials`. Of plain options the environment could replace some."""
     return lambda: {**credentials, "expires_at": None}
-
-
-@dataclass(frozen=True)
-class S3Account:
-    """For whom S3 is asked, and what the environment and the profile say of where."""
-
-    credentials: Credentials | None = field(default=None, repr=False)
-    region: str = ""
-    endpoint: str = field(default_factory=s3_endpoint)
-    ignores_endpoints: bool = field(default_factory=ignores_s3_endpoints)
-    """Whether no endpoint counts but the one in the options."""
 
 
 def searched(profile: str | None, path: str) -> S3Account:
@@ -50,7 +40,7 @@ def searched(profile: str | None, path: str) -> S3Account:
                 f"{path}.storage_options.profile: needs botocore: "
                 "pip install botocore (ecshare's extra [s3])"
             ) from None
-        return S3Account()
+        return None, "", s3_endpoint()
     try:
         session = Session(profile=profile)
         found = session.get_credentials()
@@ -75,7 +65,7 @@ def searched(profile: str | None, path: str) -> S3Account:
             "expires_at": datetime.now(UTC) + _TTL,
         }
 
-    return S3Account(provide, region, endpoint, ignores)
+    return provide, region, endpoint
 
 
 def _of_profile(session: Any, path: str) -> str:

@@ -99,7 +99,7 @@ def open_cloud(
         ConfigError: obstore cannot use the options or the environment.
     """
     try:
-        if plan.cloud.name == "s3":
+        if plan.cloud == "s3":
             plain = _open(plan, io_timeout_s, disable_bulk_delete=True)
             checked = _open(plan, io_timeout_s, checksum_algorithm="crc64nvme")
         else:
@@ -122,7 +122,7 @@ def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
     }
     config: Any = {**plan.config, **extra}
     credentials: Any = plan.credentials
-    return _KINDS[plan.cloud.name](
+    return _KINDS[plan.cloud](
         plan.bucket,
         prefix=plan.prefix or None,
         config=config,

@@ -187,7 +187,7 @@ def test_what_only_adlfs_knows_takes_the_other_road(options: dict[str, Any], rea
         (
             "abfs://container@other.dfs.core.windows.net/x",
             NAMED,
-            "storage_options.account_name: the accounts 'account' and 'other' are both named",
+            "storage_options.account_name: 'account' and 'other' are both named",
         ),
     ],
 )

@@ -270,7 +270,7 @@ def test_certificates_come_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert planned(**KEYS).client["root_certificate"] == pem
     with (tmp_path / "ca.pem").open("ab") as file:
         file.truncate(5 << 20)
-    assert refusal(**KEYS).endswith("(larger than 4 MiB)")
+    assert refusal(**KEYS).endswith("at most 4,194,304 bytes")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
     assert refusal(**KEYS).startswith("AWS_CA_BUNDLE: no certificates")
 
@@ -313,11 +313,15 @@ def test_a_prefix_that_obstore_would_write_otherwise_takes_the_other_road() -> N
         ({"client_kwargs": "x"}, ".client_kwargs: expected an object, got str"),
         ({"client_kwargs": {"region_name": 1}}, ".client_kwargs.region_name: expected a string"),
         ({"config_kwargs": {"s3": 1}}, ".config_kwargs.s3: expected an object, got int"),
+        (
+            {"config_kwargs": {"s3": {"addressing_style": "x"}}},
+            ".config_kwargs.s3.addressing_style: w",
+        ),
         ({"endpoint_url": "minio:9000"}, ".endpoint_url: 'minio:9000' is no endpoint"),
         ({"endpoint_url": "ftp://minio"}, ".endpoint_url: 'ftp://minio' is no endpoint"),
         ({"client_kwargs": {"verify": "/nowhere"}}, ".client_kwargs.verify: no certificates"),
         ({"client_kwargs": {"verify": "/dev/zero"}}, ".client_kwargs.verify: no certificates"),
-        ({"verify": "a\0b"}, ".verify: no certificates can be read from that file"),
+        ({"verify": "a\0b"}, ".verify: no certificates can be read from 'a"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], sentence: str) -> None:
