@@ -117,8 +117,8 @@ def test_the_bare_package_examines_a_folder(bare: Empty, tmp_path: Path) -> None
         ("s3://bucket/x", {}, "obstore: pip install obstore botocore (ecshare's extra [s3])"),
         (
             "s3://bucket/x",
-            {"session_vars": {}},
-            "obstore has no option session_vars; that needs s3fs: pip install s3fs "
+            {"s3_additional_kwargs": {}},
+            "obstore has no option s3_additional_kwargs; that needs s3fs: pip install s3fs "
             "(ecshare's extra [s3fs])",
         ),
         ("gs://bucket/x", {}, "obstore: pip install obstore (ecshare's extra [gcs])"),

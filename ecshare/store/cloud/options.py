@@ -240,7 +240,11 @@ def _azure(options: _Options, _: str) -> _Parts:
         raise ConfigError(
             f"{where}: missing; give it, or a connection_string, or write {_ACCOUNT_IN_URL}"
         )
-    if names := {options.found.get("account_name"), fields.get("accountname")} - {account, None}:
+    if names := {options.found.get("account_name"), fields.get("accountname")} - {
+        account,
+        None,
+        "",
+    }:
         raise ConfigError(f"{where}: {names.pop()!r} and {account!r} are both named; keep one")
     given = options.those(
         "account_key authority_host client_id client_secret federated_token_file msi_resource_id "
@@ -266,8 +270,8 @@ def _azure(options: _Options, _: str) -> _Parts:
 
 
 def _gcs(options: _Options, _: str) -> _Parts | str:
-    endpoint = accounts.gcs_endpoint(options.raw)
-    endpoint = _checked(endpoint, options.where("base_url", "endpoint_url"))
+    endpoint, option = accounts.gcs_endpoint(options.raw), options.where("base_url", "endpoint_url")
+    endpoint = _checked(endpoint, option)
     given = options.those(
         "application_credentials bearer_token service_account service_account_key skip_signature"
     )
@@ -277,13 +281,7 @@ def _gcs(options: _Options, _: str) -> _Parts | str:
     if token != "google_default":
         if given:
             raise ConfigError(f"{options.where('token')}: contradicts {min(given)}; leave one out")
-        # What looks like a file is not sent away as a secret because it is misspelt.
-        is_file = token.startswith("/") or token.endswith(".json") or os.path.exists(token)  # noqa: PTH110
-        # A file's text is what env:NAME and file:/path give.
-        key = "service_account_key" if token.lstrip().startswith("{") else "bearer_token"
-        given = {"service_account" if is_file else key: token}
-        if token == "anon":
-            given = {"skip_signature": True}
+        given = _meant_by(token)
     anonymous, bearer = given.get("skip_signature", False), given.pop("bearer_token", "")
     settings = {
         "skip_signature": anonymous,
@@ -292,6 +290,17 @@ def _gcs(options: _Options, _: str) -> _Parts | str:
     }
     # A provider for nobody, too: without one obstore asks the machine before each write.
     return endpoint, settings, static(token=bearer) if bearer or anonymous else None
+
+
+def _meant_by(token: str) -> dict[str, Any]:
+    """Return obstore's option for a `token` as gcsfs understands it."""
+    if token == "anon":
+        return {"skip_signature": True}
+    # What looks like a file is not sent away as a secret because it is misspelt.
+    if token.startswith("/") or token.endswith(".json") or os.path.exists(token):  # noqa: PTH110
+        return {"service_account": token}
+    # The text of such a file is what env:NAME and file:/path give.
+    return {"service_account_key" if token.lstrip().startswith("{") else "bearer_token": token}
 
 
 def _checked(endpoint: str, option: str) -> str:

@@ -69,14 +69,9 @@ def searched(profile: str | None, path: str) -> S3Account:
 
 
 def _of_profile(session: Any, path: str) -> str:
-    """Return the endpoint that the profile in AWS's configuration gives for S3, or for everything.
-
-    Raises:
-        ConfigError: the profile names a section that does not exist.
-    """
-    profile = session.get_scoped_config()
+    """Return the endpoint that the profile in AWS's configuration gives for S3, or for all."""
+    profile, sections = session.get_scoped_config(), session.full_config.get("services", {})
     name = profile.get("services")
-    sections = session.full_config.get("services", {})
     if name is not None and name not in sections:
         raise ConfigError(
             f"{path}.storage_options: the profile in AWS's configuration has services = {name}, "

@@ -23,17 +23,15 @@ def wrong_region(config: StoreConfig) -> str:
 
     Blocks, for some seconds at most.
     """
-    if config.url.partition("://")[0] not in ("s3", "s3a"):
-        return ""
     try:
-        found = plan(config, "options")
-        told = _told(found) if isinstance(found, CloudPlan) else ""
-    except (ConfigError, OSError, ValueError, http.client.HTTPException):
+        s3 = plan(config, "options")
+        told = _told(s3) if isinstance(s3, CloudPlan) and s3.cloud == "s3" else ""
+    except (ConfigError, LookupError, OSError, ValueError, http.client.HTTPException):
         return ""
-    if not isinstance(found, CloudPlan) or told in ("", found.config["region"]):
+    if not isinstance(s3, CloudPlan) or told in ("", s3.config["region"]):
         return ""
     return (
-        f"S3 says that the bucket is in the region {told}, and {found.config['region']} was asked; "
+        f"S3 says that the bucket is in the region {told}, and {s3.config['region']} was asked; "
         "set AWS_REGION, or storage_options.region"
     )
 
