@@ -84,7 +84,7 @@ GCS = Cloud(
     texts="application_credentials base_url bearer_token project service_account "
     "service_account_key token",
     flags="skip_signature",
-    aliases={"endpoint_url": "base_url"},
+    aliases={"endpoint_url": "base_url", "anon": "skip_signature"},
 )
 CLOUDS = {
     **dict.fromkeys(("s3", "s3a"), S3),

@@ -43,6 +43,9 @@ _AZURE_CREDENTIALS = {
     "token": "bearer_token",
     "client_secret": "client_secret",
     "federated_token_file": "workload_identity",
+    "use_azure_cli": "azure_cli",
+    "msi_resource_id": "managed_identity",
+    "object_id": "managed_identity",
 }
 
 
@@ -255,7 +258,7 @@ def _azure(options: _Options, _: str) -> _Parts:
         given |= {name: fields[key] for name, key in in_text.items() if fields.get(key)}
     if "sas_key" in given:
         given["sas_key"] = given["sas_key"].removeprefix("?")
-    kind = next((kind for name, kind in _AZURE_CREDENTIALS.items() if name in given), None)
+    kind = next((kind for name, kind in _AZURE_CREDENTIALS.items() if given.get(name)), None)
     endpoint = _checked(endpoint, options.where("endpoint", "account_host", "connection_string"))
     settings = {
         "account_name": account,

@@ -82,6 +82,11 @@ def test_an_identity_is_handed_on() -> None:
     assert credentials(found) == {"token": "t", "credential_type": "bearer_token"}
     assert found.config["authority_host"] == "https://login.example"
     assert found.config["client_id"] == "c"
+    by_cli = planned(**NAMED, use_azure_cli=True)
+    assert credentials(by_cli) == {"credential_type": "azure_cli"}
+    by_machine = planned(**NAMED, object_id="o")
+    assert credentials(by_machine) == {"credential_type": "managed_identity"}
+    assert credentials(planned(**NAMED, use_azure_cli=False)) == {}
 
 
 @pytest.mark.parametrize(

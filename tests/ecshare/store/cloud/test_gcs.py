@@ -81,6 +81,7 @@ def test_obstores_names_say_the_same() -> None:
     assert bearer()["token"] == "hidden"
     assert planned(application_credentials="/x").config["application_credentials"] == "/x"
     anonymous = planned(skip_signature=True)
+    assert planned(anon=True).config == anonymous.config
     assert anonymous.config == planned(token="anon").config == {"skip_signature": True}
     assert anonymous.credentials is not None
 
