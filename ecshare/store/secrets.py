@@ -22,7 +22,7 @@ _SHORTEST_REPLACED = 4  # a shorter secret would take ordinary words out of a me
 
 _NAME = re.compile(
     r"key|secret|token|passw|passphrase|(?:^|[_-])pass(?:$|[_-])|pwd|credential|sas|auth|cookie"
-    r"|bearer|signature|headers?$|private|conn(?:ection)?_?str|(?:^|[_-])(?:dsn|sig|conn)$",
+    r"|bearer|signature|headers?$|private|service_account$|conn(?:ection)?_?str|(?:^|[_-])(?:dsn|sig|conn)$",
     re.IGNORECASE,
 )
 # What a secret's name may belong to that is none: where it lies, or how it is used.

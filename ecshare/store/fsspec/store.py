@@ -122,7 +122,7 @@ def _check_known(
     known = {"profile"}.union(*parameters) - {"self", "args", "kwargs", "storage_options"}
     for name in sorted(options.keys() - known):
         same = [alias for alias, own in cloud.aliases.items() if own == cloud.read_as(name)]
-        fix = f"write {same[0]}" if same else suggestion(name, [*known, *cloud.aliases])
+        fix = f"write {same[0]}" if same else suggestion(name, sorted({*known, *cloud.aliases}))
         raise ConfigError(
             f"{path}.storage_options.{name}: {cloud.client}, which opens this store, does not "
             f"know it; {fix}"

@@ -16,6 +16,7 @@ import heapq
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -44,6 +45,8 @@ class Evictor:
             ConfigError: the folder cannot be used; the message names `host_cache_dir`.
         """
         self.usage = usage
+        self._makes_room = threading.Lock()
+        """One thread of this process scans; the others find the room that it has made."""
         try:
             self._recount()
         except OSError as exc:
@@ -60,13 +63,16 @@ class Evictor:
         Raises:
             OSError: the folder cannot be used.
         """
-        while True:
-            made = None if free_bytes else self.usage.create(num_bytes)
-            if made is not None:
-                return made
-            if not self._make_room(num_bytes, free_bytes):
-                return None
-            free_bytes = 0  # others may have taken the room: try again
+        if not free_bytes and (made := self.usage.create(num_bytes)) is not None:
+            return made
+        with self._makes_room:
+            while True:
+                made = None if free_bytes else self.usage.create(num_bytes)
+                if made is not None:
+                    return made
+                if not self._make_room(num_bytes, free_bytes):
+                    return None
+                free_bytes = 0  # other processes may have taken the room: try again
 
     def _make_room(self, num_bytes: int, free_bytes: int) -> bool:
         """Remove the least recently used entries until there is room. False: there is none.
@@ -155,13 +161,18 @@ class Evictor:
         return None
 
     def files(self) -> "Iterator[_Found]":
-        """Yield all entries and temporary files.
+        """Yield all entries and temporary files, each once.
 
         Raises:
             OSError: the folder cannot be read.
         """
+        yielded: set[str] = set()
         with os.scandir(self.usage.root) as entries:
             for entry in entries:
+                # If an entry is removed meanwhile, Linux's tmpfs may list others again.
+                if entry.name in yielded:
+                    continue
+                yielded.add(entry.name)
                 is_temporary = entry.name.startswith(".")
                 if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
                     continue

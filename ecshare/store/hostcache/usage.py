@@ -70,6 +70,11 @@ class Usage:
                 if self._is_named(fd):
                     return fd
             except BlockingIOError:
+                pass
+            except OSError:
+                os.close(fd)
+                raise
+            try:
                 status = os.fstat(fd)
                 if seen != (status.st_ino, status.st_mtime_ns):  # another holder, or a live one
                     seen = status.st_ino, status.st_mtime_ns
@@ -77,10 +82,8 @@ class Usage:
                 elif time.monotonic() > until_s and self._is_named(fd):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(self._path)
-            except OSError:
-                os.close(fd)
-                raise
-            unlock_and_close(fd)
+            finally:
+                unlock_and_close(fd)
             time.sleep(_LOCK_PAUSE_S)
 
     def _is_named(self, fd: int) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ecshare.router.argument_types import key
 from ecshare.router.arguments import parse_arguments
 from ecshare.router.secret import Secret
 from tests.ecshare.router.fake_engine import STATUS_KEY, fleet
@@ -36,6 +37,11 @@ async def test_without_a_key_there_is_nothing_to_guess() -> None:
     async with fleet(status_key=None) as f:
         for key in (None, "", "None"):
             assert not (await f.health(key))[1].keys() & LOAD
+
+
+def test_key_from_the_environment_may_end_in_a_newline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_KEY", f"{KEY}\n")
+    assert key("env:OUR_KEY").matches(f"Bearer {KEY}")
 
 
 @pytest.mark.parametrize(

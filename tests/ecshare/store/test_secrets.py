@@ -144,6 +144,7 @@ def test_what_is_no_secret_earns_no_warning(
         *("pass", "passwd", "pwd", "password", "cookie", "token", "bearer", "signature", "headers"),
         *("authorization", "sas_url", "credential", "connection_string", "account_key", "private"),
         *("x-amz-security-token", "client_secret", "api_key", "auth", "user_pass", "conn", "dsn"),
+        "service_account",
     ],
 )
 def test_a_name_tells_a_secret(name: str) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from ecshare.store.hostcache import eviction, usage
 from ecshare.store.hostcache.cache import Entry, HostCache
+from ecshare.store.hostcache.usage import Usage
 from ecshare.store.keys import Key, Kind, object_key
 
 KIB = 1 << 10
@@ -445,6 +447,23 @@ def test_others_go_on_while_one_makes_room(
     put(cache, 9, 20 * KIB)
     assert {3, 9, *range(20, 29)} <= held(cache)
     assert tally(cache) == sum(path_of(cache, n).stat().st_size for n in held(cache)) <= 100 * KIB
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a file system in memory")
+def test_scan_counts_each_entry_once_though_others_are_removed_meanwhile() -> None:
+    """The listing of a folder in memory then begins again."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder).chmod(0o700)
+        keys = [object_key(Kind.EC, "0" * 32, str(n)).replace("/", "+") for n in range(2000)]
+        for name in keys:
+            Path(folder, name).touch()
+        files = eviction.Evictor(Usage(Path(folder), KIB)).files()
+        found = [next(files).name for _ in range(10)]
+        for name in keys[:1800]:
+            Path(folder, name).unlink()
+        found += [each.name for each in files]
+        assert set(found) >= set(keys[1800:])
+        assert len(found) == len(set(found))
 
 
 def test_a_tally_that_was_wrong_is_corrected_as_far_as_a_scan_can_know(
