@@ -21,6 +21,7 @@ import os
 import stat
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,6 +39,7 @@ from ecshare.store.hostcache.folder import (
     make_private,
     temporary_root,
 )
+from ecshare.store.hostcache.limits import declare_limit, declared_limits
 from ecshare.store.hostcache.single_flight import Claim, Claims
 from ecshare.store.hostcache.usage import Usage, unlock_and_close
 from ecshare.store.keys import Key
@@ -275,11 +277,25 @@ class HostCache:
         self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)
         self._claims = Claims(f"{root}/{_CLAIMS_NAME}")
+        declared = declare_limit(root, self.limit_bytes)
+        if declared is not None:
+            # Closed, not unlocked: a fork holds the same opening.
+            weakref.finalize(self, os.close, declared)
 
     @property
     def limit_bytes(self) -> int:
         """How many bytes the folder may hold."""
         return self._usage.limit_bytes
+
+    def other_limits(self) -> list[int]:
+        """Return what other processes of this host take for `limit_bytes`, if it is another number.
+
+        Least first. The smallest counts for all: each evicts down to its own.
+        """
+        with contextlib.suppress(OSError):
+            check_still_private(self.root)
+            return sorted(declared_limits(self.root) - {self.limit_bytes})
+        return []
 
     @property
     def floor_bytes(self) -> int:

@@ -5,9 +5,10 @@ The folder is scanned only when the usage counter says "full". The scan corrects
 entries are removed down to LOW_WATER of the limit, so that a full cache does not scan for every new
 entry. Only files with names of ours are counted or removed.
 
-A scan does not hold the counter's lock, so other processes add and remove entries meanwhile, and
-may scan too. The counter's second number limits how wrong the sum of the scan can be, and the scan
-corrects the counter no further. Entries are removed a few at a time, each time under the lock.
+A scan of very many entries takes seconds. It does not hold the counter's lock, so other processes
+add and remove entries meanwhile. The counter's second number limits how wrong the sum of the scan
+can be, and the scan corrects the counter no further. Entries are removed a few at a time, each time
+under the lock. One process does this for all, in a thread of its own.
 """
 
 import contextlib
@@ -17,14 +18,23 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
 from ecshare.store.errors import ConfigError
-from ecshare.store.hostcache.usage import Usage, unlock_and_close
+from ecshare.store.hostcache.usage import HostLock, Usage, unlock_and_close
 
 LOW_WATER = 0.9
+THREAD_NAME = "ecshare-evict"
+
+_TURN_NAME = ".evicting"
+# Whoever makes room touches its file all the time: without that for so long, it was stopped.
+TURN_WAIT_S = 2.0
+ROOM_WAIT_S = 0.25  # then others help themselves
+_ROOM_PAUSE_S = 0.005
 STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
 RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
@@ -45,14 +55,16 @@ class Evictor:
             ConfigError: the folder cannot be used; the message names `host_cache_dir`.
         """
         self.usage = usage
-        self._makes_room = threading.Lock()
-        """One thread of this process scans; the others find the room that it has made."""
+        root = usage.root
+        self._turn = HostLock(f"{root}/{_TURN_NAME}", TURN_WAIT_S)
         try:
-            self._recount()
+            turn = self._turn.attempt()
+            if turn is not None:  # else whoever has it counts
+                scan = _Scan(self, turn)
+                scan.run_if_short(partial(scan.recount, _forget))
         except OSError as exc:
             raise ConfigError(
-                f"host_cache_dir: {usage.root} cannot be used ({exc}); name another folder, or "
-                "empty it"
+                f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
             ) from exc
 
     def admit(self, num_bytes: int, free_bytes: int) -> tuple[str, int] | None:
@@ -63,53 +75,67 @@ class Evictor:
         Raises:
             OSError: the folder cannot be used.
         """
-        if not free_bytes and (made := self.usage.create(num_bytes)) is not None:
-            return made
-        with self._makes_room:
-            while True:
-                made = None if free_bytes else self.usage.create(num_bytes)
-                if made is not None:
-                    return made
-                if not self._make_room(num_bytes, free_bytes):
-                    return None
-                free_bytes = 0  # other processes may have taken the room: try again
+        patience = self._turn.watch()
+        waits_until_s = time.monotonic() + ROOM_WAIT_S
+        while True:
+            made = None if free_bytes else self.usage.create(num_bytes)
+            if made is not None:
+                return made
+            turn = self._turn.attempt()
+            if turn is None and patience.is_over():
+                turn = self._turn.take_over()
+            if turn is not None:
+                is_room = self._make_room(turn, num_bytes, free_bytes)
+                free_bytes = 0
+            elif time.monotonic() < waits_until_s or self._is_unknown():
+                is_room = True  # soon: somebody is making it, or counts
+                time.sleep(_ROOM_PAUSE_S)
+            else:
+                is_room = self._help_oneself(num_bytes, list(islice(self.files(), RUN_ENTRIES)))
+            if not is_room:
+                return None
 
-    def _make_room(self, num_bytes: int, free_bytes: int) -> bool:
+    def _is_unknown(self) -> bool:
+        with self.usage.counter() as counter:
+            return counter.read().used is None
+
+    def _make_room(self, turn: int, num_bytes: int, free_bytes: int) -> bool:
         """Remove the least recently used entries until there is room. False: there is none.
 
-        If any must be removed, remove them down to LOW_WATER. Pinned entries stay.
+        If any must be removed, remove them down to LOW_WATER. Pinned entries stay. With very many
+        entries a thread does this, and only what is needed now is removed at once. `turn`: its
+        file, which this closes.
         """
-        used, runs = self._recount()
+        scan = _Scan(self, turn)
+        work = partial(self._evict_oldest, scan, num_bytes, free_bytes)
+        used = scan.run_if_short(work, is_urgent=bool(free_bytes))
+        if used is None:
+            return self._help_oneself(num_bytes, scan.first)
+        return used + num_bytes <= self.usage.limit_bytes
+
+    def _evict_oldest(self, scan: "_Scan", num_bytes: int, free_bytes: int) -> int:
+        runs: list[list[_Found]] = []
+        used = scan.recount(runs.append)
         goal = self.usage.limit_bytes - num_bytes
         if free_bytes:
             goal = min(goal, used - free_bytes)
         if used > goal:
             goal = min(goal, int(self.usage.limit_bytes * LOW_WATER))
-        used = self._evict_in_steps(heapq.merge(*runs), used, goal)
-        return used + num_bytes <= self.usage.limit_bytes
+        return self.evict_in_steps(scan.living(heapq.merge(*runs)), used, goal)
 
-    def _recount(self) -> "tuple[int, list[list[_Found]]]":
-        """Remove files of dead writers and correct the counter.
+    def _help_oneself(self, num_bytes: int, some: "list[_Found]") -> bool:
+        """Remove the least recently used of `some`, at least a tenth of them, to make room.
 
-        Return the bytes in use, and the entries in lists of RUN_ENTRIES, each of them sorted.
-
-        Raises:
-            OSError: the folder or the counter cannot be used.
+        They are not the least recently used of all, but a scan of all takes seconds.
         """
         with self.usage.counter() as counter:
-            before = counter.read().turnover
-        files, total = self.files(), 0
-        temporary: list[_Found] = []
-        runs: list[list[_Found]] = []
-        while run := list(islice(files, RUN_ENTRIES)):
-            total += sum(each.num_bytes for each in run)
-            temporary += [each for each in run if each.is_temporary]
-            runs.append(sorted(each for each in run if not each.is_temporary))
-        with self.usage.counter() as counter:
-            used = counter.correct(total, before)
-        return self._evict_in_steps(temporary, used, 0), runs
+            used = counter.read().used or 0
+        share = (1 - LOW_WATER) * sum(each.num_bytes for each in some)
+        goal = min(self.usage.limit_bytes - num_bytes, used - int(share))
+        used = self.evict_in_steps(sorted(some), used, goal)
+        return used + num_bytes <= self.usage.limit_bytes
 
-    def _evict_in_steps(self, oldest_first: "Iterable[_Found]", used: int, goal: int) -> int:
+    def evict_in_steps(self, oldest_first: "Iterable[_Found]", used: int, goal: int) -> int:
         """Unlink these in order until `goal` bytes are in use. Return the bytes in use.
 
         `used`: the bytes in use before. Pinned entries stay.
@@ -182,6 +208,78 @@ class Evictor:
                     continue
                 if stat.S_ISREG(status.st_mode):
                     yield _Found(status.st_atime_ns, status.st_size, entry.name, is_temporary)
+
+
+class _Scan:
+    """One scan of a folder, by the process that has the turn. One thread at a time."""
+
+    def __init__(self, room: Evictor, turn: int) -> None:
+        """Read the first entries. `turn`: its file, open and locked, which this closes."""
+        self._room = room
+        self._turn = turn
+        try:
+            with room.usage.counter() as counter:
+                self._count_before = counter.read()
+            self._files = room.files()
+            self.first = list(islice(self._files, RUN_ENTRIES))
+        except OSError:
+            unlock_and_close(turn)
+            raise
+
+    def run_if_short(self, work: Callable[[], int], *, is_urgent: bool = False) -> int | None:
+        """Do `work`, release the turn and return the result. None: a thread does it.
+
+        A thread does it if there are very many entries, unless it `is_urgent`, or the number of
+        bytes in use is not known.
+        """
+        is_known = self._count_before.used is not None
+        if len(self.first) == RUN_ENTRIES and is_known and not is_urgent:
+            threading.Thread(
+                target=self._run_in_background, args=(work,), name=THREAD_NAME, daemon=True
+            ).start()
+            return None
+        return self._run(work)
+
+    def living(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
+        """Yield `entries`, and show those who wait for the turn that this process is running."""
+        for n, each in enumerate(entries):
+            if n % STEP_ENTRIES == 0:
+                os.utime(self._turn)
+            yield each
+
+    def recount(self, keep: Callable[[list["_Found"]], object]) -> int:
+        """Remove files of dead writers, correct the counter and return the bytes in use.
+
+        `keep` gets the entries, sorted, some thousands at a time.
+
+        Raises:
+            OSError: the folder or the counter cannot be used.
+        """
+        total, temporary, run = 0, [], self.first
+        while run:
+            total += sum(each.num_bytes for each in run)
+            temporary += [each for each in run if each.is_temporary]
+            keep(sorted(each for each in run if not each.is_temporary))
+            os.utime(self._turn)
+            run = list(islice(self._files, RUN_ENTRIES))
+        with self._room.usage.counter() as counter:
+            used = counter.correct(total, self._count_before.turnover)
+        return self._room.evict_in_steps(temporary, used, 0)
+
+    def _run(self, work: Callable[[], int]) -> int:
+        try:
+            return work()
+        finally:
+            unlock_and_close(self._turn)
+
+    def _run_in_background(self, work: Callable[[], int]) -> None:
+        # The folder may be gone by now; whoever needs room meets that, too.
+        with contextlib.suppress(OSError):
+            self._run(work)
+
+
+def _forget(run: "list[_Found]") -> None:
+    del run
 
 
 class _Found(NamedTuple):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of bytes in the host cache, common to all its processes, with its lock.
+"""The number of bytes in the host cache, common to all its processes, and the lock they share.
 
 The file `.used` contains the number of bytes in the folder. It is read and written under its own
 lock. A scan of the folder may miss what is added, renamed or removed meanwhile; the sum of the
 bytes of all these changes is a second number in the file.
 
-The lock is a `flock`, which ends with its holder in every case. But a holder may also be stopped,
-by a debugger, a frozen container or a dead disk. A process that has waited too long therefore
-removes the file; the next scan counts anew. The stopped process then holds the lock of a file that
+A HostLock is a `flock` on a small file. It ends with its holder in every case. But a holder may
+also be stopped, by a debugger, a frozen container or a dead disk. A process that has waited too
+long therefore replaces the file by a copy. The stopped process then holds the lock of a file that
 nobody opens any more. When it continues, it does one step at the same time as others.
 """
 
@@ -26,11 +26,11 @@ from ecshare.store.hostcache.folder import check_still_private
 
 _COUNTER = struct.Struct("<qq")
 _COUNTER_NAME = ".used"
-# A process that holds the counter for so long and writes nothing was stopped: it is held for a few
-# milliseconds.
+# A process that holds the counter for so long was stopped: it is held for a few milliseconds.
 COUNTER_WAIT_S = 1.0
 _MAX_TURNOVER = 1 << 62
 _LOCK_PAUSE_S = 0.0005
+_MOST_BYTES = 64
 
 
 class Usage:
@@ -43,7 +43,7 @@ class Usage:
         """Make nothing yet. `limit_bytes`: how many the folder may hold."""
         self.root = root
         self.limit_bytes = limit_bytes
-        self._path = f"{root}/{_COUNTER_NAME}"
+        self._lock = HostLock(f"{root}/{_COUNTER_NAME}", COUNTER_WAIT_S)
 
     @contextlib.contextmanager
     def counter(self) -> "Iterator[UsageCounter]":
@@ -52,45 +52,11 @@ class Usage:
         Raises:
             OSError: the file cannot be used.
         """
-        fd = self._take()
+        fd = self._lock.take()
         try:
             yield UsageCounter(fd)
         finally:
             unlock_and_close(fd)
-
-    def _take(self) -> int:
-        """Wait for the lock; return the open file."""
-        seen, until_s = (0, 0), 0.0
-        while True:
-            # All that changes the folder first takes this lock.
-            check_still_private(self.root)
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_named(fd):
-                    return fd
-            except BlockingIOError:
-                pass
-            except OSError:
-                os.close(fd)
-                raise
-            try:
-                status = os.fstat(fd)
-                if seen != (status.st_ino, status.st_mtime_ns):  # another holder, or a live one
-                    seen = status.st_ino, status.st_mtime_ns
-                    until_s = time.monotonic() + COUNTER_WAIT_S
-                elif time.monotonic() > until_s and self._is_named(fd):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(self._path)
-            finally:
-                unlock_and_close(fd)
-            time.sleep(_LOCK_PAUSE_S)
-
-    def _is_named(self, fd: int) -> bool:
-        """Whether the file open as `fd` is still the counter."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False))
-        return False
 
     def create(self, num_bytes: int) -> tuple[str, int] | None:
         """Make a temporary file of `num_bytes`, count it, and lock it (shared).
@@ -189,9 +155,111 @@ class UsageCounter:
         self._read = None
 
 
+class HostLock:
+    """The exclusive lock of the file `path`, which is made if necessary.
+
+    Safe from several threads and processes.
+
+    Raises:
+        OSError: the file cannot be used (every method).
+    """
+
+    def __init__(self, path: str, patience_s: float) -> None:
+        """`patience_s`: how long a holder may keep it without writing to or touching the file."""
+        self._path = path
+        self._patience_s = patience_s
+
+    def take(self) -> int:
+        """Wait for the lock; return the open file, which the caller gives to `unlock_and_close`."""
+        patience: Patience | None = None
+        while (fd := self.attempt()) is None:
+            patience = patience or self.watch()
+            if patience.is_over() and (fd := self.take_over()) is not None:
+                return fd
+            time.sleep(_LOCK_PAUSE_S)
+        return fd
+
+    def attempt(self) -> int | None:
+        """As `take`, without waiting. None: somebody holds the lock."""
+        # All that changes the folder first takes a lock in it.
+        check_still_private(os.path.dirname(self._path))
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _has_name(fd, self._path):
+                return fd
+        except BlockingIOError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        unlock_and_close(fd)
+        return None
+
+    def watch(self) -> "Patience":
+        """Return a timer for a wait for this lock that starts now."""
+        return Patience(self._path, self._patience_s)
+
+    def take_over(self) -> int | None:
+        """Take the lock from a holder that was stopped; return the open file as `attempt` does.
+
+        None: the lock has another holder meanwhile.
+        """
+        stuck = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            temporary = f"{os.path.dirname(self._path)}/.{secrets.token_hex(8)}.tmp"
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                os.write(fd, os.pread(stuck, _MOST_BYTES, 0))
+                if _has_name(stuck, self._path):
+                    os.rename(temporary, self._path)
+                    return fd
+                os.unlink(temporary)
+            except OSError:
+                unlock_and_close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            unlock_and_close(fd)
+            return None
+        finally:
+            os.close(stuck)
+
+
+class Patience:
+    """A timer for the wait for one holder of a lock. A sign of life of the holder restarts it."""
+
+    def __init__(self, path: str, patience_s: float) -> None:
+        """Made by `HostLock.watch`."""
+        self._path = path
+        self._patience_s = patience_s
+        self._seen: tuple[int, int] | None = None
+        self._until_s = 0.0
+
+    def is_over(self) -> bool:
+        """Whether the file was neither replaced nor written to for too long."""
+        try:
+            status = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        seen = status.st_ino, status.st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._until_s = seen, time.monotonic() + self._patience_s
+            return False
+        return time.monotonic() > self._until_s
+
+
 def unlock_and_close(fd: int) -> None:
     """Release the lock and close. Closing alone does not release it while a mapping or a forked
     process has a duplicate of the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+def _has_name(fd: int, path: str) -> bool:
+    """Whether the file open as `fd` is still the one at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    return False

@@ -18,8 +18,9 @@ import pytest
 
 from ecshare.store.hostcache import eviction, usage
 from ecshare.store.hostcache.cache import Entry, HostCache
-from ecshare.store.hostcache.usage import Usage
+from ecshare.store.hostcache.usage import HostLock, Usage, unlock_and_close
 from ecshare.store.keys import Key, Kind, object_key
+from tests.ecshare.store.hostcache.evictions import evicted
 
 KIB = 1 << 10
 KEYS = [object_key(Kind.EC, "0" * 32, str(n)) for n in range(40)]
@@ -310,14 +311,16 @@ def test_a_tally_that_is_not_let_go_of_holds_nobody_up(
     put(cache, 3)
 
 
-def test_whoever_was_stopped_with_the_lock_holds_nobody_up(
-    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [".used", ".evicting"])
+def test_whoever_was_stopped_with_a_lock_holds_nobody_up(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Three times as much as there is room for goes through the cache beside the stopped one."""
     monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.05)
+    monkeypatch.setattr(eviction, "TURN_WAIT_S", 0.05)
     held_up = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'rb+'); "
     held_up += "fcntl.flock(f, fcntl.LOCK_EX); os.kill(os.getpid(), signal.SIGSTOP)"
-    stopped = subprocess.Popen([sys.executable, "-c", held_up, str(cache.root / ".used")])
+    stopped = subprocess.Popen([sys.executable, "-c", held_up, str(cache.root / name)])
     try:
         assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
         others = [HostCache(cache.root, 100 * KIB) for _ in range(2)]
@@ -327,37 +330,6 @@ def test_whoever_was_stopped_with_the_lock_holds_nobody_up(
         stopped.kill()
         stopped.wait()
     assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
-
-
-SCANNER = """
-import os, signal, sys
-from pathlib import Path
-from ecshare.store.hostcache.cache import HostCache
-from ecshare.store.hostcache.eviction import Evictor
-cache = HostCache(Path(sys.argv[1]), int(sys.argv[2]))
-files = Evictor.files
-def stopping(room):
-    for each in files(room):
-        yield each
-        os.kill(os.getpid(), signal.SIGSTOP)
-Evictor.files = stopping
-cache.publish(sys.argv[3], bytes(int(sys.argv[4])))
-"""
-
-
-def test_whoever_was_stopped_while_it_makes_room_holds_nobody_up(cache: HostCache) -> None:
-    for n in range(10):
-        put(cache, n)
-    what = [cache.root, 100 * KIB, KEYS[39], 10 * KIB]
-    stopped = subprocess.Popen([sys.executable, "-c", SCANNER, *map(str, what)])
-    try:
-        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
-        for n in range(10, 30):
-            put(cache, n)
-        assert tally(cache) == 10 * KIB * len(held(cache)) <= 100 * KIB
-    finally:
-        stopped.kill()
-        stopped.wait()
 
 
 def test_an_older_release_counts_in_the_same_file(cache: HostCache) -> None:
@@ -412,6 +384,71 @@ def test_entries_leave_a_few_at_a_time(
     put(cache, 30, 50 * KIB)
     assert held(cache) == {*range(10, 20), 30}, "the oldest, across all that was sorted apart"
     assert [step for step in holds if step] == [3, 3, 3, 1]
+    assert tally(cache) == 100 * KIB
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Four entries are many: what comes behind is seen once this is set."""
+    monkeypatch.setattr(eviction, "RUN_ENTRIES", 4)
+    files, goes_on = eviction.Evictor.files, threading.Event()
+
+    def patched(room: eviction.Evictor) -> Iterator[Any]:
+        found = sorted(files(room), key=lambda each: -each.used_ns)  # as tmpfs lists them
+        yield from found[:4]
+        goes_on.wait()
+        yield from found[4:]
+
+    monkeypatch.setattr(eviction.Evictor, "files", patched)
+    yield goes_on
+    goes_on.set()
+    evicted()
+
+
+def test_among_very_many_entries_nobody_waits_for_a_scan(
+    cache: HostCache, scans: threading.Event
+) -> None:
+    """What is needed now leaves at once, if only the oldest of a part; then the oldest of all."""
+    for n in range(20):
+        put(cache, n, 5 * KIB)
+    put(cache, 20, 10 * KIB)
+    assert held(cache) == {*range(16), 18, 19, 20}, "less the oldest of those that came first"
+    put(cache, 21, 10 * KIB)
+    assert held(cache) == {*range(15), 19, 20, 21}
+    assert tally(cache) == 100 * KIB
+    scans.set()
+    evicted()
+    assert held(cache) == {*range(2, 15), 19, 20, 21}, "less the oldest of all"
+    assert tally(cache) == 90 * KIB
+
+
+def test_a_start_among_very_many_entries_does_not_wait_for_the_count(
+    cache: HostCache, scans: threading.Event
+) -> None:
+    for n in range(10):
+        put(cache, n, 5 * KIB)
+    (cache.root / ".used").write_bytes((1).to_bytes(8, "little"))
+    put(HostCache(cache.root, 100 * KIB), 10, 5 * KIB)
+    scans.set()
+    evicted()
+    assert 40 * KIB <= tally(cache) <= 55 * KIB
+    HostCache(cache.root, 100 * KIB)
+    evicted()
+    assert tally(cache) == 55 * KIB
+
+
+def test_whoever_waits_too_long_for_another_helps_himself(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "ROOM_WAIT_S", 0.0)
+    for n in range(10):
+        put(cache, n)
+    turn = HostLock(f"{cache.root}/.evicting", 60.0).take()
+    try:
+        put(cache, 10)
+    finally:
+        unlock_and_close(turn)
+    assert held(cache) == set(range(1, 11))
     assert tally(cache) == 100 * KIB
 
 
@@ -483,7 +520,7 @@ def test_a_tally_that_was_wrong_is_corrected_as_far_as_a_scan_can_know(
     assert tally(cache) == 95 * KIB
 
 
-def test_two_may_make_room_at_once(
+def test_who_needs_room_waits_for_whoever_is_making_it(
     cache: HostCache, peers: list["Peer"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(10):

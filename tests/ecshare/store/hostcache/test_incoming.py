@@ -34,7 +34,11 @@ def incoming(cache: HostCache, key: Key = KEY, body: bytes = BODY) -> Draft:
 
 
 def names(cache: HostCache) -> list[str]:
-    return sorted(path.name for path in cache.root.iterdir() if path.name != ".used")
+    return sorted(
+        path.name
+        for path in cache.root.iterdir()
+        if path.name not in (".used", ".evicting", ".limits")
+    )
 
 
 def tally(cache: HostCache) -> int:

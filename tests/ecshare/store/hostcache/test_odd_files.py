@@ -16,6 +16,7 @@ import pytest
 from ecshare.store.errors import ConfigError
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Kind, object_key
+from tests.ecshare.store.hostcache.evictions import evicted
 
 KIB, MIB = 1 << 10, 1 << 20
 LIMIT = 1 << 20
@@ -45,7 +46,7 @@ def tally(cache: HostCache) -> int:
 
 
 def names(cache: HostCache) -> set[str]:
-    kept = {".used", ".claims"}
+    kept = {".used", ".evicting", ".claims", ".limits"}
     return {path.name for path in cache.root.iterdir()} - kept
 
 
@@ -238,6 +239,7 @@ def crowded() -> Iterator[Path]:
             name = f"kv+2+{'0' * 32}+00+{n:064x}"
             os.link(f"{root}/one", f"{root}/{name}")
         yield root
+        evicted()
 
 
 def test_a_publish_among_very_many_entries_looks_at_none_of_them(
@@ -245,6 +247,7 @@ def test_a_publish_among_very_many_entries_looks_at_none_of_them(
 ) -> None:
     root = crowded
     cache = HostCache(root, 100_000 + 5 * len(BODY))
+    evicted()
     scandir = os.scandir
 
     def no_scan(*_: object) -> None:

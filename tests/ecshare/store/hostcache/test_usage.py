@@ -1,43 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ecshare.store.hostcache import usage
-from ecshare.store.hostcache.usage import Usage
+from ecshare.store.hostcache.usage import HostLock, unlock_and_close
 
-# Takes the lock, counts, and stops; when it is let go on, it counts again and ends.
+SHORT_S, LONG_S = 0.05, 60.0
+
+# Takes the lock, says so, and stops; when it is let go on, it writes to the file and ends.
 HOLDER = """
 import os, signal, sys
-from pathlib import Path
-from ecshare.store.hostcache.usage import Usage
-with Usage(Path(sys.argv[1]), 1000).counter() as counter:
-    counter.add(7)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    counter.add(7)
+from ecshare.store.hostcache.usage import HostLock
+fd = HostLock(sys.argv[1], 60.0).take()
+os.write(fd, b"first")
+os.kill(os.getpid(), signal.SIGSTOP)
+os.pwrite(fd, b"LATER", 0)
 """
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    tmp_path.chmod(0o700)
-    return tmp_path
+def path(tmp_path: Path) -> str:
+    return f"{tmp_path}/.lock"
 
 
 @pytest.fixture
-def stopped(root: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def stopped(path: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that was stopped while it holds the lock."""
-    with Usage(root, 1000).counter() as counter:
-        counter.correct(10, 0)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(root)])
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, path])
     assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
     yield holder
     if holder.poll() is None:
@@ -45,13 +41,23 @@ def stopped(root: Path) -> Iterator["subprocess.Popen[bytes]"]:
         holder.wait()
 
 
-def test_one_at_a_time(root: Path) -> None:
+@contextmanager
+def held(lock: HostLock) -> Iterator[int]:
+    fd = lock.take()
+    try:
+        yield fd
+    finally:
+        unlock_and_close(fd)
+
+
+def test_one_at_a_time(path: str) -> None:
+    lock = HostLock(path, LONG_S)
     inside, most = 0, 0
 
     def work() -> None:
         nonlocal inside, most
         for _ in range(200):
-            with Usage(root, 1000).counter():
+            with held(lock):
                 inside += 1
                 most = max(most, inside)
                 inside -= 1
@@ -64,89 +70,65 @@ def test_one_at_a_time(root: Path) -> None:
     assert most == 1
 
 
+def test_an_attempt_waits_for_nobody(path: str) -> None:
+    lock = HostLock(path, LONG_S)
+    with held(lock):
+        assert lock.attempt() is None
+    fd = lock.attempt()
+    assert fd is not None
+    unlock_and_close(fd)
+
+
 def test_who_was_stopped_loses_the_lock_and_can_change_nothing_any_more(
-    root: Path, stopped: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+    path: str, stopped: "subprocess.Popen[bytes]"
 ) -> None:
-    monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.05)
-    ours = Usage(root, 1000)
-    with ours.counter() as counter:
-        assert counter.read().used is None, "a scan is needed"
-        counter.correct(20, 0)
+    lock = HostLock(path, SHORT_S)
+    with held(lock) as fd:
+        assert os.pread(fd, 10, 0) == b"first"
+        os.pwrite(fd, b"second", 0)
+        assert lock.attempt() is None
         stopped.send_signal(signal.SIGCONT)
         assert stopped.wait() == 0
-        assert counter.read().used == 20
-    with ours.counter() as counter:
-        assert counter.read().used == 20
-    assert os.listdir(root) == [".used"]
-
-
-def test_all_who_wait_for_a_stopped_one_go_on_one_at_a_time(
-    root: Path, stopped: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They see the same holder for too long at the same moment; none removes another's file."""
-    monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.5)
-    ours = Usage(root, 1000)
-
-    def work() -> None:
-        for _ in range(20):
-            with ours.counter() as counter:
-                if counter.read().used is None:
-                    counter.correct(0, 0)
-                counter.add(1)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with ours.counter() as counter:
-        assert counter.read().used == 160
-
-
-def test_the_lock_of_a_file_that_was_replaced_meanwhile_does_not_count(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flock = fcntl.flock
-
-    def replaced_before(fd: int, asked: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", flock)
-        (root / ".used").unlink()
-        flock(fd, asked)
-
-    ours = Usage(root, 1000)
-    with ours.counter() as counter:
-        counter.correct(10, 0)
-    monkeypatch.setattr(fcntl, "flock", replaced_before)
-    with ours.counter() as counter:
-        counter.correct(20, 0)
-    with ours.counter() as counter:
-        assert counter.read().used == 20
-
-
-def test_who_counts_is_alive(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long one waits for those who do."""
-    monkeypatch.setattr(usage, "COUNTER_WAIT_S", 0.0)
-    ours, pauses = Usage(root, 1000), 0
-
-    def pause(_: float) -> None:
-        nonlocal pauses
-        pauses += 1
-        if pauses < 50:
-            os.utime(root / ".used", ns=(0, pauses))
-        else:
-            monkeypatch.setattr(time, "sleep", lambda _: None)
-
-    with ours.counter() as counter:
-        counter.correct(20, 0)
-        inode = (root / ".used").stat().st_ino
-        monkeypatch.setattr(time, "sleep", pause)
-        with ours.counter() as second:
-            assert second.read().used is None, "at last it was taken for stopped"
-        assert pauses == 50
-    assert (root / ".used").stat().st_ino != inode
-
-
-def test_what_is_no_file_is_an_error(root: Path) -> None:
-    (root / ".used").symlink_to("/etc/passwd")
-    with pytest.raises(OSError, match=r"\.used"), Usage(root, 1000).counter():
+    assert Path(path).read_bytes() == b"second"
+    with held(lock):
         pass
+    assert os.listdir(os.path.dirname(path)) == [".lock"]
+
+
+def test_who_writes_is_alive(path: str) -> None:
+    patience = HostLock(path, 0.0).watch()
+    assert not patience.is_over(), "there is no file yet"
+    Path(path).touch()
+    assert not patience.is_over()
+    assert patience.is_over()
+    os.utime(path, (1e9, 1e9))
+    assert not patience.is_over()
+    assert patience.is_over()
+    Path(path).unlink()
+    Path(path).write_bytes(b"of somebody who took over")
+    assert not patience.is_over()
+
+
+def test_of_two_who_take_over_at_once_one_does(
+    path: str, stopped: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = HostLock(path, SHORT_S)
+    taken: list[int | None] = []
+    pread = os.pread
+
+    def meanwhile(*args: int) -> bytes:
+        monkeypatch.setattr(os, "pread", pread)
+        taken.append(lock.take_over())
+        return pread(*args)
+
+    monkeypatch.setattr(os, "pread", meanwhile)
+    assert lock.take_over() is None
+    assert taken[0] is not None
+    assert os.listdir(os.path.dirname(path)) == [".lock"]
+    unlock_and_close(taken[0])
+
+
+def test_what_is_no_file_is_an_error(path: str) -> None:
+    os.symlink("/etc/passwd", f"{path}2")
+    with pytest.raises(OSError, match=r"\.lock2"):
+        HostLock(f"{path}2", LONG_S).take()
