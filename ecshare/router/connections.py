@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from aiohttp import StreamReader, hdrs, web
+from aiohttp import HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -236,7 +236,7 @@ def _expecting_nothing(message: Any, transport: asyncio.Transport | None) -> Any
     with plain text, and fails on malformed ones. vLLM takes any.
     """
     waits = message.headers[hdrs.EXPECT].lower() == "100-continue"
-    if waits and transport is not None:
+    if waits and message.version >= HttpVersion11 and transport is not None:
         transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     headers = CIMultiDict(message.headers)
     del headers[hdrs.EXPECT]

@@ -338,6 +338,20 @@ async def test_any_expect_is_taken_at_any_path(
         assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == code
 
 
+async def test_leave_to_send_a_body_comes_in_turn_and_never_to_older_clients() -> None:
+    """Of pipelined requests the second one waits for the answer to the first."""
+    async with fleet(0, 0) as f:
+        first = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+        second = (
+            b"GET /live HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 100-Continue\r\n\r\n"
+        )
+        got, rest = await raw(f, first + second)
+        assert [got, *(int(each[:3]) for each in rest.split(b"HTTP/1.1 ")[1:])] == [200, 100, 200]
+        got, rest = await raw(f, second.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert got == 200
+        assert b"HTTP/1" not in rest
+
+
 async def test_a_slash_at_the_end_leads_to_the_path_without() -> None:
     async with fleet(0, 0) as f:
         for method, path in (("GET", "/v1/models"), ("POST", CHAT)):
