@@ -313,6 +313,13 @@ async def test_an_order_that_cannot_be_is_refused_with_the_reason(
         assert await operator.states("encode") == await operator.states("prefill") == {}
 
 
+async def test_any_expect_is_taken() -> None:
+    async with administered(0, 0, 1) as operator:
+        for path, status in ((ENGINES, 200), ("/nothing", 404)):
+            told = await operator.ask("GET", path, headers=BEARER | {"Expect": "200-maybe"})
+            assert told[0] == status
+
+
 async def test_a_wrong_method_is_refused() -> None:
     async with administered(0, 0, 1) as operator:
         status, told = await operator.ask("DELETE", ENGINES)
