@@ -147,10 +147,14 @@ class FaultProxy:
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _stop(self) -> None:
+        # Before the server: asyncio forgets what a closed one has just accepted.
+        while len(asyncio.all_tasks()) > 1:  # one is this
+            await self._reset_all()
+            await asyncio.sleep(0)
         self._server.close()
-        await self._reset_all()
 
     def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._open.add(writer)  # also if its task is cancelled before it begins
         task = self._loop.create_task(self._serve(reader, writer))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)

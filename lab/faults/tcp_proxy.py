@@ -157,7 +157,8 @@ class Proxy:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._do(self._close)
+        ended = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        ended.result(_READY_WITHIN_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -195,12 +196,18 @@ class Proxy:
         near.other = far
         near.transport.resume_reading()
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
+        """End all connections, those that are being accepted or opened, too.
+
+        Before the server: asyncio forgets what a closed one has just accepted.
+        """
+        while self.ends or len(asyncio.all_tasks()) > 1:  # one is this
+            for opening in self._opening:
+                opening.cancel()
+            for end in tuple(self.ends):
+                end.transport.abort()
+            await asyncio.sleep(0)
         self._server.close()
-        for opening in self._opening:
-            opening.cancel()
-        for end in tuple(self.ends):
-            end.transport.abort()
 
 
 class ProxyProcess:

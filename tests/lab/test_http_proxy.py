@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault proxy in front of real servers: what the client, and the server, get to see."""
 
+import asyncio
 import contextlib
+import gc
 import http.client
 import http.server
 import threading
@@ -390,3 +392,18 @@ def test_a_killed_s3_server_starts_again_with_what_it_had(tmp_path: Path) -> Non
         client.close()
         server.resume()
         assert store.get("one").bytes() == BODY
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_leaving_the_proxy_ends_what_it_is_accepting(server: Server, num_turns: int) -> None:
+    """However far a connection is. pytest fails a test for what was forgotten."""
+    with FaultProxy(LOOPBACK, server.server_port) as proxy:
+        clients = [connect(proxy) for _ in range(20)]
+        for client in clients:
+            client.connect()
+        for _ in range(num_turns):
+            proxy.heal()
+    for client in clients:
+        client.close()
+    assert not asyncio.all_tasks(proxy._loop)
+    gc.collect()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proxy in front of a real echo server."""
 
+import asyncio
+import gc
 import socket
 import threading
 import time
@@ -137,3 +139,17 @@ def test_leaving_the_proxy_cuts_its_connections(echo_port: int) -> None:
         assert client.recv(1) == b"x"
     with client:
         assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_leaving_the_proxy_ends_what_it_is_opening(echo_port: int, num_turns: int) -> None:
+    """However far a connection is. pytest fails a test for what was forgotten."""
+    with Proxy(HOST, echo_port) as proxy:
+        clients = [connect(proxy) for _ in range(20)]
+        for _ in range(num_turns):
+            proxy.resume()
+    for client in clients:
+        client.close()
+    assert not asyncio.all_tasks(proxy._loop)
+    assert not proxy.ends
+    gc.collect()
