@@ -161,7 +161,7 @@ def keep_spares(numbers: Sequence[int]) -> None:
             _be_spare(its, numbers[1:])
         its.close()
         spares.append((process, ours))
-    util.spawnv_passfds = _spawn_by(spares, util.spawnv_passfds)  # type: ignore[attr-defined]
+    util.spawnv_passfds = _spawn_by(spares, util.spawnv_passfds)
 
 
 def _spawn_by(spares: list[tuple[int, socket.socket]], usual: Callable[..., int]) -> Any:
