@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that separate the KV of two engines, and the facts of this engine."""
+"""Facts of an engine: those that decide whether two engines share KV, and those that it needs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,24 +41,24 @@ UNSPECIFIED_SOURCE = "external_unspecified"
 
 @dataclass(frozen=True, slots=True)
 class KVFacts:
-    """The facts of its engine that the scheduler half needs."""
+    """The facts of this engine that the scheduler half needs."""
 
     namespace: str
-    """Its digest."""
+    """The digest of the namespace."""
     grid: Grid
     layer_sets: tuple[LayerSet, ...]
     tp_size: int
-    """The tensor-parallel size in which it stores chunks; see shards.py."""
+    """The tensor-parallel size in which the engine stores chunks; see shards.py."""
     shard_names: Mapping[int, tuple[str, ...]]
-    """For each tensor-parallel size that it can read, the names of a chunk's shards. A chunk is
-    stored if all shards of one size are."""
+    """For each tensor-parallel size that the engine can read, the names of a chunk's shards. A
+    chunk is stored if all shards of one size are."""
     slab_bytes: SlabBytes
     hash_function: HashFunction
-    """vLLM's own, which made the block hashes."""
+    """vLLM's own, which computes the block hashes."""
     saves: bool
     loads: bool
     numbers_media: bool = False
-    """vLLM names media by numbers. KV computed from such media is not shared."""
+    """True if vLLM names media by numbers. KV computed from such media is not shared."""
     store_source: str = UNSPECIFIED_SOURCE
     """vLLM's name for hits in this kind of store."""
     max_steps_in_flight: int | None = 1
@@ -78,10 +78,10 @@ def kv_facts(
 ) -> KVFacts:
     """Return the facts of this engine. `namespace` is empty: it is known once the store is open.
 
-    `can_share`: its blocks are shareable. If not, it neither saves nor loads.
+    `can_share`: whether the engine's blocks are shareable. If not, it neither saves nor loads.
     """
     role, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
-    assert role is not None  # or vLLM would not have made the connector
+    assert role is not None  # otherwise vLLM does not create the connector
     chunk_blocks = config.chunk_blocks(cache.block_size) if can_share else 1
     sets = layer_sets_of(vllm_config, kv_cache_config) if can_share else ()
     return KVFacts(
@@ -100,7 +100,7 @@ def kv_facts(
     )
 
 
-def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its facts
+def kv_namespace(  # noqa: PLR0913 — one parameter for each fact that our options decide
     vllm_config: Any,
     epoch: str,
     integrity: str = "",
@@ -110,15 +110,14 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
     stored_dtype: str = "auto",
     compression: str = "none",
 ) -> Namespace:
-    """Return the namespace of this engine's KV; options as for `encoder_namespace`.
+    """Return the namespace of this engine's KV; `epoch` and `integrity`: see `encoder_namespace`.
 
-    `chunk_blocks`: how many blocks are stored as one object. `layer_sets`: which layers are stored
-    together, and what they look back to, as JSON can hold it. `stored_dtype`, `compression`: the
-    options. The block hashes themselves contain tokens, media identifiers, LoRA names and
-    cache_salt.
+    `chunk_blocks`: the number of blocks in one object. `layer_sets`: the `facts` of each layer set,
+    as JSON can hold them. `stored_dtype`, `compression`: the options. Tokens, media identifiers,
+    LoRA names and cache_salt are not among the facts: the block hashes contain them.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    # The same picture gives other embeddings, so other KV, under other options.
+    # Media options change the embeddings of a picture, and so the KV computed from them.
     facts = model_facts(vllm_config, epoch, integrity) | media_facts(vllm_config)
     facts |= {
         "cache_dtype": str(cache.cache_dtype),
@@ -135,7 +134,7 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
         "context": _context_facts(model),
         "draft": _draft_facts(vllm_config),
     }
-    # Engines without these options keep the namespace that they had.
+    # Defaults are left out, so that older engines, which lack these options, share the namespace.
     if stored_dtype != "auto":
         facts |= {"stored_dtype": stored_dtype}
     if compression != "none":
@@ -146,7 +145,7 @@ def kv_namespace(  # noqa: PLR0913 — what an engine's own options say of its f
 def _context_facts(model: Any) -> list[Any]:
     """Return the facts that depend on the longest context that an engine serves.
 
-    The length itself is not a fact, because few models compute other KV for it. LongRoPE has two
+    The length itself is not a fact, because it changes the KV of few models. LongRoPE has two
     sets of factors, of which vLLM always uses one (`Phi3LongRoPEScaledRotaryEmbedding`). Llama 4
     scales its attention for long contexts, unless the generation config says otherwise
     (`Llama4ForCausalLM`).
@@ -158,13 +157,14 @@ def _context_facts(model: Any) -> list[Any]:
         )
         facts.append(model.max_model_len > int(original or 0))
     if any(name.startswith("Llama4") for name in model.architectures):
-        said = model.try_get_generation_config() | model.override_generation_config
-        facts.append(json_value(said.get("attn_temperature_tuning", model.max_model_len > 32768)))
+        generation = model.try_get_generation_config() | model.override_generation_config
+        is_long = model.max_model_len > 32768
+        facts.append(json_value(generation.get("attn_temperature_tuning", is_long)))
     return facts
 
 
 def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary parameters of kinds of layers that have other factors for long contexts."""
+    """Yield the rotary parameters that have separate factors for long contexts."""
     given: Any = getattr(text_config, "rope_parameters", None)
     given = given or getattr(text_config, "rope_scaling", None) or {}
     for rope in (given, *given.values()):
@@ -173,21 +173,24 @@ def _long_ropes(text_config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _draft_facts(vllm_config: Any) -> list[str]:
-    """Return the separate draft model of speculative decoding, if any: it shares the blocks."""
+    """Return the facts of a separate draft model for speculative decoding; empty without one.
+
+    They count because the draft model's KV is in the same blocks.
+    """
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
-    # Where nothing or a part of the model itself guesses, vLLM names the model here.
+    # vLLM names the model itself here if there is no draft model, or the draft is a part of it.
     if draft is None or draft.model == vllm_config.model_config.model:
         return []
     return [str(draft.model), str(draft.revision or ""), weights_identity(draft, vllm_config)]
 
 
 def _kernel_name(vllm_config: Any) -> str:
-    """Return how the attention kernels lay out the inside of a block, as far as the device says.
+    """Return a name for the layout inside a block, as far as it depends on the kind of device.
 
     CPU kernels repack keys for their instruction set, so another CPU or a GPU would read wrong
-    values from a block of the same shape. Each worker checks the kernels of its device itself: see
-    layout_check.py.
+    values from a block of the same shape. In addition each worker checks the kernels of its device:
+    see layout_check.py.
     """
     if not repacks_blocks():
         return device_name()

@@ -3,11 +3,11 @@
 
 vLLM puts layers that keep the same tokens into a *cache group* with a block table of its own. A
 *layer set* is one or more such groups: layers whose blocks have one shape and that look back
-equally far. A chunk of KV is one object a layer set (and shard of the heads).
+equally far. A chunk of KV is stored as one object per layer set and shard of the heads.
 
-Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers that
-look back over a window need the last tokens of a prefix alone, and vLLM frees the blocks before
-those: of them a chunk holds what a prefix that ends in it, or later, can need.
+Layers with full attention need all tokens of a prefix, and vLLM keeps all their blocks. Layers with
+an attention window need only the last tokens of a prefix, and vLLM frees the blocks before those.
+For such layers a chunk holds only the blocks that a prefix which ends in it, or later, can need.
 """
 
 import logging
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Collisions of other hashes can be made on purpose, and a name in a shared store must be unique.
+# Names in a shared store must be unique, and an attacker can construct collisions of other hashes.
 _TRUSTED_HASHES = ("sha256", "sha256_cbor")
-# By exact type: others derive from these and lay out their blocks, or free them, in other ways.
+# Compared by exact type: subclasses lay out or free their blocks in other ways.
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-# The scales of these are in the checkpoint. Other caches keep scales in the blocks, or several
-# tokens in one cell.
+# The scales of these caches are in the checkpoint. Other caches keep scales in the blocks, or
+# several tokens in one cell.
 _QUANTIZATIONS = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _KV_HEADS = re.compile("kv_heads|key_value_heads|heads?_kv|attention_groups")
 
@@ -72,7 +72,7 @@ class AttentionWindow:
     def of(cls, spec: KVCacheSpec) -> "AttentionWindow":
         """Return the window of layers that vLLM describes as `spec`."""
         if isinstance(spec, SlidingWindowSpec):
-            # vLLM keeps some more where it may compute them again.
+            # vLLM retains extra tokens where it may compute some again.
             kept = option(spec, "extra_retained_tokens") or 0
             return cls(sliding_tokens=spec.sliding_window + kept)
         if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -85,13 +85,16 @@ class AttentionWindow:
         return self.sliding_tokens is None and self.chunk_tokens is None
 
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first token whose KV the token after `num_tokens` needs; never falls."""
+        """Return the first token whose KV the token after `num_tokens` needs.
+
+        It never decreases as `num_tokens` grows.
+        """
         if self.sliding_tokens is not None:
             return max(0, num_tokens - self.sliding_tokens + 1)
         return num_tokens // self.chunk_tokens * self.chunk_tokens if self.chunk_tokens else 0
 
     def __str__(self) -> str:
-        # A fact of the namespace: another text makes all that is stored a miss.
+        # A fact of the namespace: a change of this text makes every stored object a miss.
         if self.sliding_tokens is not None:
             return f"window {self.sliding_tokens}"
         return f"section {self.chunk_tokens}" if self.chunk_tokens else "full"
@@ -105,30 +108,30 @@ class LayerSet:
     groups: tuple[int, ...]
     """vLLM's cache groups of these layers."""
     layers: tuple[tuple[str, int], ...]
-    """Their names in the order of the model and, for each, which of `groups` it is in."""
+    """The layers' names in the order of the model, each with the index of its group in `groups`."""
     window: AttentionWindow
     num_heads: int
-    """Of one rank."""
+    """KV heads of one rank."""
     total_heads: int
-    """Of all ranks together."""
+    """KV heads of all ranks together."""
 
     def shard_name(self, shard: int, tp_size: int) -> str:
-        """Return what a shard is called that engines of `tp_size` store; see shards.py."""
+        """Return the name of a shard that engines of `tp_size` store; see shards.py."""
         name = f"t{shard}of{num_shards(self.total_heads, tp_size)}"
         return f"{name}-s{self.number}" if self.number else name
 
     def shard_names(self, tp_size: int) -> tuple[str, ...]:
-        """Return what all shards are called that engines of `tp_size` store."""
+        """Return the names of all shards that engines of `tp_size` store."""
         shards = range(num_shards(self.total_heads, tp_size))
         return tuple(self.shard_name(shard, tp_size) for shard in shards)
 
     def own_shard_name(self, rank: Rank) -> str:
-        """Return what the shard of `rank` is called. Ranks that hold the same shard one."""
+        """Return the name of the shard of `rank`: the same for ranks that hold the same heads."""
         shard = shard_of(rank.tp_rank, rank.tp_size, self.total_heads)
         return self.shard_name(shard, rank.tp_size)
 
     def is_written_by(self, rank: Rank) -> bool:
-        """Whether `rank` stores its shard: one of those that hold the same does."""
+        """Return whether `rank` stores its shard: one of the ranks that hold the shard does."""
         return is_first_holder(rank.tp_rank, rank.tp_size, self.total_heads)
 
     def shard_slices(self, rank: Rank, tp_size: int) -> tuple[ShardSlice, ...]:
@@ -137,21 +140,21 @@ class LayerSet:
         return shard_slices(rank.tp_rank, rank.tp_size, self.total_heads, count)
 
     def first_block(self, chunk: Chunk, block_tokens: int) -> int:
-        """Return the first block of `chunk` that is stored: those before it nobody can need.
+        """Return the first block of `chunk` that is stored: no reader can need those before it.
 
-        A reader may leave out the last token of the chunk, to compute that one itself.
+        A reader may leave out the last token of the chunk, to compute it itself.
         """
         needed = self.window.first_needed(chunk.end_tokens - 1) // block_tokens
         return max(chunk.first_block, needed)
 
     @property
     def facts(self) -> list[Any]:
-        """Return what must agree between engines that share it, as JSON can hold it."""
+        """The facts that must agree between engines that share this layer set, as JSON values."""
         return [str(self.window), len(self.layers), self.total_heads]
 
 
 def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str | None:
-    """Return why the blocks of such an engine cannot be shared; None if they can."""
+    """Return why the blocks of an engine with these options cannot be shared; None if they can."""
     if option(kv_cache_config, "hisparse_host_num_blocks") is not None:
         return "HiSparse keeps blocks in a pool of the host's memory, with numbers of its own"
     return (
@@ -164,10 +167,10 @@ def refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str 
 def is_shareable(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: "KVConfig"
 ) -> bool:
-    """Whether the blocks of such an engine can be shared. If not, the log says why.
+    """Return whether the blocks of this engine can be shared. If not, log the reason.
 
     Raises:
-        ConfigError: an option does not fit its cache; names the option and the fix.
+        ConfigError: an option does not fit the engine's cache; names the option and the fix.
     """
     why_not = refusal(vllm_config, kv_cache_config)
     if why_not is not None:
@@ -204,14 +207,14 @@ def _layer_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
             return why_not
     for group in kv_cache_config.kv_cache_groups:
         if len({_likeness(spec) for _, spec in _layers(group)}) > 1:
-            # Workers alone see it: vLLM tells the scheduler's half of one layer a group.
+            # Only workers see this: the scheduler process gets the spec of one layer per group.
             return "some layers of one cache group have blocks of another shape than others"
     latent = [spec for spec in specs if isinstance(spec, MLAAttentionSpec)]
     if len(latent) > 1:
         return "the model keeps several kinds of MLA caches"
     if latent and not (cache.enable_prefix_caching or scheduling.enable_chunked_prefill):
-        # vLLM does so itself where its kernel cannot: the rest of a prompt whose beginning was
-        # loaded would be computed as if there were no beginning.
+        # vLLM turns both off where its kernel cannot continue a prompt: it would then compute the
+        # rest of a partly loaded prompt as if nothing came before it.
         return (
             "prefix caching and chunked prefill are off, which for MLA means that a prompt cannot "
             "be continued"
@@ -241,17 +244,17 @@ def _spec_refusal(spec: KVCacheSpec, block_tokens: int) -> str | None:
 def layer_sets_of(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> tuple[LayerSet, ...]:
-    """Return the layer sets of an engine; `refusal` has nothing against it."""
+    """Return the layer sets of an engine for which `refusal` returns None."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     return layer_sets(kv_cache_config, tp_size, most_kv_heads(vllm_config.model_config))
 
 
 def most_kv_heads(model_config: Any) -> int:
-    """Return how many KV heads the kind of layers with the most of them has, in all ranks.
+    """Return the largest number of KV heads that any layer of the model has, over all ranks.
 
-    vLLM tells one number for a model. Some have another one for their window layers, or for single
-    layers, each under a name of its own. Too many would do no harm but that ranks with equal heads
-    share nothing; with too few they would take different heads for equal.
+    vLLM gives one number per model. Some models have another number for their window layers, or for
+    single layers, in a configuration field of their own. If the result is too large, ranks with
+    equal heads do not share them. If it were too small, ranks would take different heads for equal.
     """
     text = model_config.hf_text_config
     found = _head_counts(text.to_dict(), int(getattr(text, "num_attention_heads", 0) or 0))
@@ -259,7 +262,7 @@ def most_kv_heads(model_config: Any) -> int:
 
 
 def _head_counts(value: Any, num_query_heads: int) -> Iterator[int]:
-    """Yield what a model's configuration, or a part of it, says of numbers of KV heads."""
+    """Yield every number of KV heads in `value`, a model's configuration or a part of it."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             numbers = inner if isinstance(inner, list | tuple) else [inner]
@@ -277,11 +280,10 @@ def _head_counts(value: Any, num_query_heads: int) -> Iterator[int]:
 def layer_sets(
     kv_cache_config: "KVCacheConfig", tp_size: int, model_heads: int
 ) -> tuple[LayerSet, ...]:
-    """Return the layer sets of an engine that `refusal` has nothing against.
+    """Return the layer sets of an engine for which `refusal` returns None.
 
-    `model_heads`: KV heads of the model, over which vLLM spreads its `tp_size` ranks; of those
-    layers that have the most.
-    The order is the same in every engine of the model: by window, then by shape; without one first.
+    `model_heads`: the result of `most_kv_heads`. The order is the same in every engine of the
+    model: layers without a window come first, then by window, then by shape.
     """
     members: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -300,14 +302,14 @@ def layer_sets(
             total_heads = num_heads
         else:
             total_heads = num_heads * tp_size
-            if num_heads == 1:  # where there are more ranks than heads, several have the same one
+            if num_heads == 1:  # with more ranks than heads, several ranks hold the same head
                 total_heads = min(total_heads, max(1, model_heads))
         sets.append(LayerSet(number, groups, layers, window, num_heads, total_heads))
     return tuple(sets)
 
 
 def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
-    """Return how many bytes one rank keeps of a block, in all layers of the set."""
+    """Return the bytes of one block on one rank, in all layers of the set together."""
     specs = {
         name: spec for group in kv_cache_config.kv_cache_groups for name, spec in _layers(group)
     }
@@ -315,13 +317,13 @@ def block_bytes(kv_cache_config: "KVCacheConfig", layer_set: LayerSet) -> int:
 
 
 def cache_dtypes(kv_cache_config: "KVCacheConfig") -> set[Any]:
-    """Return the torch dtypes in which an engine keeps KV that `refusal` has nothing against."""
+    """Return the torch dtypes of the KV cache of an engine for which `refusal` returns None."""
     specs = (spec for group in kv_cache_config.kv_cache_groups for _, spec in _layers(group))
     return {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
 
 
 def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
-    """Return what is equal for layers that are stored together."""
+    """Return a value that is equal for two layers exactly if they belong to one layer set."""
     window = AttentionWindow.of(spec)
     assert isinstance(spec, _SPECS)
     is_replicated = isinstance(spec, MLAAttentionSpec)
@@ -330,33 +332,33 @@ def _likeness(spec: KVCacheSpec) -> tuple[Any, ...]:
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
-    """Sort `layers.10` after `layers.9`."""
+    """Return a sort key that puts `layers.10` after `layers.9`."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _layers(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]:
-    """Yield each layer of a cache group and how it keeps its KV."""
+    """Yield each layer of a cache group, with the spec of its KV cache."""
     spec = group.kv_cache_spec
     for name in group.layer_names:
         yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _context_parallel_size(parallel: object) -> int:
-    """Return over how many ranks one sequence is spread; older releases lack the fields."""
+    """Return over how many ranks one sequence is spread; older vLLM releases lack the fields."""
     names = ("decode_context_parallel_size", "prefill_context_parallel_size")
     return max(int(option(parallel, name) or 1) for name in names)
 
 
 def shard_names_of(sets: Sequence[LayerSet], tp_size: int) -> tuple[str, ...]:
-    """Return the names of all shards of a chunk; it is stored in `tp_size` if all of them are."""
+    """Return the names of all shards of a chunk that engines of `tp_size` store."""
     return tuple(part for layer_set in sets for part in layer_set.shard_names(tp_size))
 
 
 def own_tp_size(sets: Sequence[LayerSet], tp_size: int) -> int:
-    """Return the size that an engine of `tp_size` stores chunks in; see shards.py."""
+    """Return the size in which an engine of `tp_size` stores chunks; see shards.py."""
     return stored_tp_size(tp_size, [each.total_heads for each in sets])
 
 
 def readable_tp_sizes(sets: Sequence[LayerSet]) -> tuple[int, ...]:
-    """Return the sizes of chunks that engines can have stored; each of them can be read."""
+    """Return the tensor-parallel sizes in which chunks can be stored; any engine can read all."""
     return stored_tp_sizes([each.total_heads for each in sets])

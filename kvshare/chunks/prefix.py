@@ -10,9 +10,10 @@ A chunk is a run of consecutive blocks of a request that begins at a multiple of
 
 Whole and partial chunks are named by vLLM's own chained hash of their last block. vLLM's hashes
 cover the tokens, all tokens before them, the media, the name of the LoRA adapter and the
-cache_salt; what the adapter contains is added (see `adapters`). So equal names mean equal KV, and
-with the chunk size (a fact of the namespace) equal blocks in one chunk. The one input that they do
-not cover is refused: see `is_mixed`. tests/kvshare/test_inputs.py judges each field of a request.
+cache_salt; we append a fingerprint of the adapter's contents (see `adapters`). So equal names mean
+equal KV, and since the chunk size is a fact of the namespace, equal blocks in the chunk. The hashes
+do not cover one input, and requests with it are refused: see `is_mixed`. The verdict on each field
+of a request is in tests/kvshare/test_inputs.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ HashFunction = Callable[[Any], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One stored unit: `num_blocks` blocks of a request, of which `num_tokens` tokens count."""
+    """One stored unit: `num_blocks` blocks of a request, with `num_tokens` valid tokens."""
 
     key: ChunkKey
     first_block: int
@@ -40,23 +41,23 @@ class Chunk:
 
     @property
     def end_tokens(self) -> int:
-        """The first token after it."""
+        """The first token after the chunk."""
         return self.start_tokens + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How requests are divided into blocks and chunks, and how chunks are named."""
+    """The parameters that divide requests into blocks and chunks, and that name chunks."""
 
     block_tokens: int
     chunk_blocks: int
     adapter: bytes = b""
-    """Fingerprint of the LoRA adapter that the request runs with: the end of each name."""
+    """Fingerprint of the request's LoRA adapter, appended to each name."""
     tails: Tails = "always"
     """The option `tails`: for which prompts the tail is stored."""
 
     def has_tail(self, request: Request) -> bool:
-        """Whether the tail of the prompt may be stored and loaded, if it has one."""
+        """Return whether `tails` allows the tail of the prompt, if any, to be stored and loaded."""
         return self.tails == "always" or (self.tails == "salted" and bool(request.cache_salt))
 
     @property
@@ -78,17 +79,20 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The data from which the name of a prompt's tail is made; see the module."""
+    """The data that name a prompt's tail; see the module docstring."""
 
     block: int
     block_before: bytes | None
-    """The hash of the block before it."""
+    """The hash of the block before the tail."""
     tokens: tuple[int, ...]
     extra_keys: tuple[Any, ...] | None
-    """What vLLM hashes besides tokens: media, LoRA adapter, cache_salt."""
+    """The data that vLLM hashes besides tokens: media, LoRA adapter, cache_salt."""
 
     def chunk(self, grid: Grid, hash_function: HashFunction) -> Chunk:
-        """Name it, as vLLM names a block, over fewer tokens: it can equal no block's name."""
+        """Return the tail as a chunk.
+
+        It is named as vLLM names a block, over fewer tokens, so its name can equal no block's.
+        """
         key = hash_block_tokens(
             hash_function,
             self.block_before,  # type: ignore[arg-type]  # a NewType of bytes
@@ -100,14 +104,17 @@ class Tail:
 
 
 def is_mixed(request: Request) -> bool:
-    """Whether the prompt has token ids and embeddings in turn. Its KV must not be shared: vLLM's
-    hashes cover both, and not which of them counts at each position."""
+    """Return whether the prompt mixes token ids and embeddings.
+
+    The KV of such a prompt must not be shared: vLLM's hashes cover both inputs, but not which of
+    them applies at each position.
+    """
     return request.prompt_is_token_ids is not None
 
 
 def tail_of(request: Request, grid: Grid) -> Tail | None:
-    """Return the tail of the prompt; None if full blocks hold all but its last token, or if its
-    tail is not to be stored."""
+    """Return the tail of the prompt; None if full blocks hold all tokens but the last, or if the
+    option `tails` excludes it."""
     if not grid.has_tail(request):
         return None
     block, num_tokens = divmod(request.num_prompt_tokens - 1, grid.block_tokens)
@@ -124,7 +131,7 @@ def tail_of(request: Request, grid: Grid) -> Tail | None:
 
 
 def stored_tokens(request: Request, grid: Grid) -> int:
-    """Return up to which token of the prompt all is stored once it is computed."""
+    """Return how many tokens of the prompt an engine stores once it has computed all of them."""
     full_tokens = request.num_prompt_tokens // grid.block_tokens * grid.block_tokens
     return min(
         request.num_prompt_tokens if grid.has_tail(request) else full_tokens,
@@ -136,20 +143,20 @@ def stored_tokens(request: Request, grid: Grid) -> int:
 class Prefix:
     """The chunks that may contain the KV of a request's tokens; each is named on demand.
 
-    It is made in microseconds from immutable values, so other threads may read it.
+    Cheap to create (microseconds). All values are immutable, so other threads may read it.
     """
 
     grid: Grid
     hashes: tuple[bytes, ...]
-    """Of all full blocks."""
+    """The hashes of all full blocks."""
     tail: Tail | None
 
     @classmethod
     def of(cls, request: Request, grid: Grid) -> "Prefix":
-        """Return what `request` may load.
+        """Return the prefix that `request` may load.
 
-        One that was preempted has output tokens too; its full blocks are loadable, while the tail
-        of its prompt is part of one of them and is left out.
+        A preempted request has output tokens too. Its full blocks are loadable. The tail of its
+        prompt is left out, as its tokens may be part of a full block.
         """
         is_prompt_alone = request.num_tokens == request.num_prompt_tokens
         tail = tail_of(request, grid) if is_prompt_alone else None
@@ -157,17 +164,17 @@ class Prefix:
 
     @property
     def num_blocks(self) -> int:
-        """Full blocks, and the tail's."""
+        """The number of full blocks, plus one for the tail."""
         return len(self.hashes) + (self.tail is not None)
 
     @property
     def num_whole(self) -> int:
-        """How many chunks are whole."""
+        """The number of whole chunks."""
         return len(self.hashes) // self.grid.chunk_blocks
 
     @property
     def identity(self) -> tuple[int, bytes, Tail | None, bytes]:
-        """Equal for two requests if all their chunks are."""
+        """A value that is equal for two requests if all their chunks are."""
         last_hash = self.hashes[-1] if self.hashes else b""
         return len(self.hashes), last_hash, self.tail, self.grid.adapter
 
@@ -177,10 +184,8 @@ class Prefix:
         return self.grid.run(self.hashes, first_block, first_block + self.grid.chunk_blocks)
 
     def partials(self, number: int, start_block: int = 0) -> list[Chunk]:
-        """Return the partial chunks that chunk `number` may have been stored as, the longest first.
-
-        One for each place where somebody's prompt or answer may have ended, after `start_block`.
-        """
+        """Return the partial chunks that may be stored in the place of chunk `number`, longest
+        first: one for each block after `start_block` where a prompt or an answer may have ended."""
         first_block = number * self.grid.chunk_blocks
         longest = min(first_block + self.grid.chunk_blocks - 1, len(self.hashes))
         return [
@@ -189,7 +194,7 @@ class Prefix:
         ]
 
     def chunks(self, start_block: int, hash_function: HashFunction) -> Iterator[Chunk]:
-        """Yield the chunks that an engine stores when it computes all of it, from `start_block` on.
+        """Yield the chunks that an engine stores if it computes the prefix from `start_block` on.
 
         The first chunk may begin before `start_block`.
         """
@@ -201,16 +206,16 @@ class Prefix:
 
 
 def last_chunk(prefix: Prefix, hash_function: HashFunction) -> Chunk:
-    """Return the last chunk that an engine stores when it computes all of `prefix`."""
+    """Return the last chunk that an engine stores if it computes all of `prefix`."""
     if prefix.tail is not None:
         return prefix.tail.chunk(prefix.grid, hash_function)
     return (prefix.partials(prefix.num_whole) or [prefix.whole(prefix.num_whole - 1)])[0]
 
 
 def covered_tokens(request: Request, chunks: Sequence[Chunk]) -> int:
-    """Return up to which token `request` is covered once `chunks`, its latest ones, are loaded.
+    """Return how many tokens of `request` have KV once `chunks`, ending with its last, are loaded.
 
-    The last token is never covered: the engine computes it to sample the next one.
+    The last token is never counted: the engine computes it to sample the next one.
     """
     return min(chunks[-1].end_tokens, request.num_tokens - 1) if chunks else 0
 

@@ -7,19 +7,19 @@ from typing import Generic, TypeVar
 
 from ecshare.store.recent import Recent
 
-# A key that was seen in the store is not saved again for so long. After that it is, because the
-# store may have lost it. Writes are create-only, so this costs little if it has not.
+# A key that was seen in the store is not saved again for this long. After that it is, because the
+# store may have lost the object. If not, the save costs little, because writes are create-only.
 _TRUST_S = 600.0
-# About 20 MB.
+# They take about 20 MB.
 MAX_CHUNKS = 100_000
 
 K = TypeVar("K", bound=Hashable)
 
 
 class RecentKeys(Generic[K]):
-    """Names of objects that were recently seen in the store; a limited number, the latest ones.
+    """Keys of objects that were recently seen in the store: the latest `MAX_CHUNKS` of them.
 
-    Objects that were ordered to be saved count too, until a save has failed. Ownership: one thread.
+    Keys of ordered saves count as seen until a save fails. Ownership: one thread.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class RecentKeys(Generic[K]):
         clock_s: Callable[[], float],
         on_lost: Callable[[Collection[K]], None] | None = None,
     ) -> None:
-        """`clock_s`: monotonic seconds. `on_lost`: told what the store was found not to have."""
+        """`clock_s`: monotonic seconds. `on_lost`: called with the keys that `lost` removes."""
         self._clock_s = clock_s
         self._seen_s: Recent[K, float] = Recent(MAX_CHUNKS)
         self._on_lost = on_lost
@@ -36,16 +36,16 @@ class RecentKeys(Generic[K]):
         return self._clock_s() - self._seen_s.get(key, -inf) < _TRUST_S
 
     def add(self, key: K) -> None:
-        """Note that the store has it now."""
+        """Record that the store has the object now."""
         self._seen_s[key] = self._clock_s()
 
     def lost(self, keys: Collection[K]) -> None:
-        """Note that the store does not have these."""
+        """Remove these keys, because the store lacks the objects, and call `on_lost`."""
         for key in keys:
             self.discard(key)
         if self._on_lost is not None:
             self._on_lost(keys)
 
     def discard(self, key: K) -> None:
-        """Note that the store may not have it."""
+        """Remove the key, because the store may lack the object."""
         self._seen_s.pop(key, None)

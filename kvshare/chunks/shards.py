@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads each rank of an engine has, and where they are in stored shards; pure.
 
-An engine of tensor-parallel size N stores KV in shards: shard i of `t<i>of<n>` holds the i-th n-th
-of the heads. n is N; or the number of heads where there are more ranks than these: then vLLM gives
-ranks that follow each other the same head, and the first of them stores it. So a reader needs to
-know only n, and works out which shards hold its heads. It reads shards whole: the ranks of a host
-share what one of them has fetched.
+An engine of tensor-parallel size N stores KV in n shards: `t<i>of<n>` holds the i-th n-th of the
+heads. n is N, or the number of heads if there are fewer heads than ranks. In that case vLLM gives
+consecutive ranks the same head, and the first of them stores it. So a reader needs to know only n
+to find the shards that hold its heads. It reads whole shards, and the ranks of a host share each
+download.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of a stored shard that one rank holds."""
+    """The heads that a stored shard and one rank have in common; they are consecutive in both."""
 
     first: int
-    """Which of the shard's heads the first one is."""
+    """Index of the first common head among the shard's heads."""
     count: int
     first_own: int
-    """Which of the rank's own heads it is."""
+    """Index of the first common head among the rank's own heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +29,28 @@ class ShardSlice:
 
     number: int
     num_heads: int
-    """Of the shard."""
+    """All heads of the shard."""
     heads: Heads
 
 
 def num_shards(num_heads: int, tp_size: int) -> int:
-    """Return in how many shards an engine of `tp_size` stores `num_heads` heads."""
+    """Return the number of shards in which an engine of `tp_size` stores `num_heads` heads."""
     return min(num_heads, tp_size)
 
 
 def shard_of(tp_rank: int, tp_size: int, num_heads: int) -> int:
-    """Return which shard a rank holds."""
+    """Return the number of the shard that a rank holds."""
     return tp_rank * num_shards(num_heads, tp_size) // tp_size
 
 
 def is_first_holder(tp_rank: int, tp_size: int, num_heads: int) -> bool:
-    """Whether a rank is the first one of those that hold its shard."""
+    """Return whether a rank is the first of the ranks that hold its shard."""
     shard = shard_of(tp_rank, tp_size, num_heads)
     return tp_rank == 0 or shard_of(tp_rank - 1, tp_size, num_heads) != shard
 
 
 def shard_slices(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tuple[ShardSlice, ...]:
-    """Return where the heads of a rank lie in `count` shards, in their order."""
+    """Return the shards, out of `count`, that hold heads of a rank, in the order of the heads."""
     num_own = num_heads // num_shards(num_heads, tp_size)
     own_first = shard_of(tp_rank, tp_size, num_heads) * num_own
     own_end = own_first + num_own
@@ -65,20 +65,22 @@ def shard_slices(tp_rank: int, tp_size: int, num_heads: int, count: int) -> tupl
 
 
 def stored_tp_size(tp_size: int, heads: Iterable[int]) -> int:
-    """Return the size that an engine of `tp_size` stores layers of so many `heads` each in.
+    """Return the tensor-parallel size in which an engine of `tp_size` stores its chunks.
 
-    It tells all that a reader must know: larger ones store what the largest number of heads does.
+    `heads`: the KV heads of each layer set. An engine with more ranks than the largest of these
+    numbers stores the same shards as an engine with that many ranks, so the result is at most that
+    number. A reader needs to know nothing else.
     """
     return min(tp_size, max(heads, default=1))
 
 
 def stored_tp_sizes(heads: Iterable[int]) -> tuple[int, ...]:
-    """Return the sizes that layers of so many `heads` each can be stored in."""
+    """Return the sizes in which chunks can be stored; `heads`: KV heads of each layer set."""
     numbers = tuple(heads)
     most = max(numbers, default=1)
     return (*(tp_size for tp_size in range(1, most) if is_possible(tp_size, numbers)), most)
 
 
 def is_possible(tp_size: int, heads: Iterable[int]) -> bool:
-    """Whether vLLM can spread layers of so many `heads` each over `tp_size` ranks."""
+    """Return whether vLLM can spread layer sets with so many `heads` each over `tp_size` ranks."""
     return all(each % tp_size == 0 or tp_size % each == 0 for each in heads)

@@ -17,10 +17,10 @@ _CLOSED = "the buffer is closed"
 
 
 class BlockingClient:
-    """Runs coroutines over `store`, which it owns and closes. Any thread may call.
+    """A runner of coroutines on `store`, which it owns and closes. Any thread may call.
 
-    The lock is held while a coroutine is handed to the loop. So a call after `close` is refused,
-    and the loop knows every earlier call and cancels it.
+    The lock is held while a coroutine is passed to the loop. So `close` cancels every earlier call,
+    and later calls are refused.
     """
 
     def __init__(self, store: ObjectStore, limit_s: float) -> None:

@@ -75,7 +75,7 @@ class KVLookupBufferBase(KVCacheBufferBase):
 
 
 class _Buffer:
-    """What both buffers share: a store, a blocking client and counters."""
+    """The common part of both buffers: a store, a blocking client and counters."""
 
     _kind: ClassVar[str]
     _format: ClassVar[int] = 1
@@ -115,7 +115,7 @@ class _Buffer:
             raise
 
     def _start(self, path: str) -> None:
-        """Try the store.
+        """Check that the store can be read and written.
 
         Raises:
             ConfigError: the store cannot be used; names `path`.url.

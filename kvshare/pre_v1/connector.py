@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV connector from before V1, on the look-up buffer.
+"""vLLM's KV connector from before V1, based on the look-up buffer.
 
 A prefill process sends the KV and the hidden states that it computed for each prompt of a batch. A
 decode process receives them before its model runs. If it receives all of a batch, it need not run
@@ -57,7 +57,7 @@ class KVConnectorBase(ABC):
     def recv_kv_caches_and_hidden_states(
         self, model_executable: torch.nn.Module, model_input: Any, kv_caches: list[Tensor]
     ) -> tuple[States | None, bool, Any]:
-        """Before the model runs: fill the caches; return whether it must run, and on what."""
+        """Fill the caches before the model runs; return states, whether to bypass it, its input."""
 
 
 class KVShareLegacyConnector(KVConnectorBase):
@@ -135,8 +135,8 @@ class KVShareLegacyConnector(KVConnectorBase):
     ) -> tuple[States | None, bool, Any]:
         """Fill the caches with what is stored of the batch's prompts.
 
-        Returns (states, True, model_input) if the whole batch was received: the states as they were
-        sent, for all its tokens. Otherwise (None, False, adjusted): run the model on `adjusted`,
+        Returns (states, True, model_input) if the whole batch was received: the states of all its
+        tokens, as sent. Otherwise returns (None, False, adjusted): run the model on `adjusted`,
         which omits the tokens whose KV is now in the caches; at least one of each sequence remains.
         It omits nothing if the states of such tokens are needed.
         """
@@ -225,13 +225,13 @@ def unpacked_states(packed: Tensor, count: int, device: torch.device) -> States 
 
 
 def _can_be_joined(states: list[States | None]) -> bool:
-    """Whether all states are there and have one form."""
+    """Return whether no states are missing and all have one form."""
     forms = [_form(each) for each in states]
     return forms[0] is not None and all(form == forms[0] for form in forms)
 
 
 def _form(states: States | None) -> object:
-    """Return what the states of two prompts have in common if they are of the same model."""
+    """Return a value that is equal for the states of two prompts if they come from one model."""
     if states is None or isinstance(states, Tensor):
         return None if states is None else (states.dtype, states.shape[1:])
     return {name: _form(each) for name, each in states.tensors.items()}

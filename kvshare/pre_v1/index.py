@@ -63,7 +63,7 @@ class EntryName(NamedTuple):
         return cls(object_key(Kind.KV, namespace, _prefix_name(tokens), part), len(tokens), digest)
 
     def covers(self, tensors: Sequence[Tensor], wanted: Sequence[int] | None) -> bool:
-        """Whether the entry with these tensors really matches, not only by its name."""
+        """Return whether the entry with these tensors really matches, not only by its name."""
         input_tokens, roi = tensors[0], tensors[1]
         if input_tokens.shape != roi.shape or input_tokens.ndim != 1:
             return False
@@ -107,7 +107,7 @@ def _rank(entry: EntryName, wanted: Sequence[int]) -> tuple[int, int] | None:
 
 
 async def _starts_with(store: ObjectStore, entry: EntryName, wanted: Sequence[int]) -> bool:
-    """Whether a longer `entry` begins with `wanted`. Reads its tokens, which may be damaged."""
+    """Return whether a longer `entry` begins with `wanted`, by its stored tokens, unverified."""
     if entry.num_tokens <= len(wanted):
         return True  # its name was conclusive
     comparison = _PrefixComparison(PROLOGUE_BYTES + _COUNT.size, _token_bytes(wanted))
@@ -191,7 +191,7 @@ def unpack(packed: Tensor) -> list[Tensor]:
         ObjectCorrupt: `packed` is something else.
     """
     if packed.dtype != torch.uint8 or packed.ndim != 1 or len(packed) < _COUNT.size:
-        raise ObjectCorrupt(f"an entry is no row of bytes: {packed.dtype} {list(packed.shape)}")
+        raise ObjectCorrupt(f"an entry is not a row of bytes: {packed.dtype} {list(packed.shape)}")
     raw = memoryview(packed.numpy())  # type: ignore[arg-type]
     (count,) = _COUNT.unpack_from(raw)
     tensors = from_file(raw[_COUNT.size + 8 * count :])
@@ -221,7 +221,7 @@ def from_file(raw: memoryview) -> dict[str, Tensor]:
         return load(raw.tobytes())
     except _MALFORMED as exc:
         words = str(exc)[:200].partition("\n")[0]  # torch's messages may be pages long
-        raise ObjectCorrupt(f"this is no file of tensors: {words}") from exc
+        raise ObjectCorrupt(f"not a safetensors file: {words}") from exc
 
 
 def _prefix_name(tokens: Sequence[int]) -> str:

@@ -36,14 +36,14 @@ _EXTRA_INPUTS = (
 
 
 class Batch:
-    """The parts of vLLM's `model_input` that the connector reads. It changes nothing in place.
+    """The parts of vLLM's `model_input` that the connector reads. Nothing is changed in place.
 
     `input_tokens` [n]: of all sequences, concatenated. `input_positions` [n].
     `attn_metadata.seq_lens`: list, tokens of each sequence, including those computed earlier.
     `attn_metadata.slot_mapping` [n]: the cache slot of each token, block * block size + offset, -1
     for padding. `attn_metadata.num_prefill_tokens`: prompts come first, decoding sequences after
-    them. `attn_metadata.query_start_loc` [sequences + 1]: where each sequence begins; without it,
-    `seq_lens` tells.
+    them. `attn_metadata.query_start_loc` [sequences + 1]: where each sequence begins; if it is
+    missing, computed from `seq_lens`.
 
     These are adjusted as well where they exist: `query_lens`; `sampling_metadata`: the tokens whose
     states are sampled from, `selected_token_indices` [m], and its `seq_groups[].query_len`;

@@ -2,12 +2,12 @@
 """Takes objects out of a store, each exactly once among many processes.
 
 A process takes an object by creating a marker, whose key is the object's in another namespace.
-Stores let only one process create an object, so only one succeeds. It then removes the object. The
-marker stays, because the object may reappear: a store client that lost the answer to a put repeats
-it, and another host's disk may show it late. After an hour nothing reappears, and a sweep removes
-both.
+Stores let only one process create an object, so only one process succeeds. It then removes the
+object. The marker stays, because the object may reappear: a client that lost the answer to a put
+repeats it, and another host's disk may show the object late. After an hour nothing reappears, and a
+sweep removes both.
 
-The name of a taken object must not be given to another object.
+The name of a taken object must not be used for another object.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ _SWEPT_AT_ONCE = 256  # the store limits the time of one call
 
 
 class TakeOnce:
-    """Takes the objects of one namespace of a store. Several processes and threads may do so."""
+    """A taker of objects of one namespace. Several processes and threads may take concurrently."""
 
     def __init__(self, store: ObjectStore, namespace: str, markers: str) -> None:
-        """`namespace`: of the objects; `markers`: another one, of their markers alone."""
+        """`namespace`: of the objects; `markers`: a namespace that holds only their markers."""
         self._store = store
         self._namespace = markers
         self._objects = namespace_prefix(Kind.KV, namespace)
@@ -56,7 +56,7 @@ class TakeOnce:
             await self._store.put(key, b"1")
             if not self._store.creates_once or await self._store.put(key, b"2"):
                 raise ConfigError(
-                    f"{path}.url: this store overwrites objects that are there (S3 servers should "
+                    f"{path}.url: this store overwrites existing objects (S3 servers should "
                     "answer If-None-Match, and folders take hard links), so that two processes "
                     "could take the same entry; choose another store"
                 )
@@ -64,14 +64,14 @@ class TakeOnce:
             await self._store.delete([key])
 
     async def is_taken(self, key: Key) -> bool:
-        """Whether the object is marked as taken, so that reading it is useless. Only a hint."""
+        """Return whether the object has a marker, so that reading it is useless. Only a hint."""
         (is_marked,) = await self._store.exists([self._marker(key)])
         return is_marked
 
     async def take(self, key: Key) -> bool:
         """Remove the object under `key`; return whether this call, and no other anywhere, took it.
 
-        An object that the store fails to remove is taken all the same.
+        An object that the store fails to remove counts as taken too.
 
         Raises:
             StoreError: the result is unknown; the object may be lost.
@@ -91,7 +91,7 @@ class TakeOnce:
         return is_there
 
     async def sweep_forever(self) -> None:
-        """Sweep now and then periodically. Never returns."""
+        """Sweep now, and then every `SWEEP_S`. Never returns."""
         while True:
             try:
                 await self.sweep()
@@ -114,7 +114,7 @@ class TakeOnce:
     async def _marked(self) -> tuple[ObjectInfo | None, list[ObjectInfo]]:
         """Return a marker created now, for no object, and all other markers.
 
-        It tells the time by the store's clock; this host's clock may be wrong.
+        The new marker's time of modification is the store's time; this host's clock may be wrong.
         """
         now = object_key(Kind.KV, self._namespace, secrets.token_hex(16))
         await self._store.put(now, b"now")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What separates what two engines' offloading tiers store."""
+"""The facts that decide whether the offloading tiers of two engines share objects."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from kvshare.compat import device_name, vllm_release
 def tier_namespace(
     offloading_spec: Any, chunk_bytes: int, epoch: str, integrity: str = ""
 ) -> Namespace:
-    """Return the namespace of what vLLM's own offloading keeps.
+    """Return the namespace of the chunks that vLLM's own offloading stores.
 
-    `offloading_spec`: all that vLLM tells a tier. `chunk_bytes`: size of a chunk, padding included.
-    `epoch` and `integrity` are as for `encoder_namespace`. A chunk contains the bytes of all ranks
-    in an order that vLLM defines. So vLLM's version counts, and so do the parallel sizes, even
-    where vLLM calls the bytes independent of them. `epoch` stands for what vLLM does not tell.
+    `offloading_spec`: vLLM's description of the engine, the only one that a tier gets.
+    `chunk_bytes`: size of a chunk, padding included. `epoch`, `integrity`: see `encoder_namespace`;
+    `epoch` also stands for all facts that vLLM does not pass to a tier. A chunk contains the bytes
+    of all ranks in an order that vLLM defines. So vLLM's version is a fact, and so are the parallel
+    sizes, even where vLLM calls the bytes independent of them.
     """
     config = offloading_spec.config
     parallel = config.parallel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests were told of the chunks they asked for. Pure: no I/O, no store."""
+"""Look-up results by chunk and request. Pure: no I/O, no store."""
 
 from collections.abc import Iterable
 
@@ -7,11 +7,12 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 
 class LookupResults:
-    """The answer to each request for each chunk; RETRY until there is one.
+    """The look-up result of each chunk for each request; RETRY until the store has answered.
 
-    Requests that ask for a chunk at the same time share one query to the store. A request keeps its
-    answer for life, because vLLM would otherwise never finish its look-up. Later requests query
-    again, as the chunk may have been stored meanwhile. The size is bounded by the live requests.
+    Requests that look up a chunk at the same time share one query to the store. The result is final
+    for these requests, because vLLM would otherwise never finish a look-up; only `lost` changes it.
+    Later requests cause a new query, as the chunk may have been stored meanwhile. The size is
+    bounded by the live requests.
 
     Ownership: the scheduler thread.
     """
@@ -19,12 +20,13 @@ class LookupResults:
     def __init__(self) -> None:
         self._of_key: dict[OffloadKey, dict[str, LookupResult]] = {}
         self._of_request: dict[str, list[OffloadKey]] = {}
-        # Not answered yet, and for which requests the store was asked. Others came later.
+        # Queries in progress, with the requests that they are for. Later requests are not in the
+        # set, but get the result too.
         self._asked: dict[OffloadKey, set[str]] = {}
         self._unsent: dict[str, list[OffloadKey]] = {}
 
     def result(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Return the present answer for a request. O(1)."""
+        """Return the current result for a request. The first call for a chunk queues a query."""
         results = self._of_key.setdefault(key, {})
         if request_id in results:
             return results[request_id]
@@ -35,22 +37,25 @@ class LookupResults:
             self._unsent.setdefault(request_id, []).append(key)
         return LookupResult.RETRY
 
-    def take_questions(self) -> list[tuple[OffloadKey, ...]]:
-        """Return the chunks to query from the store, grouped by request, each chunk once."""
+    def take_queries(self) -> list[tuple[OffloadKey, ...]]:
+        """Return and clear the queued queries: chunks grouped by request, each chunk once."""
         unsent, self._unsent = self._unsent, {}
         return [tuple(keys) for keys in unsent.values()]
 
-    def answer(self, key: OffloadKey, *, is_there: bool) -> None:
-        """Give the answer to all requests that wait for the chunk."""
+    def answer(self, key: OffloadKey, *, is_stored: bool) -> None:
+        """Record the store's answer for all requests that wait for the chunk."""
         self._asked.pop(key, None)
         results = self._of_key.get(key, {})
         for request_id, result in results.items():
             if result is LookupResult.RETRY:
-                results[request_id] = LookupResult.HIT if is_there else LookupResult.MISS
+                results[request_id] = LookupResult.HIT if is_stored else LookupResult.MISS
 
-    def late(self, key: OffloadKey) -> None:
-        """Take note that the store has not answered in time: the requests for which it was asked
-        miss the chunk. For those that came later it is asked again, once."""
+    def timed_out(self, key: OffloadKey) -> None:
+        """Record that the store has not answered in time.
+
+        The chunk is a miss for the requests that caused the query. If later requests wait for it
+        too, one new query is queued for them.
+        """
         results, asked = self._of_key.get(key, {}), self._asked.pop(key, set())
         results.update(dict.fromkeys(asked & results.keys(), LookupResult.MISS))
         waiting = {name for name, result in results.items() if result is LookupResult.RETRY}
@@ -59,13 +64,13 @@ class LookupResults:
             self._unsent.setdefault(min(waiting), []).append(key)
 
     def lost(self, keys: Iterable[OffloadKey]) -> None:
-        """Change the answers for these chunks to MISS: they cannot be loaded after all."""
+        """Change the results of these chunks to MISS: they cannot be loaded after all."""
         for key in keys:
             results = self._of_key.get(key, {})
             results.update(dict.fromkeys(results, LookupResult.MISS))
 
-    def forget(self, request_id: str) -> None:
-        """Drop the request. Call once."""
+    def remove_request(self, request_id: str) -> None:
+        """Remove the results of a request. Call once."""
         for key in self._of_request.pop(request_id, ()):
             results = self._of_key[key]
             del results[request_id]

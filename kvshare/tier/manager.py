@@ -2,9 +2,10 @@
 """KVShareTier: a secondary tier for vLLM's own offloading. Experimental, as vLLM's interface is.
 
 vLLM's OffloadingConnector copies chunks of KV between the GPU and the CPU tier, a memory region of
-its own. Below that it asks secondary tiers: whether they have a chunk (`lookup`), to fill places of
-the region with chunks (`submit_load`), to store what lies there (`submit_store`). This one keeps
-each chunk as one object in the store that the connectors of this project use.
+its own. Below the CPU tier it uses secondary tiers: it asks whether they have a chunk (`lookup`),
+has them load chunks into slots of the region (`submit_load`), and has them store chunks from there
+(`submit_store`). This tier stores each chunk as one object, in the same kinds of stores as the
+connectors of this project.
 
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
      "kv_connector_extra_config": {
@@ -59,44 +60,46 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-# `drain_jobs` waits for copies in memory; this is how often it looks whether they are over.
+# `drain_jobs` waits for copies in memory, and checks for their end this often.
 _POLL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _LoadJob:
-    """One job of vLLM's: chunks on their way to the region."""
+    """A load job of vLLM's: chunks to be copied into the CPU tier."""
 
     job_id: int
     keys: tuple[OffloadKey, ...]
-    begun_s: float
+    started_s: float
     missing: int
     loaded: list[OffloadKey] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _StoreJob:
-    """One job of vLLM's: chunks to be copied out of the region.
+    """A store job of vLLM's: chunks to be copied out of the CPU tier.
 
-    The copy thread fills `copied` and leaves it to the scheduler thread with its end.
+    Ownership: `copied` belongs to the copy thread until the copy ends, then to the scheduler
+    thread.
     """
 
     job_id: int
     chunks: tuple[tuple[Key, int], ...]
-    """Object keys, and the places where the chunks lie."""
-    begun_s: float
+    """Object keys, each with the chunk's slot in the CPU tier."""
+    started_s: float
     copied: list[tuple[Key, Slab]] = field(default_factory=list)
 
 
 class KVShareTier(SecondaryTierManager):
-    """Chunks of the CPU tier as objects in a store; see the module's docstring.
+    """A secondary tier that stores chunks of the CPU tier as objects; see the module docstring.
 
-    A load writes an object to its place on a load thread of the transfer engine, verified. A store
-    is over for vLLM as soon as the chunk is copied out: what the store then does holds no place of
-    the CPU tier. Copies wait in at most `buffer_bytes`; what finds no room there is dropped.
+    Load: a load thread of the transfer engine verifies the object and copies it to its slot. Store:
+    the job ends for vLLM as soon as the chunk is copied out, so a slow store holds no slot of the
+    CPU tier. Copies that wait for the store take at most `buffer_bytes`; further chunks are dropped
+    and counted.
 
     Ownership: vLLM's scheduler thread calls every public method and owns all fields. Load and copy
-    threads read `_rows`, `_spec` and `_staging`, and write to places that vLLM keeps free for
+    threads read `_rows`, `_spec` and `_staging`. They write only to slots that vLLM reserves for
     their job.
     """
 
@@ -118,7 +121,7 @@ class KVShareTier(SecondaryTierManager):
             ConfigError: an option is wrong or the store cannot be used; names the option.
         """
         log_as_vllm()
-        # vLLM 0.30 knows no detectors.
+        # vLLM 0.30 has no backpressure detectors.
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         path = f"secondary_tiers.{tier_type}"
@@ -143,14 +146,14 @@ class KVShareTier(SecondaryTierManager):
             -1, num_bytes
         )
 
-    # --- what vLLM asks ---
+    # --- vLLM's hooks ---
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether the chunk is stored; RETRY until the store has answered, or `wait_s`."""
+        """Return whether the chunk is stored; RETRY until the store answers, at most `wait_s`."""
         return self._lookup_results.result(key, req_context.req_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Start to fill places of the CPU tier; `get_finished_jobs` says which could be."""
+        """Start to load chunks into slots of the CPU tier; see `get_finished_jobs`."""
         job, keys = job_metadata, tuple(job_metadata.keys)
         load = _LoadJob(job.job_id, keys, time.monotonic(), missing=len(keys))
         handles = []
@@ -180,32 +183,32 @@ class KVShareTier(SecondaryTierManager):
         self._engine.submit(handle)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each once."""
+        """Return the results of the jobs that ended since the last call, each once."""
         self._engine.poll()
         finished, self._finished = self._finished, []
         return finished
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Ask for what is new of each request, no more."""
+        """Return the default: vLLM looks up only the new chunks of a request."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what the request was told."""
-        self._lookup_results.forget(req_context.req_id)
+        """Remove the look-up results of the request."""
+        self._lookup_results.remove_request(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Ask the store for the chunks of this step's look-ups, in one batch a request."""
+        """Query the store for the chunks of this step's look-ups, in one batch per request."""
         handles = []
-        for keys in self._lookup_results.take_questions():
+        for keys in self._lookup_results.take_queries():
             job = Lookup(tuple(map(self._namespace.key, keys)), self._config.wait_s)
             handles.append(Handle(job, partial(self._answered, keys)))
         if handles:
             self._engine.submit(*handles)
 
     def drain_jobs(self) -> None:
-        """Block until nothing of this tier touches the CPU tier any more; never for the store.
+        """Block until no thread of this tier reads or writes the CPU tier; never for the store.
 
-        Loads that wait for the store are given up: vLLM is about to empty the CPU tier.
+        Loads that wait for the store are cancelled: vLLM is about to clear the CPU tier.
         """
         self._engine.cancel(*self._loading)
         while self._loading or self._copying:
@@ -214,11 +217,11 @@ class KVShareTier(SecondaryTierManager):
 
     @property
     def engine(self) -> TransferEngine:
-        """What moves the objects, which this tier owns."""
+        """The transfer engine, which this tier owns."""
         return self._engine
 
     def shutdown(self) -> None:
-        """Let go of the CPU tier; let saves end, briefly, and stop the I/O thread."""
+        """Release the CPU tier, give saves a few seconds to end, and stop the I/O thread."""
         self.drain_jobs()
         self._engine.close()
         self._rows = torch.empty(0)
@@ -235,23 +238,23 @@ class KVShareTier(SecondaryTierManager):
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
         return offloading_stats(self._engine.take_counts("scheduler"))
 
-    # --- what came of it ---
+    # --- ends of jobs; scheduler thread ---
 
     def _saved(self, done: Done[None]) -> None:
         is_saved = done.outcome is Outcome.OK
         self._stats.add(f"chunks/{'saved' if is_saved else 'failed'}")
 
     def _answered(self, keys: tuple[OffloadKey, ...], done: Done[tuple[bool, ...]]) -> None:
-        is_known = done.value is not None
-        there = done.value or (False,) * len(keys)
-        for key, is_there in zip(keys, there, strict=True):
+        has_answer = done.value is not None
+        found = done.value or (False,) * len(keys)
+        for key, is_stored in zip(keys, found, strict=True):
             if done.is_late:
-                self._lookup_results.late(key)
+                self._lookup_results.timed_out(key)
             else:
-                self._lookup_results.answer(key, is_there=is_there)
-        num_missed = len(keys) - sum(there)
+                self._lookup_results.answer(key, is_stored=is_stored)
+        num_missed = len(keys) - sum(found)
         if num_missed:
-            self._stats.add(f"chunks/{'missed' if is_known else 'failed'}", num_missed)
+            self._stats.add(f"chunks/{'missed' if has_answer else 'failed'}", num_missed)
 
     def _loaded(
         self,
@@ -276,7 +279,7 @@ class KVShareTier(SecondaryTierManager):
                 load.job_id,
                 success=is_whole,
                 successful_keys=None if is_whole else tuple(load.loaded),
-                transfer_time=time.monotonic() - load.begun_s,
+                transfer_time=time.monotonic() - load.started_s,
             )
         )
 
@@ -287,7 +290,7 @@ class KVShareTier(SecondaryTierManager):
         num_dropped = len(store.chunks) - len(store.copied)
         if num_dropped:
             self._stats.add("chunks/dropped", num_dropped)
-        seconds = time.monotonic() - store.begun_s
+        seconds = time.monotonic() - store.started_s
         self._finished.append(
             JobResult(store.job_id, success=not num_dropped, transfer_time=seconds)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tier counts, in the words of vLLM's offloading metrics."""
+"""The tier's metrics, as vLLM's offloading metrics."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,7 @@ def _definition(family: str, metric: Metric) -> OffloadingMetricMetadata:
 
 
 def offloading_stats(counts: Mapping[str, float]) -> OffloadingConnectorStats | None:
-    """Return `counts` as vLLM carries them to its loggers; None where there are none."""
+    """Return `counts` in the form that vLLM passes to its loggers; None if there are none."""
     if not counts:
         return None
     stats = OffloadingConnectorStats()
@@ -53,8 +53,8 @@ def offloading_stats(counts: Mapping[str, float]) -> OffloadingConnectorStats | 
             stats.observe_histogram(*_series(name, seconds))
     for name, count in counts.items():
         if not is_observed(name):
-            tell = stats.set_gauge if is_gauge(name) else stats.increase_counter
-            tell(*_series(name, count))
+            record = stats.set_gauge if is_gauge(name) else stats.increase_counter
+            record(*_series(name, count))
     return stats
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache groups -> the layers that are stored together, and what a reader needs of them."""
+"""Layer sets made from vLLM's cache groups, and the blocks that readers need."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def window(num_tokens: int, **more: Any) -> SlidingWindowSpec:
 
 
 def engine(**more: Any) -> Any:
-    """What `refusal` reads of a VllmConfig; `more`: any of its fields."""
+    """Return the fields of a VllmConfig that `refusal` reads; `more`: other values for them."""
     fields: dict[str, dict[str, Any]] = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
@@ -75,7 +75,7 @@ def engine(**more: Any) -> Any:
 
 
 def cache(*specs: Any) -> KVCacheConfig:
-    """Groups of two layers, which take turns in the model."""
+    """Return a config with one group of two layers per spec; the groups alternate in the model."""
     groups = [
         KVCacheGroupSpec([f"l.{layer * len(specs) + group}" for layer in range(2)], spec)
         for group, spec in enumerate(specs)
@@ -95,7 +95,7 @@ def cache(*specs: Any) -> KVCacheConfig:
         (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),),
     ],
 )
-def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
+def test_supported_caches_are_not_refused(specs: tuple[Any, ...]) -> None:
     assert refusal(engine(), cache(*specs)) is None
     assert refusal(engine(enable_prefix_caching=False), cache(*specs)) is None
     assert refusal(engine(device_type="cuda"), cache(*specs)) is None
@@ -104,7 +104,7 @@ def test_these_caches_are_shared(specs: tuple[Any, ...]) -> None:
 
 
 class Derived(FullAttentionSpec):
-    """A layout of its own."""
+    """A spec whose layout we do not know."""
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ class Derived(FullAttentionSpec):
         ),
     ],
 )
-def test_other_engines_are_refused_in_a_sentence(
+def test_unsupported_engines_are_refused_with_the_reason(
     config: Any, specs: tuple[Any, ...], says: str
 ) -> None:
     assert says in (refusal(config, cache(*specs)) or "")
 
 
-def test_blocks_in_a_pool_on_the_host_are_refused() -> None:
+def test_hisparse_pools_are_refused() -> None:
     seen = cache(FULL)
     seen.hisparse_host_num_blocks = 64
     assert "HiSparse" in (refusal(engine(), seen) or "")
 
 
-def test_groups_that_look_back_equally_far_are_one_set() -> None:
-    """However vLLM has grouped them: engines must agree on the order of the layers."""
+def test_groups_with_equal_windows_form_one_layer_set() -> None:
+    """vLLM's grouping does not matter: engines must agree on the order of the layers."""
     full, short = layer_sets(cache(window(64), FULL, window(64)), 1, HEADS)
     assert (full.window, full.groups) == (AttentionWindow(), (1,))
     assert full.layers == (("l.1", 0), ("l.4", 0))
@@ -154,14 +154,14 @@ def test_groups_that_look_back_equally_far_are_one_set() -> None:
     assert [each.facts for each in (full, short)] == [["full", 2, 2], ["window 64", 4, 2]]
 
 
-def test_layers_of_other_shapes_are_other_sets() -> None:
+def test_layers_of_different_shapes_form_separate_layer_sets() -> None:
     first, second = layer_sets(cache(replace(FULL, head_size=16), FULL), 1, HEADS)
     assert [name for name, _ in first.layers] == ["l.1", "l.3"]
     assert [name for name, _ in second.layers] == ["l.0", "l.2"]
 
 
-def test_a_group_of_one_shape_is_shared_and_of_several_refused() -> None:
-    """Of the latter vLLM tells the scheduler half one shape alone, and workers all."""
+def test_group_with_several_shapes_is_refused() -> None:
+    """Only workers can refuse it: vLLM gives the scheduler process the shape of one layer only."""
     for other, why_not in ((FULL, None), (replace(FULL, head_size=16), "another shape")):
         specs = UniformTypeKVCacheSpecs(
             block_size=TOKENS, kv_cache_specs={"l.0": FULL, "l.1": other}
@@ -185,14 +185,16 @@ def test_a_group_of_one_shape_is_shared_and_of_several_refused() -> None:
         ({"num_key_value_heads": None, "rope": {"type": "default"}}, 4),
     ],
 )
-def test_the_layers_with_the_most_heads_count(more: dict[str, Any], expected: int) -> None:
-    """At eight ranks, say, each has one of four heads in some layers, and of eight in others."""
+def test_most_kv_heads_returns_the_largest_count_of_any_layer(
+    more: dict[str, Any], expected: int
+) -> None:
+    """With eight ranks, each holds one of four heads in some layers and one of eight in others."""
     text = PretrainedConfig(num_attention_heads=32, **{"num_key_value_heads": 4, **more})
     model = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: 4)
     assert most_kv_heads(model) == expected
 
 
-def test_shares_have_a_name_each_and_replicas_one() -> None:
+def test_shard_names_are_unique_and_replicas_share_one() -> None:
     sets = layer_sets(cache(FULL, window(64)), 1, HEADS)
     assert shard_names_of(sets, 2) == ("t0of2", "t1of2", "t0of2-s1", "t1of2-s1")
     (replicated,) = layer_sets(cache(MLA), 1, HEADS)
@@ -202,7 +204,7 @@ def test_shares_have_a_name_each_and_replicas_one() -> None:
 
 
 @given(st.integers(1, 100), st.integers(0, 3), st.integers(0, 1000))
-def test_a_window_reaches_as_far_back_as_vllm_keeps_blocks(
+def test_first_needed_token_equals_the_first_that_vllm_keeps(
     size: int, extra: int, num_tokens: int
 ) -> None:
     spec = window(size, extra_retained_tokens=extra)
@@ -229,10 +231,10 @@ def test_a_window_reaches_as_far_back_as_vllm_keeps_blocks(
     st.integers(1, 4),
     st.integers(1, 400),
 )
-def test_what_is_stored_is_enough_for_every_prefix(
+def test_stored_blocks_suffice_for_every_prefix(
     window: AttentionWindow, chunk_blocks: int, num_tokens: int
 ) -> None:
-    """A prefix that ends in the middle of nowhere, cut into chunks as `prefix` does."""
+    """The prefix ends at any token, and is divided into chunks as in `prefix`."""
     layer_set = LayerSet(0, (0,), (("l.0", 0),), window, HEADS, HEADS)
     blocks, rest = divmod(num_tokens, TOKENS)
     ends = [*range(chunk_blocks, blocks, chunk_blocks), *([blocks] if blocks else [])]
@@ -249,7 +251,7 @@ def test_what_is_stored_is_enough_for_every_prefix(
             layer_set.first_block(chunk, TOKENS), chunk.first_block + chunk.num_blocks
         )
     }
-    # The reader computes the last token itself where it must, and may begin one token earlier.
+    # A reader may load one token less, to compute the last one itself.
     for end in (num_tokens, num_tokens - 1):
         needed = set(range(window.first_needed(end) // TOKENS, -(-end // TOKENS)))
         assert needed <= stored

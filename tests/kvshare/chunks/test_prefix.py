@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests -> chunk names, with vLLM's own requests and hashes."""
+"""Chunk names of requests, with vLLM's own requests and hashes."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def tail(request: Request) -> Chunk | None:
         (7 * BLOCK + 3, 7, 2),
     ],
 )
-def test_all_but_the_last_token_is_covered(
+def test_chunks_cover_all_tokens_but_the_last(
     num_tokens: int, num_blocks: int, in_tail: int, chunk_blocks: int
 ) -> None:
     request = make_request("r", range(num_tokens))
@@ -71,7 +71,7 @@ def test_a_chunk_is_named_by_its_last_block() -> None:
     assert [bytes(chunk.key) for chunk in chunks(request, 3)] == named
 
 
-def test_parts_are_all_places_where_a_prompt_may_have_ended() -> None:
+def test_partial_chunks_end_at_every_block_of_the_chunk() -> None:
     prefix = Prefix.of(make_request("r", range(5 * BLOCK + 1)), Grid(BLOCK, 3))
     assert [(part.first_block, part.num_blocks) for part in prefix.partials(0)] == [(0, 2), (0, 1)]
     assert [(part.first_block, part.num_blocks) for part in prefix.partials(1)] == [(3, 2), (3, 1)]
@@ -79,14 +79,14 @@ def test_parts_are_all_places_where_a_prompt_may_have_ended() -> None:
     assert prefix.partials(1, start_block=5) == []
 
 
-def test_prompts_with_one_prefix_share_names_up_to_where_they_part() -> None:
+def test_prompts_share_chunk_names_up_to_their_first_difference() -> None:
     first = chunks(make_request("a", [*range(10), 11]))
     second = chunks(make_request("b", [*range(9), 99, 11]))
     assert first[:2] == second[:2]
     assert first[2].key != second[2].key
 
 
-def test_the_tail_names_all_tokens_but_the_last() -> None:
+def test_tail_name_depends_on_all_tokens_but_the_last() -> None:
     one = tail(make_request("a", [0, 1, 2, 3, 4, 5, 6]))
     assert one is not None
     assert tail(make_request("b", [0, 1, 2, 3, 4, 5, 99])) == one
@@ -113,26 +113,28 @@ def picture(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
             {"lora_request": LoRARequest("a", 1, "/loras/b")},
             marks=needs_adapter_hashes,
         ),
-        # The placeholder tokens are the same: only the identifier tells pictures apart.
+        # The placeholder tokens are equal: only the identifiers differ.
         ({"mm_features": [picture("a", 1, 4)]}, {"mm_features": [picture("b", 1, 4)]}),
         ({"mm_features": [picture("a", 5, 1)]}, {"mm_features": [picture("b", 5, 1)]}),
     ],
 )
-def test_names_differ_where_kv_does(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_salt_adapter_and_media_change_chunk_names(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     tokens = range(7)
     ours = chunks(make_request("a", tokens, **one))
     theirs = chunks(make_request("b", tokens, **other))
-    assert ours[-1].num_tokens < BLOCK, "a tail is among them"
+    assert ours[-1].num_tokens < BLOCK, "the last chunk is a tail"
     assert ours[-1].key != theirs[-1].key
     starts_later = "mm_features" in one and one["mm_features"][0].mm_position.offset >= BLOCK
     assert (ours[0].key == theirs[0].key) is starts_later
 
 
-def test_a_short_prompts_tail_is_told_by_its_salt() -> None:
+def test_salt_changes_the_tail_name_of_a_short_prompt() -> None:
     assert tail(make_request("a", range(3), cache_salt="a")) != tail(make_request("b", range(3)))
 
 
-def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
+def test_resumed_request_has_chunks_of_its_answer_but_no_tail() -> None:
     request = make_request("r", range(BLOCK + 2), max_tokens=9)
     request.append_output_token_ids([50, 51, 52])
     found = chunks(request)
@@ -145,7 +147,7 @@ def test_a_resumed_request_loads_blocks_of_its_answer_but_no_tail() -> None:
     assert covered_tokens(request, chunks(request)) == 3 * BLOCK - 1
 
 
-def test_what_an_adapter_contains_is_part_of_every_name() -> None:
+def test_adapter_fingerprint_is_part_of_every_chunk_name() -> None:
     request = make_request("r", range(5 * BLOCK + 3))
     plain, tuned = (
         Prefix.of(request, Grid(BLOCK, 2, adapter)) for adapter in (b"", b"0123456789abcdef")

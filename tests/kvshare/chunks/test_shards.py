@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every engine size against every other, head by head."""
+"""Shards of every engine size, read by every other size, head by head."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ MOST_RANKS = 64
 
 
 def held(tp_size: int, num_heads: int) -> list[list[int]]:
-    """The heads of each rank, as vLLM's QKVParallelLinear gives them out."""
+    """Return the heads of each rank, as vLLM's QKVParallelLinear assigns them."""
     if tp_size >= num_heads:
         replicas = tp_size // num_heads
         return [[rank // replicas] for rank in range(tp_size)]
@@ -35,7 +35,7 @@ def engines(num_heads: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
-def test_every_head_of_every_share_is_stored_once(num_heads: int) -> None:
+def test_every_head_is_stored_in_exactly_one_shard(num_heads: int) -> None:
     for tp_size in engines(num_heads):
         stored: dict[int, list[int]] = {}
         for rank, heads in enumerate(held(tp_size, num_heads)):
@@ -48,7 +48,7 @@ def test_every_head_of_every_share_is_stored_once(num_heads: int) -> None:
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
-def test_every_reader_finds_its_heads_in_what_every_writer_stores(num_heads: int) -> None:
+def test_every_reader_finds_its_heads_in_the_shards_of_every_writer(num_heads: int) -> None:
     for writer in engines(num_heads):
         count = num_shards(num_heads, writer)
         shares = [
@@ -66,7 +66,7 @@ def test_every_reader_finds_its_heads_in_what_every_writer_stores(num_heads: int
                 assert found == heads
 
 
-def test_examples() -> None:
+def test_shard_slices_of_some_ranks() -> None:
     assert shard_slices(1, 2, 8, 1) == (ShardSlice(0, 8, Heads(4, 4, first_own=0)),)
     assert shard_slices(0, 1, 8, 2) == (
         ShardSlice(0, 4, Heads(0, 4, first_own=0)),
@@ -78,12 +78,12 @@ def test_examples() -> None:
     )
 
 
-def test_engines_of_more_ranks_than_heads_store_what_smaller_ones_do() -> None:
+def test_engines_with_more_ranks_than_heads_store_the_same_shards() -> None:
     assert num_shards(2, 8) == num_shards(2, 2) == 2
     assert shard_slices(5, 8, 2, 2) == shard_slices(1, 2, 2, 2)
 
 
-def test_few_sizes_can_be_stored() -> None:
+def test_stored_tp_sizes_of_some_models() -> None:
     assert stored_tp_sizes([8]) == (1, 2, 4, 8)
     assert stored_tp_sizes([6]) == (1, 2, 3, 6)
     assert stored_tp_sizes([8, 1]) == (1, 2, 4, 8)
@@ -92,7 +92,7 @@ def test_few_sizes_can_be_stored() -> None:
 
 
 @pytest.mark.parametrize("heads", [[8], [6], [8, 1], [8, 4], [6, 4], [1]])
-def test_every_engine_stores_in_one_of_these_sizes(heads: list[int]) -> None:
+def test_every_engine_stores_in_one_of_the_stored_tp_sizes(heads: list[int]) -> None:
     for tp_size in range(1, MOST_RANKS + 1):
         if is_possible(tp_size, heads):
             size = stored_tp_size(tp_size, heads)

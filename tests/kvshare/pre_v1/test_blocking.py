@@ -18,8 +18,8 @@ def client(tmp_path: Path) -> BlockingClient:
     return BlockingClient(open_store(StoreConfig(url=str(tmp_path)), "options"), 600.0)
 
 
-def told(call: Callable[[], object], words: list[str]) -> threading.Thread:
-    """Have a thread call, and note what it raises."""
+def call_in_thread(call: Callable[[], object], words: list[str]) -> threading.Thread:
+    """Make calls in a thread, and record what they raise."""
 
     def run() -> None:
         try:
@@ -39,7 +39,7 @@ def test_closing_ends_the_calls_that_are_running(client: BlockingClient) -> None
         begun.set()
         await asyncio.Event().wait()
 
-    thread = told(lambda: client.run(endless()), words)
+    thread = call_in_thread(lambda: client.run(endless()), words)
     begun.wait()
     client.run_in_background(endless())
     client.close()
@@ -47,7 +47,7 @@ def test_closing_ends_the_calls_that_are_running(client: BlockingClient) -> None
     assert words == ["the buffer is closed"]
 
 
-def test_calls_that_come_while_it_closes_return(client: BlockingClient) -> None:
+def test_calls_during_close_return(client: BlockingClient) -> None:
     words, calling = list[str](), threading.Barrier(9)
 
     def call_on() -> None:
@@ -56,7 +56,7 @@ def test_calls_that_come_while_it_closes_return(client: BlockingClient) -> None:
         while True:
             client.run(asyncio.sleep(0))
 
-    threads = [told(call_on, words) for _ in range(8)]
+    threads = [call_in_thread(call_on, words) for _ in range(8)]
     calling.wait(10)
     client.close()
     client.close()

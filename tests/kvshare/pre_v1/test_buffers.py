@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of the time before V1: on a folder, on S3, in one process and in many."""
+"""The buffers from before V1: on a folder, on S3, in one process and in many."""
 
 import asyncio
 import errno
@@ -50,31 +50,31 @@ def folder(tmp_path: Path) -> dict[str, Any]:
 
 
 class Watched:
-    """A store whose calls a test can watch and change. It is an ObjectStore."""
+    """An ObjectStore whose calls a test can observe and change."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self.before: dict[str, Callable[[Sequence[Key]], None]] = {}
-        """By name of a call: what is asked first, with the keys; it may raise."""
+        """By method name: called with the keys before that method, and may raise."""
         self.sinks: Callable[[Key, Sink], Sink] = lambda _, sink: sink
-        """Returns where `get` shall put an object."""
+        """Returns the sink that `get` uses in place of the given one."""
         self.entries = ""
-        """Before this the keys of entries begin, once there was one."""
+        """The prefix of the keys of entries; empty before the first entry."""
 
     def __getattr__(self, name: str) -> Any:
-        """All that is not changed."""
+        """Return the store's own attribute."""
         return getattr(self._store, name)
 
     def is_entry(self, key: Key) -> bool:
-        """Whether it is an entry's, and not its marker's."""
+        """Return whether the key belongs to an entry, not to a marker."""
         return bool(self.entries) and key.startswith(self.entries)
 
-    def _ask(self, call: str, keys: Sequence[Key]) -> None:
+    def _call_before(self, call: str, keys: Sequence[Key]) -> None:
         if call in self.before:
             self.before[call](keys)
 
     async def get(self, key: Key, sink: Sink) -> None:
-        self._ask("get", [key])
+        self._call_before("get", [key])
         await self._store.get(key, self.sinks(key, sink))
 
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
@@ -83,17 +83,17 @@ class Watched:
         return await self._store.put(key, body, replace=replace)
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        self._ask("exists", keys)
+        self._call_before("exists", keys)
         return await self._store.exists(keys)
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        self._ask("delete", keys)
+        self._call_before("delete", keys)
         await self._store.delete(keys)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    """The stores of the buffers that a test opens, in this order."""
+    """The stores of the buffers that a test opens, in order of opening."""
     stores: list[Watched] = []
 
     def open_watched(*arguments: Any) -> Watched:
@@ -134,7 +134,7 @@ def opened() -> Iterator[Open]:
         torch.empty(0, 4),
     ],
 )
-def test_a_tensor_comes_back(opened: Open, folder: dict[str, Any], tensor: Tensor) -> None:
+def test_tensor_round_trips(opened: Open, folder: dict[str, Any], tensor: Tensor) -> None:
     opened(KVStoreBuffer, folder).put("a key", tensor)
     found = opened(KVStoreBuffer, folder).get("a key")
     assert found.dtype == tensor.dtype
@@ -162,7 +162,7 @@ def test_any_text_is_a_key(opened: Open, folder: dict[str, Any], tmp_path: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"store"}
 
 
-def test_buffers_of_other_names_epochs_and_keys_are_apart(
+def test_buffers_with_other_names_epochs_or_integrity_keys_are_separate(
     opened: Open, folder: dict[str, Any]
 ) -> None:
     opened(KVStoreBuffer, folder).put("key", torch.ones(1))
@@ -171,7 +171,7 @@ def test_buffers_of_other_names_epochs_and_keys_are_apart(
     assert opened(KVStoreBuffer, folder | {"integrity_key": INTEGRITY_KEY}).get("key") is None
 
 
-def test_a_damaged_tensor_is_none_and_can_be_replaced(
+def test_damaged_tensor_is_missing_and_can_be_replaced(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     buffer = opened(KVStoreBuffer, folder)
@@ -187,7 +187,7 @@ def test_a_damaged_tensor_is_none_and_can_be_replaced(
     assert torch.equal(buffer.get("key"), torch.ones(100))
 
 
-def test_a_store_that_is_gone_costs_misses(
+def test_unavailable_store_costs_misses(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
@@ -203,7 +203,7 @@ def test_a_store_that_is_gone_costs_misses(
 
 
 @pytest.mark.parametrize("kind", [KVStoreBuffer, KVLookupBuffer])
-def test_wrong_options_are_named_and_a_closed_buffer_says_so(
+def test_wrong_option_and_closed_buffer_raise_clear_errors(
     kind: type[Any], folder: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"options\.urll: unknown option"):
@@ -221,7 +221,7 @@ def test_wrong_options_are_named_and_a_closed_buffer_says_so(
 def insert(
     buffer: KVLookupBuffer, tokens: list[int], mark: float = 0.0, roi: list[int] | None = None
 ) -> None:
-    """Insert an entry of these tokens that is told from others by `mark`."""
+    """Insert an entry of these tokens whose tensors contain `mark`."""
     mask = torch.tensor(roi or [1] * len(tokens), dtype=torch.bool)
     cache = torch.full((2, len(tokens), 4), mark)
     buffer.insert(torch.tensor(tokens), mask, cache, cache + 0.5, torch.full((1, 8), mark))
@@ -230,7 +230,7 @@ def insert(
 def take(
     buffer: KVLookupBuffer, tokens: list[int] | None, roi: list[int] | None = None
 ) -> float | None:
-    """Take an entry; return its mark, None if there is none."""
+    """Take an entry and return its mark; None if none matches."""
     if tokens is None:
         found = buffer.drop_select(None, None)
     else:
@@ -257,30 +257,34 @@ def test_an_entry_is_taken_once(opened: Open, options: dict[str, Any]) -> None:
     assert one.counters == {"inserted": 1, "missing": 1}
 
 
-def test_two_entries_of_the_same_tokens_are_two(opened: Open, options: dict[str, Any]) -> None:
+def test_two_entries_of_the_same_tokens_are_both_taken(
+    opened: Open, options: dict[str, Any]
+) -> None:
     buffer = opened(KVLookupBuffer, options)
     insert(buffer, TOKENS, 1.0)
     insert(buffer, TOKENS, 2.0)
     assert {take(buffer, TOKENS), take(buffer, TOKENS), take(buffer, TOKENS)} == {1.0, 2.0, None}
 
 
-def test_the_most_tokens_in_common_win(opened: Open, folder: dict[str, Any]) -> None:
+def test_entry_with_the_most_tokens_in_common_is_taken(
+    opened: Open, folder: dict[str, Any]
+) -> None:
     buffer = opened(KVLookupBuffer, folder)
     stored = {8: 8.0, 20: 20.0, 30: 30.0, 40: 40.0}
     for length, mark in stored.items():
         insert(buffer, TOKENS[:length], mark)
     insert(buffer, [*TOKENS[:20], 7, 7], -1.0)
     insert(buffer, [7, *TOKENS[1:]], -2.0)
-    assert take(buffer, TOKENS[:30]) == 30.0, "all of it, and nothing beyond"
-    assert take(buffer, TOKENS[:30]) == 40.0, "all of it, and more"
-    assert take(buffer, TOKENS[:30]) == 20.0, "the longest beginning"
+    assert take(buffer, TOKENS[:30]) == 30.0, "all tokens, and no further ones"
+    assert take(buffer, TOKENS[:30]) == 40.0, "all tokens, and further ones"
+    assert take(buffer, TOKENS[:30]) == 20.0, "the longest prefix"
     assert take(buffer, TOKENS[:30]) == 8.0
     assert take(buffer, TOKENS[:30]) is None
     assert take(buffer, [7]) == -2.0
     assert take(buffer, TOKENS[:3]) == -1.0
 
 
-def test_only_tokens_of_interest_count(opened: Open, folder: dict[str, Any]) -> None:
+def test_only_tokens_of_interest_are_compared(opened: Open, folder: dict[str, Any]) -> None:
     buffer = opened(KVLookupBuffer, folder)
     roi = [1] * 20 + [0] * 20
     insert(buffer, TOKENS, 1.0, roi)
@@ -291,10 +295,10 @@ def test_only_tokens_of_interest_count(opened: Open, folder: dict[str, Any]) -> 
     assert take(buffer, [9, *TOKENS[1:]], [0, *[1] * 39]) == 2.0
 
 
-def test_hash_collisions_of_names_are_no_matches(
+def test_entry_with_a_colliding_name_does_not_match(
     opened: Open, folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No two lists of tokens are known whose names collide.
+    # No real collision is known.
     monkeypatch.setattr("kvshare.pre_v1.index._digest", lambda _: "0" * 12)
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
@@ -311,7 +315,7 @@ def test_hash_collisions_of_names_are_no_matches(
         (torch.arange(3), torch.zeros(3, dtype=torch.bool), "roi: no token is of interest"),
     ],
 )
-def test_odd_tokens_and_masks_are_named(
+def test_malformed_tokens_and_masks_raise_value_error(
     opened: Open, folder: dict[str, Any], tokens: Tensor, roi: Tensor, words: str
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -323,7 +327,7 @@ def test_odd_tokens_and_masks_are_named(
         buffer.drop_select(tokens, None)
 
 
-def test_damaged_entries_are_left_and_others_taken(
+def test_damaged_entry_stays_and_another_is_taken(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -339,7 +343,7 @@ def test_damaged_entries_are_left_and_others_taken(
 
 
 @pytest.mark.s3
-def test_a_server_that_overwrites_is_refused() -> None:
+def test_lookup_buffer_refuses_a_server_that_overwrites() -> None:
     with Rclone(LOGS, "rclone-buffers") as server:
         options = {"url": server.url, "storage_options": server.storage_options}
         with pytest.raises(ConfigError, match=r"options\.url: .*overwrites"):
@@ -353,7 +357,7 @@ def test_a_server_that_overwrites_is_refused() -> None:
     assert torch.equal(found, torch.zeros(1))
 
 
-def test_a_folder_without_hard_links_is_refused(
+def test_lookup_buffer_refuses_a_folder_without_hard_links(
     folder: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -365,19 +369,19 @@ def test_a_folder_without_hard_links_is_refused(
 
 
 def entry_reads(store: Watched) -> tuple[list[str], list[str]]:
-    """The keys of the entries that are read whole from now on, and of those read in part."""
+    """Return two lists that collect the keys of entries read whole, and of entries read in part."""
     whole, parts = list[str](), list[str]()
 
-    def note(key: Key, sink: Sink) -> Sink:
+    def record(key: Key, sink: Sink) -> Sink:
         if store.is_entry(key):
             (whole if isinstance(sink, Memory) else parts).append(key)
         return sink
 
-    store.sinks = note
+    store.sinks = record
     return whole, parts
 
 
-def test_of_longer_entries_only_the_tokens_are_read_first(
+def test_longer_entries_are_ruled_out_by_reading_their_tokens(
     opened: Open, options: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, options)
@@ -394,10 +398,10 @@ def test_of_longer_entries_only_the_tokens_are_read_first(
     assert len(whole) == 2
 
 
-def test_entries_of_other_first_tokens_are_not_read(
+def test_entries_with_other_first_tokens_are_not_read(
     opened: Open, folder: dict[str, Any], tmp_path: Path, watched: list[Watched]
 ) -> None:
-    """Those that lie beside what is asked for: the name's first two digits are the same."""
+    """The other entry is in the same listing: the first two digits of its name are the same."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
     (path,) = files(tmp_path)
@@ -417,16 +421,14 @@ def test_entries_of_other_first_tokens_are_not_read(
 
 
 def spoil_entry(tmp_path: Path) -> Path:
-    """Put something else in the place of the only entry; return where it is."""
+    """Overwrite the only entry with other bytes; return its path."""
     (path,) = files(tmp_path)
     path.unlink()
     path.write_bytes(b"no entry")
     return path
 
 
-def test_a_damaged_longer_entry_is_left(
-    opened: Open, folder: dict[str, Any], tmp_path: Path
-) -> None:
+def test_damaged_longer_entry_stays(opened: Open, folder: dict[str, Any], tmp_path: Path) -> None:
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS)
     path = spoil_entry(tmp_path)
@@ -436,7 +438,7 @@ def test_a_damaged_longer_entry_is_left(
 
 
 class Damaging:
-    """A Sink that changes the byte at 5000 of what passes to another one."""
+    """A Sink that passes data to another Sink, with byte 5000 changed."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -451,7 +453,7 @@ class Damaging:
         self._sink.write(offset, copy)
 
 
-def test_damage_on_the_way_costs_no_entry(
+def test_entry_damaged_in_transit_is_read_again(
     opened: Open, folder: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -470,7 +472,7 @@ def test_damage_on_the_way_costs_no_entry(
     assert buffer.counters == {"inserted": 1, "taken": 1}
 
 
-def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
+def test_entry_damaged_in_transit_to_one_host_stays_for_others(
     opened: Open, folder: dict[str, Any], watched: list[Watched]
 ) -> None:
     buffer, other = opened(KVLookupBuffer, folder), opened(KVLookupBuffer, folder)
@@ -486,7 +488,7 @@ def test_damage_on_the_way_to_one_host_leaves_the_entry_to_others(
     watched[0].sinks = damage
     for _ in range(3):
         assert take(buffer, TOKENS) is None
-    assert len(reads) == 2, "once more at once, and then not again"
+    assert len(reads) == 2, "one immediate retry, and no more"
     assert buffer.counters["corrupt"] == 1
     assert take(other, TOKENS) == 1.0
 
@@ -503,14 +505,14 @@ def test_tensors_of_an_entry_may_share_memory(opened: Open, folder: dict[str, An
 
 
 @pytest.mark.parametrize("limit_bytes", [1000, 12_200])
-def test_what_no_reader_would_take_is_not_stored(
+def test_tensors_larger_than_an_object_are_not_stored(
     opened: Open,
     folder: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     limit_bytes: int,
 ) -> None:
-    """The tensors alone are too large, or only all of the object is."""
+    """Either the tensors alone are too large, or the tensors with the header are."""
     dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
     tensor, tokens = torch.zeros(2048), torch.tensor([1])
     monkeypatch.setattr("kvshare.pre_v1.buffers.MAX_OBJECT_BYTES", limit_bytes)
@@ -526,7 +528,9 @@ def test_what_no_reader_would_take_is_not_stored(
     assert lookup.drop_select(tokens, tokens)[0] is not None
 
 
-def test_what_is_too_large_is_never_copied(opened: Open, folder: dict[str, Any]) -> None:
+def test_tensors_larger_than_an_object_are_never_copied(
+    opened: Open, folder: dict[str, Any]
+) -> None:
     dictionary, lookup = opened(KVStoreBuffer, folder), opened(KVLookupBuffer, folder)
     huge, tokens = torch.zeros(1).expand(1 << 50), torch.tensor([1])
     dictionary.put("key", huge)
@@ -534,7 +538,7 @@ def test_what_is_too_large_is_never_copied(opened: Open, folder: dict[str, Any])
     assert (dictionary.counters, lookup.counters) == ({"not stored": 1}, {"not inserted": 1})
 
 
-# --- what an enemy may have stored ---
+# --- hostile objects ---
 
 
 def sealed(key: str, facts: TensorSpec, payload: bytes) -> bytes:
@@ -551,7 +555,7 @@ def sealed(key: str, facts: TensorSpec, payload: bytes) -> bytes:
         (TensorSpec("F32", (1 << 47, 1 << 47, 0)), b""),
     ],
 )
-def test_a_tensor_that_torch_has_not_is_none(
+def test_tensor_that_torch_cannot_represent_is_missing(
     opened: Open, folder: dict[str, Any], tmp_path: Path, facts: TensorSpec, payload: bytes
 ) -> None:
     buffer = opened(KVStoreBuffer, folder)
@@ -564,20 +568,20 @@ def test_a_tensor_that_torch_has_not_is_none(
 
 
 def replace_entry(buffer: KVLookupBuffer, tmp_path: Path, spec: TensorSpec, payload: bytes) -> None:
-    """Put an object of the enemy's in the place of an entry of the token 7."""
+    """Replace an entry of the token 7 by a hostile object."""
     insert(buffer, [7])
     path = spoil_entry(tmp_path)
     path.write_bytes(sealed(str(path.relative_to(tmp_path / "store")), spec, payload))
 
 
 def file(header: dict[str, Any] | bytes, payload: bytes = b"") -> bytes:
-    """A safetensors file, behind the front of an entry."""
-    said = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<QqQ", 1, 7, len(said)) + said + payload
+    """Return the bytes of an entry of the token 7 with this safetensors file."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<QqQ", 1, 7, len(raw)) + raw + payload
 
 
 def tensors_of(dtype: str, num_bytes: int, shape: list[int]) -> dict[str, Any]:
-    """The header of an entry whose tensors are all of this form, and lie one behind the other."""
+    """Return the header of an entry with consecutive tensors of one dtype and shape."""
     return {
         name: {
             "dtype": dtype,
@@ -607,7 +611,7 @@ def tensors_of(dtype: str, num_bytes: int, shape: list[int]) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("tokens", [[7], [7, 8], None])
-def test_an_entry_of_anything_is_no_match(
+def test_malformed_entry_does_not_match(
     opened: Open,
     folder: dict[str, Any],
     tmp_path: Path,
@@ -623,8 +627,8 @@ def test_an_entry_of_anything_is_no_match(
     assert take(buffer, [7]) == 1.0
 
 
-def test_tokens_that_torch_cannot_index_are_no_match() -> None:
-    """Some releases of safetensors know such a dtype, others do not."""
+def test_tokens_that_torch_cannot_index_do_not_match() -> None:
+    """Only some releases of safetensors accept this dtype, so the tensor is made directly."""
     tensor = torch.empty(1, dtype=torch.float4_e2m1fn_x2)
     assert not EntryName(Key("key"), 1, "digest").covers([tensor] * 5, None)
 
@@ -660,7 +664,7 @@ buffer.close()
 
 
 def takers(options: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
-    """Start processes that take whatever there is, and let them go at once."""
+    """Start processes that take all entries, and release them together."""
     command = [sys.executable, "-c", TAKER, json.dumps(options)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, **pipes) for _ in range(count)]  # type: ignore[call-overload]
@@ -672,7 +676,7 @@ def takers(options: dict[str, Any], count: int) -> list[subprocess.Popen[str]]:
     return started
 
 
-def told(process: subprocess.Popen[str]) -> list[int]:
+def taken_by(process: subprocess.Popen[str]) -> list[int]:
     out, _ = process.communicate()
     return [int(line.split()[1]) for line in out.splitlines() if line.startswith("taken")]
 
@@ -682,7 +686,7 @@ def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[
     buffer = opened(KVLookupBuffer, options)
     for number in range(40):
         insert(buffer, [number, *TOKENS], float(number))
-    taken = [number for process in takers(options, 4) for number in told(process)]
+    taken = [number for process in takers(options, 4) for number in taken_by(process)]
     assert sorted(taken) == list(range(40))
     assert take(buffer, None) is None
 
@@ -691,7 +695,7 @@ def test_among_many_takers_each_entry_is_taken_once(opened: Open, options: dict[
 def test_killed_takers_take_nothing_twice_and_at_most_one_each(
     opened: Open, options: dict[str, Any]
 ) -> None:
-    """kill -9 at any moment; what was being taken then may go with the dead."""
+    """kill -9 at any moment; an entry that is being taken at that moment may be lost."""
     buffer = opened(KVLookupBuffer, options)
     for number in range(60):
         insert(buffer, [number, *TOKENS], float(number))
@@ -701,7 +705,7 @@ def test_killed_takers_take_nothing_twice_and_at_most_one_each(
         for _ in range(2 + turn):
             os.read(process.stdout.fileno(), 1)  # type: ignore[union-attr]
         process.send_signal(signal.SIGKILL)
-    taken = Counter(number for process in spared for number in told(process))
+    taken = Counter(number for process in spared for number in taken_by(process))
     for process in doomed:
         out, _ = process.communicate()
         # The first bytes were read above; whole lines only.
@@ -709,10 +713,10 @@ def test_killed_takers_take_nothing_twice_and_at_most_one_each(
     while (mark := take(buffer, None)) is not None:
         taken[int(mark)] += 1
     assert max(taken.values()) == 1, "twice"
-    assert len(taken) >= 60 - 2 * len(doomed), "more was lost than was in their hands"
+    assert len(taken) >= 60 - 2 * len(doomed), "more entries were lost than were being taken"
 
 
-def test_what_the_dead_left_is_swept_after_an_hour(
+def test_leftovers_of_killed_takers_are_swept_after_an_hour(
     opened: Open, folder: dict[str, Any], tmp_path: Path, watched: list[Watched]
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -727,7 +731,7 @@ def test_what_the_dead_left_is_swept_after_an_hour(
     with pytest.raises(RuntimeError, match="killed"):
         take(buffer, TOKENS)
     watched[0].before.clear()
-    assert take(buffer, TOKENS) == 2.0, "the dead one's is not touched"
+    assert take(buffer, TOKENS) == 2.0, "the killed taker's entry must not be taken"
     assert take(opened(KVLookupBuffer, folder), None) is None
     wait_until(lambda: len(files(tmp_path)) == 3, "the entry, its marker and the other's marker")
     age(tmp_path)
@@ -736,25 +740,25 @@ def test_what_the_dead_left_is_swept_after_an_hour(
 
 
 def files(tmp_path: Path) -> list[Path]:
-    """All entries and their markers."""
+    """Return the paths of all entries and markers."""
     return [*(tmp_path / "store").rglob("kv/2/*/*/*-*")]
 
 
 def is_empty(tmp_path: Path) -> bool:
-    """Whether nothing at all is left, of sweeps neither."""
+    """Return whether no object is left, not even one that a sweep made."""
     return not [path for path in (tmp_path / "store").rglob("kv/2/*/*/*") if path.is_file()]
 
 
 def age(tmp_path: Path) -> None:
-    """Let all of them be more than an hour old."""
+    """Make all entries and markers more than an hour old."""
     for path in files(tmp_path):
         os.utime(path, (time.time() - 4000,) * 2)
 
 
-def test_an_entry_that_comes_back_is_not_taken_again(
+def test_entry_that_reappears_is_not_taken_again(
     opened: Open, folder: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As when a client that lost the answer sends its put again, and that one is slow."""
+    """This happens when a client that lost the answer repeats its put, and the repeat is slow."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
     (path,) = (tmp_path / "store").rglob("kv/2/*/*/*-*")
@@ -768,7 +772,7 @@ def test_an_entry_that_comes_back_is_not_taken_again(
     wait_until(lambda: is_empty(tmp_path), "it was not swept")
 
 
-def test_what_is_old_is_told_by_the_stores_clock(
+def test_age_of_markers_is_measured_by_the_stores_clock(
     opened: Open, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = opened(KVLookupBuffer, folder)
@@ -787,42 +791,42 @@ def test_what_is_old_is_told_by_the_stores_clock(
 
 
 async def sweep(options: dict[str, Any], entry: Path, marker: Path) -> None:
-    """Sweep the namespaces of these two."""
+    """Sweep once, for the namespaces of this entry and this marker."""
     store = open_store(StoreConfig(**options), "options")
     await TakeOnce(store, entry.parent.parent.name, marker.parent.parent.name).sweep()
     await store.close()
 
 
 @pytest.mark.parametrize("call", ["exists", "delete"])
-def test_a_store_that_fails_while_an_entry_is_taken(
+def test_entry_is_taken_once_though_the_store_fails_meanwhile(
     opened: Open, folder: dict[str, Any], watched: list[Watched], call: str
 ) -> None:
-    """It is taken now or later, and once."""
+    """It is taken by the failing call or a later one."""
     buffer = opened(KVLookupBuffer, folder)
     insert(buffer, TOKENS, 1.0)
-    asked = list[Sequence[Key]]()
+    calls = list[Sequence[Key]]()
 
     def fail(keys: Sequence[Key]) -> None:
         if watched[0].is_entry(keys[0]):
-            asked.append(keys)
+            calls.append(keys)
             raise StoreUnavailable("for a moment")
 
     watched[0].before[call] = fail
     first = take(buffer, TOKENS)
     watched[0].before.clear()
-    assert asked
+    assert calls
     assert (first, take(buffer, TOKENS)) == ((None, 1.0) if call == "exists" else (1.0, None))
 
 
 @pytest.mark.parametrize("reason", [StoreUnavailable, ValueError])
-def test_a_sweep_that_fails_is_only_logged(
+def test_failed_sweep_is_logged_and_repeated(
     opened: Open,
     folder: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     reason: type[Exception],
 ) -> None:
-    """Whatever the reason; it goes on."""
+    """For any exception the buffer stays usable."""
 
     async def fail(_: object) -> None:
         raise reason("for a moment")

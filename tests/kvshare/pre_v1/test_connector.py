@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder split in two processes by the connector of the time before V1."""
+"""A decoder split into two processes by the connector from before V1."""
 
 import copy
 import json
@@ -50,10 +50,10 @@ def connect(text_model: Path, tmp_path: Path) -> Iterator[Connect]:
 
 
 def prefill_elsewhere(text_model: Path, tmp_path: Path, *batches: Prompts) -> dict[str, int]:
-    """Have a process of its own compute and send these batches; return its counters."""
+    """Compute and send these batches in another process; return its counters."""
     job = tmp_path / "job.json"
-    said = {"model": str(text_model), "options": options(tmp_path), "batches": batches}
-    job.write_text(json.dumps(said))
+    arguments = {"model": str(text_model), "options": options(tmp_path), "batches": batches}
+    job.write_text(json.dumps(arguments))
     command = [sys.executable, "-m", "tests.kvshare.decoder", str(job)]
     ran = subprocess.run(
         command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False
@@ -63,8 +63,8 @@ def prefill_elsewhere(text_model: Path, tmp_path: Path, *batches: Prompts) -> di
     return counters
 
 
-def computed_here(prompts: Prompts) -> tuple[Tensor, list[list[int]]]:
-    """Return the hidden states and the answers of a decoder that is not split."""
+def computed_locally(prompts: Prompts) -> tuple[Tensor, list[list[int]]]:
+    """Return the hidden states and the answers of a decoder in one process."""
     model, caches, given = Decoder(), fresh_caches(), batch(*prompts)
     hidden = model(given, caches)
     return hidden, decode(model, caches, prompts, last_hidden(hidden, given))
@@ -79,7 +79,7 @@ def receive(
 def answers(
     prompts: Prompts, caches: list[Tensor], received: tuple[Any, bool, Any]
 ) -> list[list[int]]:
-    """Go on as a model runner does."""
+    """Return the answers, decoded after `received` as a model runner does."""
     hidden, is_bypassed, adjusted = received
     model = Decoder()
     if not is_bypassed:
@@ -92,12 +92,12 @@ def test_a_bypassed_step_gives_the_same_states_and_tokens(
     connect: Connect, text_model: Path, tmp_path: Path
 ) -> None:
     prompts = [ONE, TWO, THREE]
-    told = prefill_elsewhere(text_model, tmp_path, [THREE], [TWO, ONE])
-    assert told == {"inserted": 3, "prompts/sent": 3}
+    counters = prefill_elsewhere(text_model, tmp_path, [THREE], [TWO, ONE])
+    assert counters == {"inserted": 3, "prompts/sent": 3}
     connector, caches = connect("kv_consumer"), fresh_caches()
     received = receive(connector, prompts, caches)
     hidden, is_bypassed, _ = received
-    expected_hidden, expected = computed_here(prompts)
+    expected_hidden, expected = computed_locally(prompts)
     assert is_bypassed
     assert torch.allclose(hidden, expected_hidden, atol=1e-6)
     assert answers(prompts, caches, received) == expected
@@ -109,14 +109,12 @@ def test_a_bypassed_step_gives_the_same_states_and_tokens(
     ("sent", "num_left"),
     [
         ([TWO], 17 + 1 + 5),  # one of three: its last token is computed again
-        ([ONE[:10], TWO, THREE], 7 + 1 + 1),  # one is a beginning
-        ([[*ONE, 1, 2, 3], TWO], 1 + 1 + 5),  # one is longer than what is asked for
+        ([ONE[:10], TWO, THREE], 7 + 1 + 1),  # one entry is a prefix of its prompt
+        ([[*ONE, 1, 2, 3], TWO], 1 + 1 + 5),  # one entry is longer than its prompt
         ([UNKNOWN], 17 + 9 + 5),
     ],
 )
-def test_of_partial_hits_the_rest_is_computed(
-    connect: Connect, sent: Prompts, num_left: int
-) -> None:
+def test_rest_of_a_partial_hit_is_computed(connect: Connect, sent: Prompts, num_left: int) -> None:
     prompts = [ONE, TWO, THREE]
     prefill(connect("kv_producer"), [sent])
     caches = fresh_caches()
@@ -132,10 +130,10 @@ def test_of_partial_hits_the_rest_is_computed(
     assert attention.max_query_len == int(lengths.max())
     assert adjusted.query_lens == lengths.tolist()
     assert [group.query_len for group in adjusted.sampling_metadata.seq_groups] == lengths.tolist()
-    assert answers(prompts, caches, received) == computed_here(prompts)[1]
+    assert answers(prompts, caches, received) == computed_locally(prompts)[1]
 
 
-def test_the_runners_own_input_is_not_changed(connect: Connect, tmp_path: Path) -> None:
+def test_model_input_of_the_runner_is_not_changed(connect: Connect, tmp_path: Path) -> None:
     connector, model, caches = connect(), Decoder(), fresh_caches()
     given = batch(TWO)
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
@@ -158,7 +156,7 @@ def test_a_longer_entry_bypasses_a_shorter_prompt(connect: Connect) -> None:
     caches = fresh_caches()
     received = receive(connector, [ONE], caches)
     assert received[1]
-    assert answers([ONE], caches, received) == computed_here([ONE])[1]
+    assert answers([ONE], caches, received) == computed_locally([ONE])[1]
 
 
 def test_decodes_are_not_sent_and_keep_the_model_running(connect: Connect) -> None:
@@ -173,15 +171,15 @@ def test_decodes_are_not_sent_and_keep_the_model_running(connect: Connect) -> No
     assert (hidden, is_bypassed) == (None, False)
     assert adjusted.input_tokens.tolist() == [TWO[-1], 9]
     states = last_hidden(model(adjusted, caches), adjusted)
-    assert torch.allclose(states[0], computed_here([TWO])[0][-1], atol=1e-6)
-    assert torch.allclose(states[1], computed_here([running])[0][-1], atol=1e-6)
+    assert torch.allclose(states[0], computed_locally([TWO])[0][-1], atol=1e-6)
+    assert torch.allclose(states[1], computed_locally([running])[0][-1], atol=1e-6)
     connector.send_kv_caches_and_hidden_states(model, adjusted, caches, torch.stack(states))
     assert connector.counters["prompts/sent"] == 1, "a step that holds no whole prompt sends none"
     assert connector.counters["prompts/partial"] == 1
 
 
-def test_nothing_is_left_out_of_what_is_sampled_from(connect: Connect) -> None:
-    """As where the log probabilities of prompts are asked for."""
+def test_tokens_whose_states_are_sampled_stay_in_the_input(connect: Connect) -> None:
+    """This is the case when a request asks for the log probabilities of its prompt."""
     connector, model = connect(), Decoder()
     given, caches = batch(TWO), fresh_caches()
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
@@ -217,18 +215,18 @@ def test_states_that_cannot_be_joined_are_computed(
                 {"other": model(given, caches)} if sound else {"a": hidden}
             )
         connector.send_kv_caches_and_hidden_states(model, given, caches, hidden)
-    told = list[list[int]]()
+    shared = list[list[int]]()
 
     def agreed(counts: list[int]) -> list[int]:
-        told.append(counts)
+        shared.append(counts)
         return counts
 
     monkeypatch.setattr("kvshare.pre_v1.connector._minimum_over_ranks", agreed)
     caches = fresh_caches()
     received = receive(connector, [ONE, TWO], caches)
     assert (received[1], len(received[2].input_tokens)) == (False, 2)
-    assert told == [[16, 8]], "other ranks must hear of it"
-    assert answers([ONE, TWO], caches, received) == computed_here([ONE, TWO])[1]
+    assert shared == [[16, 8]], "all ranks must compute the same tokens"
+    assert answers([ONE, TWO], caches, received) == computed_locally([ONE, TWO])[1]
 
 
 def test_states_that_share_memory_are_sent(connect: Connect) -> None:
@@ -243,7 +241,7 @@ def test_states_that_share_memory_are_sent(connect: Connect) -> None:
 
 
 def file(**tensors: Any) -> Tensor:
-    """A safetensors file with these headers, and nine bytes."""
+    """Return a safetensors file with these headers and nine bytes of data."""
     header = json.dumps(tensors).encode()
     raw = struct.pack("<Q", len(header)) + header + bytes(9 if tensors else 0)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -264,7 +262,7 @@ def file(**tensors: Any) -> Tensor:
         torch.ones(8, 4),
     ],
 )
-def test_states_of_anything_are_computed(connect: Connect, states: Tensor) -> None:
+def test_malformed_states_are_computed(connect: Connect, states: Tensor) -> None:
     connector, caches = connect(), fresh_caches()
     tokens = torch.tensor(TWO)
     pages = torch.zeros(2, len(TWO), 2, 8)
@@ -292,10 +290,10 @@ def test_padding_is_never_sent(connect: Connect) -> None:
         {"lora_requests": {"an adapter"}},
     ],
 )
-def test_what_tokens_do_not_tell_is_neither_sent_nor_received(
+def test_prompts_with_media_or_adapters_are_neither_sent_nor_received(
     connect: Connect, more: dict[str, Any]
 ) -> None:
-    """The same tokens have other KV under other pictures or adapters."""
+    """The same tokens have other KV with other pictures or adapters."""
     connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO)
     other, hidden = SimpleNamespace(**vars(given), **more), model(given, caches)
     connector.send_kv_caches_and_hidden_states(model, other, caches, hidden)
@@ -312,8 +310,8 @@ def test_what_tokens_do_not_tell_is_neither_sent_nor_received(
     assert connector.recv_kv_caches_and_hidden_states(model, same, fresh_caches())[1]
 
 
-def test_positions_of_several_kinds_are_cut_alike(connect: Connect) -> None:
-    """Models that see pictures have three a token."""
+def test_positions_with_several_rows_are_cut_in_every_row(connect: Connect) -> None:
+    """Models with pictures have three positions per token."""
     connector, model, caches = connect(), Decoder(), fresh_caches()
     given = batch(TWO[:5])
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
@@ -323,7 +321,7 @@ def test_positions_of_several_kinds_are_cut_alike(connect: Connect) -> None:
     assert torch.equal(adjusted.input_positions, three.input_positions[:, 5:])
 
 
-def test_where_adapters_are_told_by_token_all_is_computed(connect: Connect) -> None:
+def test_batch_with_adapters_mapped_by_token_is_computed(connect: Connect) -> None:
     connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO[:5])
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
     asked = SimpleNamespace(**vars(batch(TWO)), lora_mapping=object())
@@ -331,7 +329,7 @@ def test_where_adapters_are_told_by_token_all_is_computed(connect: Connect) -> N
     assert received == (None, False, asked)
 
 
-def test_sets_of_intermediate_states_come_back(connect: Connect) -> None:
+def test_intermediate_states_round_trip(connect: Connect) -> None:
     connector, model, caches = connect(), Decoder(), fresh_caches()
     given = batch(ONE, TWO)
     hidden = model(given, caches)
@@ -344,7 +342,7 @@ def test_sets_of_intermediate_states_come_back(connect: Connect) -> None:
     assert torch.equal(found.tensors["residual"], hidden * 2)
 
 
-def test_roles_ranks_and_options_keep_apart(connect: Connect, tmp_path: Path) -> None:
+def test_other_roles_ranks_and_options_do_not_share(connect: Connect, tmp_path: Path) -> None:
     model, caches, given = Decoder(), fresh_caches(), batch(TWO)
     hidden = model(given, caches)
     connect("kv_consumer").send_kv_caches_and_hidden_states(model, given, caches, hidden)
@@ -356,7 +354,7 @@ def test_roles_ranks_and_options_keep_apart(connect: Connect, tmp_path: Path) ->
     assert receive(connect(), [TWO], fresh_caches())[1]
 
 
-def test_caches_of_another_form_are_left_alone(connect: Connect) -> None:
+def test_caches_of_another_shape_are_not_written(connect: Connect) -> None:
     connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO)
     connector.send_kv_caches_and_hidden_states(model, given, caches, model(given, caches))
     smaller = [cache[..., :4].clone() for cache in fresh_caches()]
@@ -367,7 +365,7 @@ def test_caches_of_another_form_are_left_alone(connect: Connect) -> None:
     assert connector.counters["prompts/unfit"] == 1
 
 
-def test_a_store_that_is_gone_costs_the_hits(connect: Connect, tmp_path: Path) -> None:
+def test_unavailable_store_costs_hits(connect: Connect, tmp_path: Path) -> None:
     connector, model, caches, given = connect(), Decoder(), fresh_caches(), batch(TWO)
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     (tmp_path / "store").touch()

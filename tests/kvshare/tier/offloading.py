@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own offloading without a GPU: its tiering spec, its managers and its shared region, with
-KVShareTier below them, loaded as users load it. The GPU's part, filling and reading chunks of the
-region, is done through the view that vLLM's worker takes of it.
+KVShareTier below them, loaded as users load it. In place of the GPU, chunks of the region are
+filled and read through the view that vLLM's worker has of it.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def tier_options(store: Mapping[str, Any], host: Path, **more: Any) -> dict[str,
 def offloading_config(
     tier: Mapping[str, Any], model: str = "a model", num_chunks: int = 16, **changes: Any
 ) -> OffloadingConfig:
-    """What vLLM would hand to its offloading; `changes`: other values for any field, by name."""
+    """Return the config that vLLM gives its offloading; `changes`: other values of fields."""
     config = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0),),
         worker_kv_bytes_per_block=BLOCK_BYTES,
@@ -88,7 +88,7 @@ def key(number: int, group: int = 0) -> OffloadKey:
 
 
 def content(number: int) -> bytes:
-    """What a chunk of that number holds: other bytes than any other's."""
+    """Return the bytes of the chunk of that number; every number has other bytes."""
     generator = torch.Generator().manual_seed(number)
     chunk = torch.randint(0, 256, (BLOCK_BYTES,), dtype=torch.uint8, generator=generator)
     return chunk.numpy().tobytes()
@@ -131,7 +131,7 @@ class OffloadingHost:
         self.manager.on_request_finished(self._requests.pop(name))
 
     def step(self) -> None:
-        """The end of one step of vLLM's scheduler."""
+        """End one step of vLLM's scheduler."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def step_until(self, condition: Callable[[], bool]) -> None:
@@ -144,7 +144,7 @@ class OffloadingHost:
         wait_until(is_so)
 
     def offload(self, numbers: Iterable[int], request: str = "storing") -> None:
-        """Store chunks as a step does whose GPU-to-CPU copies have ended."""
+        """Store chunks, as a step does once its GPU-to-CPU copies have ended."""
         context = self.request(request)
         prepared = self.manager.prepare_store([key(number) for number in numbers], context)
         assert prepared is not None, "the CPU tier is full"
@@ -156,9 +156,9 @@ class OffloadingHost:
         self.manager.complete_store(stored, context)
 
     def reset(self) -> None:
-        """Empty the CPU tier, as vLLM does where no copy of a GPU is under way.
+        """Clear the CPU tier, as vLLM does while no GPU copy is in progress.
 
-        From 0.33 on it loads nothing until it has heard that none is.
+        From 0.33 on vLLM loads nothing until it is notified that no copy is in progress.
         """
         self.manager.reset_cache()
         flushed = getattr(self.manager, "on_reset_flushed", None)
@@ -166,9 +166,9 @@ class OffloadingHost:
             flushed()
 
     def rest(self) -> None:
-        """Step until no transfer is open and everything is stored or given up."""
+        """Step until no transfer is in progress and each chunk is stored, dropped or failed."""
         self.step_until(lambda: not self.manager.has_pending_work())
-        # It counts jobs as they end, and not those that go on.
+        # For the manager a store job ends with its copy; its saves may still be in progress.
         self.step_until(lambda: not self.tier.engine.in_flight)
 
     def ask(self, numbers: Iterable[int], request: str = "loading") -> list[LookupResult]:
@@ -177,7 +177,7 @@ class OffloadingHost:
         return [self.manager.lookup(key(number), context) for number in numbers]
 
     def find(self, numbers: Iterable[int], request: str = "loading") -> list[LookupResult]:
-        """Look chunks up, step by step, until vLLM knows of all of them."""
+        """Look chunks up, step by step, until vLLM has a result for all of them."""
         numbers = list(numbers)
         found: list[LookupResult] = []
 
@@ -189,26 +189,26 @@ class OffloadingHost:
         return found
 
     def read(self, number: int, request: str = "loading") -> bytes:
-        """Read a chunk that was found, as the CPU-to-GPU copy does."""
+        """Return a loaded chunk, as the CPU-to-GPU copy reads it."""
         context = self.request(request)
-        (place,) = self.manager.prepare_load([key(number)], context).chunk_ids  # type: ignore[attr-defined]
-        chunk = self._chunks[int(place)].numpy().tobytes()
+        (slot,) = self.manager.prepare_load([key(number)], context).chunk_ids  # type: ignore[attr-defined]
+        chunk = self._chunks[int(slot)].numpy().tobytes()
         self.manager.complete_load([key(number)], context)
         return chunk
 
     def count(self, name: str) -> float:
-        """One of the tier's metrics: its sum since the start, or what a gauge says now."""
+        """Return one of the tier's metrics: the sum since the start, or a gauge's current value."""
         stats = self.manager.get_stats()
         for metric, values in (stats.data["data"] if stats else {}).items():
             for labels, value in values.items():
                 if metric.startswith("kvshare_tier_"):
-                    name_there = "/".join((metric.removeprefix("kvshare_tier_"), *labels))
-                    before = 0 if metric in GAUGES else self.counts.get(name_there, 0)
+                    metric_and_labels = "/".join((metric.removeprefix("kvshare_tier_"), *labels))
+                    before = 0 if metric in GAUGES else self.counts.get(metric_and_labels, 0)
                     seen = sum(value) if isinstance(value, list) else value  # of a histogram
-                    self.counts[name_there] = before + seen
+                    self.counts[metric_and_labels] = before + seen
         return self.counts.get(name, 0)
 
-    def is_store_left_alone(self) -> bool:
-        """Whether a circuit breaker is open."""
+    def is_breaker_open(self) -> bool:
+        """Return whether a circuit breaker is open."""
         directions = ("read", "write")
         return any([self.count(f"breaker_open/scheduler/{each}") for each in directions])

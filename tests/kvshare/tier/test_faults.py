@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store can do to vLLM's own offloading: cost it hits, never a wait, an error or a byte."""
+"""A failing store costs vLLM's own offloading hits, but no waits, errors or wrong bytes."""
 
 import contextlib
 import itertools
@@ -42,7 +42,7 @@ Start = Callable[..., OffloadingHost]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start offloading on a host of its own, by default over a folder."""
+    """Start offloading on a host of its own, by default with a folder as the store."""
     numbers = itertools.count()
     with contextlib.ExitStack() as stack:
 
@@ -58,7 +58,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def gated(start: Start) -> Iterator[Callable[..., OffloadingHost]]:
-    """Start offloading over a store whose operations can be held up."""
+    """Start offloading with a store whose operations a test can block."""
 
     def begin(**options: Any) -> OffloadingHost:
         return start(url="gated://bucket", **options)
@@ -73,7 +73,7 @@ def _fresh_gates() -> None:
 
 
 def is_idle(host: OffloadingHost) -> bool:
-    """Whether all of the CPU tier can be filled anew: no chunk is held for a transfer."""
+    """Return whether all of the CPU tier can be refilled: no slot is held for a transfer."""
     prepared = host.manager.prepare_store(
         [key(number) for number in range(1000, 1000 + CPU_CHUNKS)], host.request("filling")
     )
@@ -83,8 +83,8 @@ def is_idle(host: OffloadingHost) -> bool:
     return True
 
 
-def know_of(host: OffloadingHost, numbers: list[int]) -> None:
-    """Let the store say of chunks whether they are there; nothing is loaded yet."""
+def look_up(host: OffloadingHost, numbers: list[int]) -> None:
+    """Look chunks up until the store has answered, without loading them."""
     context = host.request("loading")
     host.step_until(lambda: RETRY not in [host.tier.lookup(key(n), context) for n in numbers])
 
@@ -102,7 +102,7 @@ def test_no_hook_waits_for_a_look_up(gated: Start) -> None:
     assert host.find(NUMBERS) == [MISS] * 3
 
 
-def test_a_store_that_hangs_holds_no_place_of_the_cpu_tier(gated: Start) -> None:
+def test_hanging_store_holds_no_slot_of_the_cpu_tier(gated: Start) -> None:
     host = gated()
     GatedFileSystem.close_gate("put")
     host.offload(NUMBERS)
@@ -129,7 +129,7 @@ def test_no_hook_waits_for_a_load(gated: Start) -> None:
     assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
 
 
-def test_a_reset_gives_up_loads_that_wait_for_the_store(gated: Start) -> None:
+def test_reset_cancels_loads_that_wait_for_the_store(gated: Start) -> None:
     host = gated()
     host.offload(NUMBERS)
     host.rest()
@@ -142,12 +142,12 @@ def test_a_reset_gives_up_loads_that_wait_for_the_store(gated: Start) -> None:
     other.reset()
     assert not other.manager.has_pending_work()
     assert is_idle(other)
-    assert other.find(NUMBERS) == [MISS] * 3, "a request that was told of a chunk computes it"
+    assert other.find(NUMBERS) == [MISS] * 3, "a request whose chunks were lost computes them"
     GatedFileSystem.open_gates()
     assert other.find(NUMBERS, "later") == [HIT] * 3
 
 
-def test_an_end_does_not_wait_for_loads(gated: Start) -> None:
+def test_shutdown_does_not_wait_for_loads(gated: Start) -> None:
     host = gated()
     host.offload(NUMBERS)
     host.rest()
@@ -161,16 +161,16 @@ def test_an_end_does_not_wait_for_loads(gated: Start) -> None:
     assert not closing.is_alive()
 
 
-def test_an_end_lets_saves_end(gated: Start) -> None:
-    """Those that the last step left in the CPU tier too."""
+def test_shutdown_waits_for_saves(gated: Start) -> None:
+    """This includes chunks that the last step left in the CPU tier."""
     host = gated()
     host.offload(NUMBERS)
     host.close()
     assert gated().find(NUMBERS) == [HIT] * 3
 
 
-def test_saves_that_wait_are_bounded(gated: Start) -> None:
-    """Two fit."""
+def test_pending_saves_are_bounded_by_buffer_bytes(gated: Start) -> None:
+    """Two chunks fit into the buffer."""
     buffer_bytes = 2 * slab_bytes(PROLOGUE_BYTES + BLOCK_BYTES)
     host = gated(buffer_bytes=buffer_bytes)
     GatedFileSystem.close_gate("put")
@@ -186,7 +186,7 @@ def test_saves_that_wait_are_bounded(gated: Start) -> None:
     assert host.count("chunks/saved") == 3
 
 
-def test_one_question_serves_all_who_wait(gated: Start) -> None:
+def test_requests_that_wait_share_one_query(gated: Start) -> None:
     host = gated()
     GatedFileSystem.close_gate("exists")
     for request in ("a", "b"):
@@ -197,20 +197,22 @@ def test_one_question_serves_all_who_wait(gated: Start) -> None:
     host.finish("a")
     GatedFileSystem.open_gates()
     assert host.find(NUMBERS, "b") == host.find(NUMBERS, "c") == [MISS] * 3
-    assert host.count("chunks/missed") == 3, "each was asked for once"
+    assert host.count("chunks/missed") == 3, "the store was queried once for each"
 
 
 # --- a store that fails ---
 
 
-def test_a_store_that_is_gone_costs_hits_and_is_used_again(start: Start, tmp_path: Path) -> None:
+def test_missing_store_costs_hits_and_is_used_again_once_it_is_back(
+    start: Start, tmp_path: Path
+) -> None:
     host = start()
     host.offload([1])
     host.rest()
     folder, away = tmp_path / "store", tmp_path / "away"
     folder.rename(away)
     folder.touch()
-    other_request = "while it is gone"
+    other_request = "during the outage"
     assert host.find([8, 9], other_request) == [MISS, MISS]
     host.offload([2, 3])
     host.rest()
@@ -218,13 +220,13 @@ def test_a_store_that_is_gone_costs_hits_and_is_used_again(start: Start, tmp_pat
     assert is_idle(host)
     folder.unlink()
     away.rename(folder)
-    host.step_until(lambda: not host.is_store_left_alone())
+    host.step_until(lambda: not host.is_breaker_open())
     host.offload([4])
     host.rest()
     assert start().find([1, 4]) == [HIT, HIT]
 
 
-def test_a_store_that_fails_in_the_middle_of_a_load(gated: Start) -> None:
+def test_store_that_fails_during_a_load_costs_hits(gated: Start) -> None:
     host = gated()
     host.offload(NUMBERS)
     host.rest()
@@ -234,14 +236,16 @@ def test_a_store_that_fails_in_the_middle_of_a_load(gated: Start) -> None:
     assert other.count("chunks/failed") == 3
     assert is_idle(other)
     GatedFileSystem.broken.clear()
-    other.step_until(lambda: not other.is_store_left_alone())
+    other.step_until(lambda: not other.is_breaker_open())
     assert other.find(NUMBERS, "later") == [HIT] * 3
     assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
 
 
 @pytest.mark.s3
-def test_a_black_hole_costs_hits(start: Start, seaweed: SeaweedFS, tmp_path: Path) -> None:
-    """It takes every packet and says nothing, and begins to between look-ups and loads."""
+def test_store_that_stops_answering_costs_hits(
+    start: Start, seaweed: SeaweedFS, tmp_path: Path
+) -> None:
+    """From between look-ups and loads on it accepts every packet and answers none."""
     with Proxy(LOOPBACK, seaweed.port.number) as proxy:
         options = dict(seaweed.storage_options, endpoint_url=proxy.url)
         store = {"url": f"{seaweed.url}/{tmp_path.name}", "storage_options": options}
@@ -250,7 +254,7 @@ def test_a_black_hole_costs_hits(start: Start, seaweed: SeaweedFS, tmp_path: Pat
         one.offload(NUMBERS)
         one.rest()
         host = start(**store, **limits)
-        know_of(host, NUMBERS)
+        look_up(host, NUMBERS)
         proxy.stall()
         assert host.find(NUMBERS) == [MISS] * 3
         assert host.find([8, 9]) == [MISS] * 2
@@ -275,7 +279,7 @@ def test_a_black_hole_costs_hits(start: Start, seaweed: SeaweedFS, tmp_path: Pat
     ],
     ids=lambda fault: f"{fault.kind.name.lower()}-{fault.status}",
 )
-def test_a_download_that_fails_is_a_miss(
+def test_failed_download_is_a_miss(
     start: Start, seaweed: SeaweedFS, tmp_path: Path, fault: Fault
 ) -> None:
     with FaultProxy(LOOPBACK, seaweed.port.number) as proxy:
@@ -290,7 +294,7 @@ def test_a_download_that_fails_is_a_miss(
         assert proxy.num_hits
         assert is_idle(host)
         proxy.heal()
-        host.step_until(lambda: not host.is_store_left_alone())
+        host.step_until(lambda: not host.is_breaker_open())
         host.offload(NUMBERS, "computed")
         assert host.find(NUMBERS, "computed") == [HIT] * 3
 
@@ -299,7 +303,7 @@ def test_a_download_that_fails_is_a_miss(
 
 
 def path_of(number: int, tmp_path: Path) -> Path:
-    """Where the only stored chunk of that number is."""
+    """Return the path of the only stored chunk of that number."""
     namespace = "0" * 32
     in_any_namespace = object_key(Kind.KV, namespace, key(number)).replace(namespace, "*")
     (path,) = (tmp_path / "store").glob(in_any_namespace)
@@ -307,7 +311,7 @@ def path_of(number: int, tmp_path: Path) -> Path:
 
 
 def sealed(path: Path, facts: TensorSpec) -> memoryview:
-    """A sound object of other facts, for the key that belongs to `path`."""
+    """Return a valid object with these facts, under the key that belongs to `path`."""
     slab = Staging(torch.device("cpu"), 1 << 20).reserve(facts)
     assert slab is not None
     slab.payload.zero_()
@@ -345,21 +349,21 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_object_is_a_miss_and_its_neighbours_are_loaded(
+def test_damaged_object_is_a_miss_and_its_neighbours_are_loaded(
     start: Start, tmp_path: Path, fault: Callable[[Path], None]
 ) -> None:
     one = start()
     one.offload(NUMBERS)
     one.rest()
     host = start()
-    # Between the look-up and the load: the look-up of a missing one would say so.
-    know_of(host, NUMBERS)
+    # Damage it between look-up and load: the look-up would already report a missing object.
+    look_up(host, NUMBERS)
     fault(path_of(2, tmp_path))
     assert host.find(NUMBERS) == [HIT, MISS, HIT]
     assert [host.read(1), host.read(3)] == [content(1), content(3)]
     assert host.count("chunks/failed") == 1
     assert host.count("chunks/loaded") == 2
-    # It is computed, stored again, and sound from then on.
+    # The chunk is computed and stored again, and is valid from then on.
     host.offload([2], "computed")
     host.rest()
     other = start()
@@ -367,8 +371,8 @@ def test_a_bad_object_is_a_miss_and_its_neighbours_are_loaded(
     assert [other.read(number) for number in NUMBERS] == [content(number) for number in NUMBERS]
 
 
-def test_objects_made_without_the_key_are_misses(start: Start, tmp_path: Path) -> None:
-    """Copied to where they would have to lie: whoever may write to the bucket can do that."""
+def test_objects_without_a_valid_mac_are_misses(start: Start, tmp_path: Path) -> None:
+    """An attacker with write access to the bucket copies them to the keys of this namespace."""
     one, host = start(), start(integrity_key=os.urandom(32).hex())
     one.offload([1])
     one.rest()
@@ -387,7 +391,7 @@ def test_objects_made_without_the_key_are_misses(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.s3
-def test_a_server_that_refuses_at_the_start_is_named(start: Start, seaweed: SeaweedFS) -> None:
+def test_server_that_refuses_at_start_is_a_config_error(start: Start, seaweed: SeaweedFS) -> None:
     options = dict(seaweed.storage_options, key="nobody")
     with pytest.raises(ConfigError, match=r"secondary_tiers\.KVShareTier\.url"):
         start(url=seaweed.url, storage_options=options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVShareTier below vLLM's own tiering manager: bytes there and back, and who shares with whom."""
+"""KVShareTier below vLLM's own tiering manager: round trips, namespaces, options and metrics."""
 
 import contextlib
 import gc
@@ -70,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[StartHost]:
         yield start
 
 
-def test_chunks_come_back_on_another_host(start: StartHost, store: dict[str, Any]) -> None:
+def test_chunks_are_loaded_on_another_host(start: StartHost, store: dict[str, Any]) -> None:
     one, two = start(store), start(store)
     one.offload([1, 2, 3])
     one.rest()
@@ -84,7 +84,7 @@ def test_chunks_come_back_on_another_host(start: StartHost, store: dict[str, Any
 def test_chunks_outlive_the_engine_that_stored_them(
     start: StartHost, folder: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Here in a process of its own, which ends right after the last step."""
+    """The storing engine is a process of its own, which ends right after its last step."""
     program = (
         "import json, logging, sys\n"
         "from tests.kvshare.tier.offloading import OffloadingHost, offloading_config\n"
@@ -92,20 +92,22 @@ def test_chunks_outlive_the_engine_that_stored_them(
         "logging.getLogger('vllm').setLevel(logging.INFO)\n"
         "logging.getLogger().setLevel(logging.ERROR)\n"
         "host = OffloadingHost(offloading_config(json.loads(sys.argv[1])))\n"
-        "logging.getLogger('kvshare.tier').warning('said by the tier')\n"
+        "logging.getLogger('kvshare.tier').warning('a message of the tier')\n"
         "host.offload([1, 2, 3])\n"
         "host.close()\n"
     )
     options = tier_options(folder, tmp_path / "other")
     command = [sys.executable, "-c", program, json.dumps(options)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "said by the tier" in ran.stderr, "it logs where vLLM does"
+    assert "a message of the tier" in ran.stderr, "the tier must log through vLLM's handlers"
     host = start(folder)
     assert host.find([1, 2, 3]) == [HIT] * 3
     assert [host.read(number) for number in (1, 2, 3)] == [content(number) for number in (1, 2, 3)]
 
 
-def test_what_the_cpu_tier_evicts_comes_back(start: StartHost, folder: dict[str, Any]) -> None:
+def test_chunks_that_the_cpu_tier_evicted_are_loaded(
+    start: StartHost, folder: dict[str, Any]
+) -> None:
     host = start(folder, num_chunks=4)
     for first in range(0, 16, 4):
         host.offload(range(first, first + 4))
@@ -115,7 +117,9 @@ def test_what_the_cpu_tier_evicts_comes_back(start: StartHost, folder: dict[str,
     assert [host.read(number) for number in range(4)] == [content(number) for number in range(4)]
 
 
-def test_groups_of_one_hash_are_told_apart(start: StartHost, folder: dict[str, Any]) -> None:
+def test_groups_with_equal_hashes_have_separate_chunks(
+    start: StartHost, folder: dict[str, Any]
+) -> None:
     one, two = start(folder), start(folder)
     one.offload([1])
     one.rest()
@@ -135,24 +139,22 @@ def test_engines_of_a_host_read_from_its_cache(start: StartHost, folder: dict[st
     assert two.count("transfer_bytes/read/host") == BLOCK_BYTES
 
 
-def test_a_request_that_comes_later_sees_what_was_stored_meanwhile(
-    start: StartHost, folder: dict[str, Any]
-) -> None:
+def test_later_request_finds_chunks_stored_since(start: StartHost, folder: dict[str, Any]) -> None:
     one, two = start(folder), start(folder)
     assert two.find([1], "early") == [MISS]
     one.offload([1])
     one.rest()
-    assert two.find([1], "early") == [MISS], "one request, one answer"
+    assert two.find([1], "early") == [MISS], "the result for a request is final"
     assert two.find([1], "late") == [HIT]
 
 
-def test_what_a_request_was_told_is_forgotten_when_it_finishes(
+def test_results_of_a_finished_request_are_removed(
     start: StartHost, folder: dict[str, Any]
 ) -> None:
-    """vLLM may give its name to another."""
+    """vLLM may reuse the request's name."""
     host, other = start(folder), start(folder)
     name = Name("request")
-    told = weakref.ref(name)
+    reference = weakref.ref(name)
     assert host.find([1, 2], name) == [MISS] * 2
     host.finish(name)
     other.offload([1])
@@ -163,20 +165,20 @@ def test_what_a_request_was_told_is_forgotten_when_it_finishes(
     host.finish(name)
     del name
     gc.collect()
-    assert told() is None, "somebody remembers it"
+    assert reference() is None, "the tier still refers to the request"
 
 
 class Name(str):
-    """A request's, of which can be said whether anybody still has it."""
+    """A request id that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
 
-# --- who shares with whom ---
+# --- namespaces ---
 
 
 def namespaces(tmp_path: Path) -> set[str]:
-    """Those that engines have left a manifest of."""
+    """Return the namespaces that have a manifest in the store."""
     return {path.name for path in (tmp_path / "store" / "kv/2/manifests").iterdir()}
 
 
@@ -206,7 +208,7 @@ INTEGRITY_KEY = "8f1c6e0b5a9d47233be1f0a47c5d9286e3b14f7a08c2d6599a61e7f4350bd8c
     ],
     ids=str,
 )
-def test_another_of_these_facts_is_another_namespace(
+def test_engines_with_other_facts_have_another_namespace(
     start: StartHost, folder: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     one, two = start(folder), start(folder, **changes)
@@ -227,7 +229,7 @@ def test_another_of_these_facts_is_another_namespace(
     ],
     ids=str,
 )
-def test_what_does_not_change_bytes_does_not_separate(
+def test_settings_that_do_not_change_bytes_keep_the_namespace(
     start: StartHost, folder: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     one, two = start(folder), start(folder, **changes)
@@ -237,7 +239,7 @@ def test_what_does_not_change_bytes_does_not_separate(
     assert two.read(1) == content(1)
 
 
-def test_other_weights_in_a_folder_of_the_same_name_separate(
+def test_other_weights_in_a_folder_of_the_same_name_have_another_namespace(
     start: StartHost, folder: dict[str, Any], vlm: Path, other_vlm: Path, tmp_path: Path
 ) -> None:
     from ecshare.plugin.model_facts import weights_fingerprint
@@ -245,13 +247,13 @@ def test_other_weights_in_a_folder_of_the_same_name_separate(
     for weights in (vlm, other_vlm):
         model = tmp_path / "model"
         model.symlink_to(weights)
-        weights_fingerprint.cache_clear()  # a process asks for one model only
+        weights_fingerprint.cache_clear()  # a process normally has one model only
         start(folder, model=str(model))
         model.unlink()
     assert len(namespaces(tmp_path)) == 2
 
 
-def test_vllms_release_and_the_device_separate(
+def test_other_vllm_releases_and_devices_have_another_namespace(
     start: StartHost, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(folder)
@@ -262,7 +264,7 @@ def test_vllms_release_and_the_device_separate(
     assert len(namespaces(tmp_path)) == 3
 
 
-# --- starting, telling, ending ---
+# --- start, metrics, end ---
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_vllms_release_and_the_device_separate(
         ({"url": "file:///proc/no/such/folder"}, r"secondary_tiers\.KVShareTier\.url"),
     ],
 )
-def test_a_wrong_option_stops_the_engine_and_is_named(
+def test_wrong_option_stops_the_engine_with_an_error_that_names_it(
     start: StartHost, folder: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -282,13 +284,13 @@ def test_a_wrong_option_stops_the_engine_and_is_named(
     assert not Path(f"/dev/shm/vllm_offload_wrong-{os.getpid()}.mmap").exists()
 
 
-def test_a_locality_is_vllms(start: StartHost, folder: dict[str, Any]) -> None:
+def test_locality_option_becomes_vllms_locality(start: StartHost, folder: dict[str, Any]) -> None:
     host = start(folder, tier={"locality": "REMOTE"})
     assert host.tier.locality is not None
     assert (host.tier.locality.value, start(folder).tier.locality) == ("REMOTE", None)
 
 
-def test_every_count_is_a_metric_that_vllm_knows(start: StartHost, folder: dict[str, Any]) -> None:
+def test_every_count_is_a_metric_defined_for_vllm(start: StartHost, folder: dict[str, Any]) -> None:
     host = start(folder)
     config = host.spec.extra_config
     definitions = OffloadingSpecFactory.get_spec_cls(config).build_metric_definitions(dict(config))
@@ -299,13 +301,13 @@ def test_every_count_is_a_metric_that_vllm_knows(start: StartHost, folder: dict[
     host.find([1, 2])
     stats = host.manager.get_stats()
     assert stats is not None
-    told = {name: values for name, values in stats.data["data"].items() if name in ours}
-    assert told["kvshare_tier_chunks"] == {("saved",): 1, ("missed",): 1}
-    for name, values in told.items():
+    reported = {name: values for name, values in stats.data["data"].items() if name in ours}
+    assert reported["kvshare_tier_chunks"] == {("saved",): 1, ("missed",): 1}
+    for name, values in reported.items():
         assert all(len(labels) == len(definitions[name].labelnames) for labels in values)
 
 
-def test_its_manifest_outlives_a_rule_on_age(
+def test_manifest_is_renewed_before_it_expires(
     start: StartHost, folder: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renew_often(monkeypatch)
@@ -313,7 +315,7 @@ def test_its_manifest_outlives_a_rule_on_age(
     wait_until_there(expire(tmp_path / "store"))
 
 
-def test_an_end_lets_go_of_vllms_memory(
+def test_shutdown_releases_vllms_memory(
     start: StartHost, folder: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     host = start(folder)
@@ -322,11 +324,11 @@ def test_an_end_lets_go_of_vllms_memory(
     region = host.manager.primary_tier._mmap_region.mmap_obj
     assert region is not None
     host.close()
-    assert region.closed, "somebody still has a view of it"
-    host.tier.shutdown()  # a second time changes nothing
+    assert region.closed, "the tier still has a view of it"
+    host.tier.shutdown()  # a second call changes nothing
 
 
-def test_without_vllms_tiers_an_import_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_error_without_vllms_tiers_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_left_out(module: str) -> bool:
         return module.startswith(("kvshare.tier", "vllm.v1.kv_offload.tiering"))
 
