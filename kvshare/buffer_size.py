@@ -21,22 +21,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _MOST_BYTES = 4 * GIB
-# The ranks of a host take no larger part of its memory together, as it is pinned at start.
+# The ranks of a host together take at most 1/16 of its memory, because it is pinned at start.
 _MOST_OF_MEMORY = 16
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Of version 2 and of version 1; a container sees its own.
+# Of cgroups version 2 and version 1. A container sees its own limits.
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
 def with_default_buffer(
     config: KVConfig, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
 ) -> KVConfig:
-    """Return `config` with the `buffer_bytes` of an engine that was not told.
+    """Return `config` with the default `buffer_bytes` of this engine; call it if the user set none.
 
-    A GPU fills a gigabyte in a step, and what a request that ends with the step has no memory for
-    is lost. A CPU engine fills it in many, and its memory is that of the model. Both halves of a
-    connector come to the same number, so where workers may be on other hosts it is that of a CPU.
+    A GPU fills a gigabyte in one step, and if a request ends with that step, the chunks that find
+    no room are lost. A CPU engine takes many steps for it, and the memory is also the model's. Both
+    halves of a connector must compute the same number. So where workers may be on other hosts, with
+    other memory, the default is that of a CPU engine.
     """
     role = vllm_config.kv_transfer_config
     is_to_grow = (
@@ -62,18 +63,18 @@ def with_default_buffer(
 
 
 def num_local_ranks(vllm_config: "VllmConfig") -> int:
-    """Return how many workers may share this host, if none `has_remote_workers`.
+    """Return how many workers may share this host; only for engines without remote workers.
 
-    An engine of several dense replicas is told that it is the only one. So each GPU that it sees
-    counts as that of a worker.
+    With several replicas of a dense model, vLLM configures each engine as the only one. So each
+    visible GPU counts as a worker's.
     """
     parallel = vllm_config.parallel_config
-    num_told = int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)
-    return max(num_told, torch.cuda.device_count())
+    configured = int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)
+    return max(configured, torch.cuda.device_count())
 
 
 def memory_bytes(cgroups: Path = _CGROUPS) -> int:
-    """Return how much memory this host has, or as much of it as this container may take."""
+    """Return the memory of this host in bytes, or the limit of this container if it is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # there is none, or it is "max"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between vLLM releases and devices in how they keep KV, and private functions for it.
+"""Differences between vLLM releases and devices in how they keep KV, and private vLLM functions.
 
-Only this module asks about them; ecshare/plugin/compat.py has those that concern both connectors.
+Only this module depends on them; those of both connectors are in ecshare/plugin/compat.py.
 """
 
 import platform
@@ -11,30 +11,31 @@ from typing import Any
 
 from ecshare.plugin.compat import option
 
-# vLLM's minor releases whose attention kernels fill KV blocks alike.
+# Minor releases of vLLM with equal values have attention kernels that fill KV blocks alike.
 _LAYOUT_GENERATIONS = {"0.30": "1", "0.31": "1", "0.32": "1"}
-# What `+` leads in is the build, for CPUs say. Any other addition is a release of its own.
+# A suffix after `+` names the build, such as "cpu". With any other suffix it is another release.
 _RELEASE = re.compile(r"([0-9]+\.[0-9]+)\.[0-9]+(\+.*)?")
 
 
 def layout_generation() -> str:
-    """Return how vLLM fills KV blocks, as far as its release says: equal for releases that agree.
+    """Return the generation of vLLM's block layout: equal for releases that fill KV blocks alike.
 
-    A release that nobody has compared yet, one in development too, is a generation of its own.
+    A release that we have not compared with others, such as a development build, is a generation of
+    its own.
     """
     release = _RELEASE.fullmatch(vllm_release())
     return _LAYOUT_GENERATIONS.get(release[1] if release else "", f"vLLM {vllm_release()}")
 
 
 def vllm_release() -> str:
-    """Return the name of this vLLM release, with that of its build."""
+    """Return the version of vLLM, with the name of its build."""
     from vllm import __version__
 
     return __version__
 
 
 def device_name() -> str:
-    """Return what vLLM calls the kind of device that it runs on."""
+    """Return vLLM's name for the kind of device that it runs on."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_name)
@@ -45,8 +46,8 @@ def cpu_attention_kernel(
 ) -> str:
     """Return the name of the kernel that lays out the inside of a KV block on this CPU.
 
-    vLLM has no public way to ask. Where its private one is missing, the name is the machine's
-    architecture and vLLM's version: engines that would lay out blocks alike may then not share.
+    vLLM has no public function for this. If the private one is missing, the name is the machine's
+    architecture and vLLM's version: then engines with equal layouts may fail to share.
     """
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -77,31 +78,31 @@ def event_extra_keys(
             request, start, start + block_tokens, at
         )
         keys.append(extra)
-    # Before 0.31 they went into events as they go into hashes.
+    # Before 0.31 events contain the keys in the form that is hashed.
     published = getattr(kv_cache_utils, "to_event_extra_keys", None)
     return published(keys) if published else keys
 
 
 def cache_hit_source(name: str) -> Any:
-    """Return vLLM's name for the source of cached tokens. Only for releases that ask (0.32 on)."""
+    """Return vLLM's enum value for a source of cached tokens. Only from vLLM 0.32 on."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     return CacheHitSource(name)
 
 
 def most_blocks(manager: Any) -> list[tuple[int, int | None]]:
-    """Return for each cache group of vLLM's KV cache manager how many tokens a block of it holds,
-    and the most blocks of it that a request holds at once. None: as many as its tokens take."""
+    """Return for each cache group of vLLM's KV cache manager the tokens per block, and the largest
+    number of blocks that a request holds at a time; None if that depends only on its tokens."""
     name = "max_admission_blocks_per_request"
     return [
-        # Before 0.31 it was private.
+        # Before 0.31 the attribute was private.
         (each.block_size, getattr(each, name, None) or option(each, f"_{name}"))
         for each in manager.coordinator.single_type_managers
     ]
 
 
 def repacks_blocks() -> bool:
-    """Whether the attention kernels of this device mix the tokens of a block when they fill it."""
+    """Return whether this device's attention kernels interleave the tokens of a block."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -110,10 +111,12 @@ def repacks_blocks() -> bool:
 def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> None:
     """Zero all tokens from `first_slot` on in `blocks` [block, head, token, content] of a CPU.
 
-    vLLM's own kernel does it, because only it knows where it has put a token. `dtype`: the model's.
+    This uses vLLM's own kernel, because only it knows where it has put a token. `dtype`: the
+    model's.
 
     Raises:
-        Exception: this release has no such kernel, or another one. The type depends on the release.
+        Exception: this release lacks the kernel, or has another one. The type depends on the
+            release.
     """
     import torch
     from vllm import _custom_ops
@@ -122,19 +125,20 @@ def erase_slots(blocks: Any, first_slot: int, dtype: Any, cache_dtype: str) -> N
     num_blocks, num_heads, block_tokens, content = blocks.shape
     keys, values = blocks.view(num_blocks, num_heads, 2 * block_tokens, content // 2).chunk(2, 2)
     slots = torch.arange(first_slot, num_blocks * block_tokens)
-    nothing = torch.zeros(len(slots), num_heads, content // 2, dtype=dtype)
+    zeros = torch.zeros(len(slots), num_heads, content // 2, dtype=dtype)
     kernel = _get_attn_isa(dtype, block_tokens, content // 2, cache_dtype)
     options: dict[str, Any] = {}
     if cache_dtype.startswith("fp8"):
         options["kv_cache_dtype"] = cache_dtype
-    _custom_ops.cpu_attn_reshape_and_cache(nothing, nothing, keys, values, slots, kernel, **options)
+    _custom_ops.cpu_attn_reshape_and_cache(zeros, zeros, keys, values, slots, kernel, **options)
 
 
 def device_copier() -> Callable[[Any, Any, Any], None] | None:
-    """Return what queues copies between host and GPU on the current stream, by their addresses.
+    """Return a function that queues copies between host and GPU addresses on the current stream.
 
-    It takes arrays of int64 (sources, targets, bytes). vLLM has one call for all of them; without
-    it they go one by one, by the bindings of CUDA that torch requires. None: there are neither.
+    It takes three int64 arrays: sources, targets and sizes in bytes. vLLM has one call for all
+    copies; without it they are queued one by one with the CUDA bindings that torch requires. None
+    if both are missing.
     """
     import torch
 
@@ -173,7 +177,7 @@ def _copier_one_by_one() -> Callable[[Any, Any, Any], None] | None:
 
 
 def has_cache_operation(layer: Any) -> bool:
-    """Whether `fill_cache` can have vLLM's attention layer write to its KV cache."""
+    """Return whether `fill_cache` can write to the KV cache of this vLLM attention layer."""
     if not callable(option(option(layer, "impl"), "do_kv_cache_update")):
         return False
     return hasattr(layer, "kv_lora_rank") or not option(
@@ -182,18 +186,18 @@ def has_cache_operation(layer: Any) -> bool:
 
 
 def attention_backend(layer: Any) -> str:
-    """Return vLLM's name for what computes the attention of `layer`; "unknown" without a layer."""
+    """Return vLLM's name for the attention backend of `layer`; "unknown" if that is None."""
     return "unknown" if layer is None else str(layer.get_attn_backend().get_name())
 
 
 def fill_cache(layer: Any, known: Callable[[str, int], Any], slots: Any) -> int:
-    """Have `layer` write known keys and values, equal ones for each head, to `slots` of its cache.
+    """Write known keys and values, equal for all heads, to `slots` of the cache of `layer`.
 
-    `known`: returns a tensor [slot, element] by its name and the number of elements. Returns how
-    many elements were written for one token and head.
+    vLLM's own operation writes them. `known`: returns a tensor [slot, element] for a name and a
+    number of elements. Returns the number of elements written for one token and head.
 
     Raises:
-        Exception: whatever vLLM's operation raises.
+        Exception: any error of vLLM's operation.
     """
     update = layer.impl.do_kv_cache_update
     if hasattr(layer, "kv_lora_rank"):  # MLA: one latent vector a token, and a part with positions

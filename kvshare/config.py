@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of KVShareConnector and of KVShareTier.
 
-The user writes the first into `kv_connector_extra_config`, the second into one entry of the list
-`secondary_tiers` there.
+Users write the options of the connector into `kv_connector_extra_config`, and those of the tier
+into an entry of the list `secondary_tiers` there.
 """
 
 from collections.abc import Collection, Mapping
@@ -58,10 +58,10 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     Only engines with the same value share KV."""
 
     def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
-        """Return if KV of these torch dtypes can be stored as the options say.
+        """Check that KV of these torch dtypes can be stored as the options say.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it cannot; names the option.
         """
         if self.stored_dtype == "fp8" and any(each.itemsize == 1 for each in cache_dtypes):
             raise ConfigError(
@@ -70,7 +70,7 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
             )
 
     def chunk_blocks(self, block_tokens: int) -> int:
-        """Return how many blocks of `block_tokens` make a chunk.
+        """Return the number of blocks of `block_tokens` tokens in a chunk.
 
         Raises:
             ConfigError: it is not a whole number; names the option and the nearest valid values.
@@ -102,7 +102,7 @@ class TierConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
-    """Read the options of a tier, as `parse` does. An epoch is required.
+    """Parse the options of a tier, as `parse` does. An epoch is required.
 
     Raises:
         ConfigError: as `parse`, or `epoch` is missing.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """KVShareConnector: the class vLLM loads.
 
-A role-routed shell, one instance a process. The scheduler half plans what to load and what to save;
-the worker half moves blocks between the cache tensors and the store. Each hook below is one call to
-the half of this process; the other half does not exist here.
+One instance per process, which delegates each hook to the half of its role. The scheduler half
+plans loads and saves; the worker half moves blocks between the cache tensors and the store. The
+other half does not exist in this process.
 
-A hook never raises (ecshare.plugin.guard). A request that vLLM was promised a load for waits until
-the load is reported. So this class remembers such requests itself, and those that a half which has
-given up can no longer serve are reported as failed, once nothing is written to their blocks.
+A hook never raises (ecshare.plugin.guard). vLLM keeps a request with a promised load waiting until
+the load is reported. So this class tracks such requests itself. If its half has given up, it
+reports them as failed as soon as nothing is written to their blocks any more.
 
 vLLM imports this module in its front-end process too, so nothing heavy is imported at the top.
 """
@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Those in the scheduler's process that were started and not shut down.
-_running: "WeakSet[KVShareConnector]" = WeakSet()
+# The connectors of this process with a scheduler half that is not shut down.
+_open_connectors: "WeakSet[KVShareConnector]" = WeakSet()
 
 
 def _none() -> None:
     return None
 
 
-def _nothing_to_say() -> tuple[bool, None]:
+def _no_announcement() -> tuple[bool, None]:
     return False, None
 
 
 class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
-    """Shares KV blocks through object storage; see docs/architecture.md for the data path."""
+    """A connector that shares KV blocks through object storage; see docs/architecture.md."""
 
     scheduler: "KVScheduler"  # scheduler process only
     worker: "KVWorker"  # worker processes only
@@ -79,7 +79,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = parse(KVConfig, transfer.kv_connector_extra_config, OPTIONS_PATH)
-        # Here, because they drag in what a process without this half must not load.
+        # Imported here: these modules import what a process without this half must not load.
         if "buffer_bytes" not in transfer.kv_connector_extra_config:
             from kvshare.buffer_size import with_default_buffer
 
@@ -90,16 +90,16 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             self._refuse_second()
             self.scheduler = KVScheduler.start(vllm_config, kv_cache_config, config)
             self.guard = Guard(self.scheduler.give_up)
-            self._promised: set[str] = set()  # requests whose load no worker was told of yet
+            self._promised: set[str] = set()  # requests whose load was not sent to the workers yet
             if transfer.kv_load_failure_policy != "recompute":
-                # vLLM's scheduler reads it right after it has made this object.
+                # vLLM's scheduler reads it after it has created this object.
                 transfer.kv_load_failure_policy = "recompute"
                 logger.info(
                     "kv_load_failure_policy is set to 'recompute': vLLM computes KV that a load "
                     "has lost, and no request fails. Below MultiConnector this has no effect: set "
                     "it in the options of MultiConnector."
                 )
-            _running.add(self)
+            _open_connectors.add(self)
         else:
             from ecshare.plugin.ranks import worker_rank
             from kvshare.worker.worker import KVWorker
@@ -107,19 +107,19 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
             rank = worker_rank(vllm_config)
             self.worker = KVWorker.start(vllm_config, kv_cache_config, config, rank)
             self.guard = Guard(self.worker.give_up)
-            self._owed: set[str] = set()  # requests whose load was ordered and is not reported yet
-            self._refused: set[str] = set()  # requests that are to be reported as failed
+            self._unreported: set[str] = set()  # requests with an ordered load that is not reported
+            self._refused: set[str] = set()  # requests to report as failed
             self._invalid_blocks: set[int] = set()
 
     def _refuse_second(self) -> None:
-        """Raise ConfigError if this engine has one already, below MultiConnector.
+        """Raise ConfigError if this engine already has a KVShareConnector, below MultiConnector.
 
-        Both would announce under one name, and each would wait for what is announced of the other
-        one's store. MultiConnector gives each child a copy of the engine's configuration, whose
-        parts are the engine's own.
+        The announcements of both would have one name, so each would wait for objects of the other
+        one's store. MultiConnector gives each child a copy of the engine's configuration; the parts
+        of the copies are the same objects.
         """
         own = self._vllm_config
-        others = (other._vllm_config for other in _running)
+        others = (other._vllm_config for other in _open_connectors)
         if any(each is not own and each.cache_config is own.cache_config for each in others):
             raise ConfigError(
                 "kv_connector_extra_config.connectors: an engine can have one KVShareConnector; "
@@ -134,13 +134,13 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True: the worker half lets go of the cache before vLLM gives its memory away."""
+        """Return True: the worker half releases the cache before vLLM frees its memory."""
         return True
 
     @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
-        """Let what is in flight end, briefly, and stop the I/O thread."""
-        _running.discard(self)
+        """Give jobs in flight a few seconds to end, and stop the I/O thread."""
+        _open_connectors.discard(self)
         half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
         half.close()
 
@@ -148,13 +148,13 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_none)
     def handle_preemptions(self, kv_connector_metadata: "KVConnectorMetadata") -> None:
-        """Save what lies in blocks that were freed; called before this step can refill them."""
+        """Save the contents of freed blocks; called before this step can refill them."""
         assert isinstance(kv_connector_metadata, Orders)
         self.worker.save_leaving(kv_connector_metadata)
 
     @guarded(_none)
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Take hold of vLLM's cache tensors, one a layer."""
+        """Use vLLM's cache tensors, one per layer, from now on."""
         self.worker.register(kv_caches)
 
     def _release_cache(self) -> None:
@@ -167,17 +167,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_none)
     def restore_kv_caches(self) -> None:
-        """Use the cache again: vLLM has woken up, and its tensors lie where they lay."""
+        """Use the cache again: vLLM has woken up, and the tensors have their old addresses."""
         self.worker.restore()
 
     def _refuse_loads(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         orders = self._orders()
         self._refused |= orders.refused
-        self._owed.update(order.request_id for order in orders.loads)
+        self._unreported.update(order.request_id for order in orders.loads)
 
     @guarded(_none, _refuse_loads)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Start this step's loads; `get_transfer_results` says when they have ended."""
+        """Start this step's loads; `get_transfer_results` reports their ends."""
         self._refuse_loads(forward_context)
         self.worker.load(self._orders())
 
@@ -191,7 +191,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Do nothing: blocks are saved after the forward pass, for CUDA graphs skip this hook."""
+        """Do nothing: CUDA graphs skip this hook, so blocks are saved after the forward pass."""
 
     @guarded(_none)
     def wait_for_save(self) -> None:
@@ -200,19 +200,19 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _failed_loads(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker.has_stopped_loads():
-            self._refused |= self._owed
-            self._owed = set()
+            self._refused |= self._unreported
+            self._unreported = set()
         failed, self._refused = self._refused, set()
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=set(failed))
 
     @guarded(KVConnectorTransferResults, _failed_loads)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose load ended, and of which nothing was loaded; each once."""
+        """Return the requests whose load has ended, and those that loaded nothing; each once."""
         self.worker.wait_idle(self._orders())
         finished = self.worker.settle()
-        # Together with the requests: whoever is reported without its lost blocks runs on noise.
+        # In the same step as the requests: vLLM would run a request on the garbage in lost blocks.
         self._invalid_blocks |= self.worker.take_invalid_blocks()
-        self._owed -= finished.requests
+        self._unreported -= finished.requests
         refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(
             finished_recving=finished.requests | refused, failed_recving=finished.failed | refused
@@ -220,20 +220,20 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were not filled; vLLM keeps what lies before them."""
+        """Return the blocks that were not filled; vLLM keeps a request's tokens before them."""
         taken, self._invalid_blocks = self._invalid_blocks, set()
         return taken
 
     @guarded(lambda: Report(frozenset(), is_idle=True), goes_on=True)
     def build_connector_worker_meta(self) -> Report | None:
-        """Return what the scheduler half must know; None if there is nothing."""
+        """Return the report for the scheduler half; None if there is nothing to report."""
         return self.worker.report()
 
     # --- scheduler process ---
 
     @guarded(_none)
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Take hold of what knows how many blocks are free."""
+        """Use this KV cache manager, which knows how many blocks are free, from now on."""
         self.scheduler.bind(kv_cache_manager)
 
     @guarded(lambda: (0, False))
@@ -254,7 +254,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Note the blocks that the load, if there is one, is to fill."""
+        """Record the blocks that the request's load, if any, is to fill."""
         self._promise(request, blocks, num_external_tokens)
         block_ids = blocks.get_block_ids() if num_external_tokens else ()
         self.scheduler.allocated(request, block_ids, num_external_tokens)
@@ -273,32 +273,32 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_none)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take the workers' report."""
+        """Process the workers' report."""
         self.scheduler.reported(connector_output)
 
-    @guarded(_nothing_to_say)
+    @guarded(_no_announcement)
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; a producer announces what of it is stored or on its way.
+        """Remove the request; a producer returns an announcement of its stored and pending tokens.
 
         The first value is always False: saves are copied out in stream order, before any later
-        step can fill the blocks anew.
+        step can refill the blocks.
         """
         return False, self.scheduler.finished(request)
 
-    @guarded(_nothing_to_say)
+    @guarded(_no_announcement)
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for a caller that knows one group."""
+        """Do as `request_finished_all_groups`, for a model with one cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded(dict)
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return how many of these tokens come from this host's memory, and how many from where."""
+        """Return the sources of these tokens, as this host's memory, with the number from each."""
         from kvshare.compat import cache_hit_source
 
         sources = self.scheduler.hit_sources(request, num_external_tokens)
@@ -306,17 +306,17 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Return whether an idle engine is to step on, for the workers to say what is stored."""
+        """Return whether an idle engine is to keep stepping, so that the workers report saves."""
         return self.scheduler.is_crowded
 
     @guarded(list)
     def take_events(self) -> "list[KVCacheEvent]":
-        """Return which blocks were stored, or found lost, where vLLM's KV events are on."""
+        """Return events for blocks that were stored or found lost, if vLLM's KV events are on."""
         return self.scheduler.take_events()
 
     @guarded(lambda: True)
     def reset_cache(self) -> bool:
-        """Forget what is in the cache; the store keeps what it has."""
+        """Drop the state that refers to vLLM's cache; the store is unchanged."""
         self.scheduler.reset()
         return True
 
@@ -326,8 +326,8 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> "CounterStats | None":
         """Return the counts of this half since the last call.
 
-        Of the scheduler half vLLM asks for them once for each output that it processes, also if the
-        workers had nothing to say. No other hook tells so when a step has ended.
+        In the scheduler process vLLM calls this once for each output that it processes, even if the
+        workers have nothing to report. No other hook marks the end of each step.
         """
         if self.role is KVConnectorRole.SCHEDULER:
             self.scheduler.step_ended()
@@ -336,7 +336,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "CounterStats | None":
-        """Wrap counts that travelled as a plain dict."""
+        """Return counts that were sent as a plain dict, as CounterStats."""
         from ecshare.plugin.metrics import CounterStats
 
         return CounterStats(data=data or {})

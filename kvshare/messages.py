@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The stored part of one chunk for one layer set, and the cache blocks from or to which it is
-    copied."""
+    """The part of a chunk for one layer set, and the cache blocks that it is copied from or to."""
 
     key: ChunkKey
     num_blocks: int
-    """That are stored."""
+    """The number of stored blocks."""
     num_tokens: int
     """The number of valid tokens; the rest of the last block is not valid."""
     block_ids: tuple[tuple[int, ...], ...]
-    """Of consecutive stored blocks, in each cache group of the layer set; all blocks for a save."""
+    """For each cache group of the layer set, the ids of consecutive stored blocks: all of them for
+    a save, those to be filled for a load."""
     first_block: int = 0
-    """Which stored block the first of `block_ids` is."""
+    """The position among the stored blocks of the first block in `block_ids`."""
     layer_set: int = 0
     tp_size: int | None = None
-    """The tensor-parallel size that it is stored in (see shards.py); None: this engine's own."""
+    """The tensor-parallel size in which it is stored (see shards.py); None: this engine's own."""
     shard: ShardSlice | None = None
-    """Which heads to use, and where they are; None: all heads of this rank. The worker sets it, and
-    may make several pieces of one that is stored in another size."""
+    """The heads to use and their shard; None: all heads of this rank. The worker sets it. It splits
+    a piece that is stored in another size into one piece per shard."""
 
     @property
     def num_held(self) -> int:
-        """How many of the stored blocks have `block_ids`."""
+        """The number of stored blocks that have `block_ids`."""
         return len(self.block_ids[0])
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Fill these blocks from the store, then report `request_id`, once."""
+    """An order to fill blocks from the store and then to report `request_id`, once."""
 
     request_id: str
     pieces: tuple[Piece, ...]
     is_announced: bool = False
-    """Another engine computes them now: the load waits for them, in their order."""
+    """True if another engine computes the pieces now: the load waits for them, in their order."""
 
 
 @dataclass(frozen=True)
@@ -62,40 +62,41 @@ class Orders(KVConnectorMetadata):
     namespace: str
     loads: tuple[LoadOrder, ...] = ()
     abandoned: tuple[str, ...] = ()
-    """Requests that have ended, whose loads must end now."""
+    """Requests that have ended: their loads must be cancelled now."""
     saves: tuple[Piece, ...] = ()
-    """To be copied out of the cache after this step's forward pass."""
+    """Pieces to copy out of the cache after this step's forward pass."""
     leaving: tuple[Piece, ...] = ()
-    """To be copied out before this step's forward pass: vLLM has freed their blocks, and requests
+    """Pieces to copy out before this step's forward pass: vLLM has freed their blocks, and requests
     of this step may fill them."""
     refused: frozenset[str] = frozenset()
-    """Requests that vLLM was promised a load for, and that get none: to be reported as failed."""
+    """Requests with a promised load that will not happen: the worker reports it as failed."""
     is_idle: bool = False
-    """This step computes nothing."""
+    """True if this step computes nothing."""
 
 
 @dataclass(frozen=True)
 class Report(KVConnectorWorkerMetadata):
-    """Worker half -> scheduler half, when there is something to say."""
+    """Worker half -> scheduler half, in steps with something to report."""
 
     lost: frozenset[ChunkKey]
-    """Not in the store, though a save or a load was ordered: to be saved when next seen."""
+    """Chunks that are not in the store, though a save or a load of them was ordered. They are saved
+    again when a request next contains them."""
     is_idle: bool = False
-    """This worker can neither save nor load: its cache has a layout it does not understand, or it
-    has given up after a bug."""
+    """True if this worker neither saves nor loads: its cache has an unknown layout, or it has given
+    up after a bug."""
     ended: Mapping[ChunkKey, int] = field(default_factory=dict)
-    """For how many of their objects the save has ended, successfully or not."""
+    """For each chunk, the number of its objects whose save has ended, successfully or not."""
     saves_fail: bool = False
-    """The store has refused saves repeatedly, and they are paused. Said in each step until a save
-    works again."""
+    """True while saves are paused, because the store has refused them repeatedly. Reported in each
+    step until a save succeeds."""
     not_saved: frozenset[ChunkKey] = frozenset()
-    """Those of `lost` whose save has failed. The others were missed by loads. A load hears of some
-    of them after it has ended, when they may be computed and on their way to the store again."""
+    """The chunks of `lost` whose save failed. The others are misses of loads. A miss may be
+    reported after its load has ended, when the chunk may already be computed and saved again."""
     has_misfits: bool = False
-    """Some of what was lost is in the store, and laid out in another way."""
+    """True if some of the lost chunks are in the store, in another layout."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Report":
-        """Return the report of both workers: a chunk is stored only if all its shards are.
+        """Return the combined report: a chunk is stored only if all its shards are.
 
         Raises:
             TypeError: `other` is not a Report.
@@ -114,7 +115,7 @@ class Report(KVConnectorWorkerMetadata):
 
 
 def announcement(num_tokens: int, tp_size: int) -> dict[str, Any]:
-    """Return the `kv_transfer_params` that say: the first `num_tokens` are, or will be, stored.
+    """Return the `kv_transfer_params` that announce the first `num_tokens`: stored, or being saved.
 
     `tp_size`: the tensor-parallel size in which this engine stores them; see shards.py.
     """
@@ -122,10 +123,10 @@ def announcement(num_tokens: int, tp_size: int) -> dict[str, Any]:
 
 
 def is_for_decode(request: "Request") -> bool:
-    """Whether a router or another coordinator says that another engine goes on with this prompt.
+    """Return whether a coordinator says that another engine decodes this prompt.
 
-    Our router says so by `kvshare`, others in words of vLLM's. Either may come from a client: then
-    no more follows than from a client's `kvshare_save`.
+    Our router says so in the field `kvshare`, others in vLLM's fields. A client may send either:
+    then the effect is no larger than that of a client's `kvshare_save`.
     """
     params: Any = request.kv_transfer_params
     if not isinstance(params, dict):
@@ -134,8 +135,10 @@ def is_for_decode(request: "Request") -> bool:
 
 
 def wants_announcement(request: "Request") -> bool:
-    """Whether somebody who sent `request` is to be told what of its prompt is stored: one who knows
-    our fields, or vLLM's for a prompt that goes on elsewhere."""
+    """Return whether the answer to `request` is to announce which tokens of its prompt are stored.
+
+    True if the sender uses our fields, or vLLM's for a prompt that another engine decodes.
+    """
     params: Any = request.kv_transfer_params
     knows_ours = isinstance(params, dict) and isinstance(params.get("kvshare"), dict)
     return knows_ours or is_for_decode(request)
@@ -144,7 +147,7 @@ def wants_announcement(request: "Request") -> bool:
 def announced_tp_size(request: "Request") -> int:
     """Return the announced tensor-parallel size; 0 if there is none, or it is invalid.
 
-    It may come from a client: the caller must check that it is possible.
+    A client may have sent it: the caller must check that the size is possible.
     """
     size = _announced(request).get("size")
     return size if isinstance(size, int) and not isinstance(size, bool) else 0
@@ -153,8 +156,8 @@ def announced_tp_size(request: "Request") -> int:
 def announced_tokens(request: "Request") -> int:
     """Return the number of announced tokens of `request`; 0 if there are none, or it is invalid.
 
-    docs/format.md has the two forms. They may come from a client. A false one makes only this
-    request wait, for `wait_s`.
+    docs/format.md describes the two forms. A client may send either. A false announcement makes
+    only this request wait, for `wait_s` at most.
     """
     ours = _announced(request)
     if len(ours.keys() - {"size"}) != 1:
@@ -168,7 +171,7 @@ def announced_tokens(request: "Request") -> int:
 
 
 def _announced(request: "Request") -> dict[Any, Any]:
-    """Return our part of the request's `kv_transfer_params`, unchecked; empty: there is none."""
+    """Return our part of the request's `kv_transfer_params`, unchecked; empty if there is none."""
     params: Any = request.kv_transfer_params
     if not isinstance(params, dict):
         return {}
@@ -179,9 +182,9 @@ def _announced(request: "Request") -> dict[Any, Any]:
 
 
 def is_prefilled_elsewhere(request: "Request") -> bool:
-    """Whether the request says where P is: another connector is to fetch the prompt from there.
+    """Return whether the request names P as its source: another connector fetches the KV from P.
 
-    One that takes the request sets `do_remote_prefill` to false, as vLLM's own do.
+    A connector that takes the request sets `do_remote_prefill` to false, as vLLM's own do.
     """
     params: Any = request.kv_transfer_params
     return (
@@ -192,7 +195,7 @@ def is_prefilled_elsewhere(request: "Request") -> bool:
 
 
 def _is_prefilled_for_storage(params: dict[Any, Any]) -> bool:
-    """Whether a coordinator says that the prompt was prefilled, and D is to find it in a store."""
+    """Return whether a coordinator says that the prompt was prefilled and its KV is in a store."""
     return params.get("do_remote_prefill") is True and not _names_source(params)
 
 

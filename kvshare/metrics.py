@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the KV connector counts."""
+"""The metrics of the KV connector."""
 
 from ecshare.plugin.metrics import HALF_METRICS, MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
 
@@ -12,7 +12,7 @@ METRICS: MetricTable = {
     "misses": Metric(
         "misses",
         "KV blocks that were not found or not loaded, by reason.",
-        # The last: stored by an engine that lays out blocks in another way.
+        # "layout": an engine with another layout of blocks has stored the object.
         {"reason": (*MISS_REASONS, "layout")},
     ),
     "declined": Metric(

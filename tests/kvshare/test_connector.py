@@ -81,7 +81,7 @@ def test_an_engine_has_one(
     )
     says = r"kv_connector_extra_config\.connectors: an engine can have one KVShareConnector"
     running: set[KVShareConnector] = set()  # by which the first one lives until it is shut down
-    monkeypatch.setattr(connector, "_running", running)
+    monkeypatch.setattr(connector, "_open_connectors", running)
     with pytest.raises(ConfigError, match=says):
         MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config(8))
     (near,) = running
