@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from lab import model_cache
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import ON_V2, SMALL_ENGINE, EngineProcess, kv_argument
 from tests.conftest import CACHE, LOGS
 from tests.engines.chat import Answer, ask, complete, counting, stored_kv, text
@@ -62,6 +63,7 @@ class Fleet(NamedTuple):
     root: Path
     logs: Path
     flags: tuple[str, ...]
+    forks: EngineForks
 
     def check(self, engine: EngineProcess, prompt: str) -> Answer:
         answer = ask(engine, engine.model, [text(prompt)])
@@ -72,7 +74,7 @@ class Fleet(NamedTuple):
 
 @pytest.fixture(scope="module")
 def fleet(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: EngineForks
 ) -> Iterator[Fleet]:
     kind: Kind = KINDS[request.param]
     root = tmp_path_factory.mktemp("layouts")
@@ -84,16 +86,16 @@ def fleet(
     def sharing(name: str) -> EngineProcess:
         own: dict[str, Any] = {"host_cache_dir": f"{root}/{name}-host", "chunk_tokens": CHUNK}
         kv = kv_argument("both", f"file://{root}/store", **own)
-        return EngineProcess(name, model, logs, (*flags, kv), kind.environment)
+        return EngineProcess(name, model, logs, (*flags, kv), kind.environment, forks=forks)
 
-    plain = EngineProcess("plain", model, logs, flags)
+    plain = EngineProcess("plain", model, logs, flags, forks=forks)
     first, second = sharing("first"), sharing("second")
     with ExitStack() as stack:
         for each in (plain, first, second):
             each.start_in(stack)
         for each in (plain, first, second):
             each.wait_ready()
-        yield Fleet(kind, plain, first, second, root, logs, flags)
+        yield Fleet(kind, plain, first, second, root, logs, flags, forks)
 
 
 # The scope makes the cases of a kind share its engines.
@@ -141,7 +143,8 @@ def test_an_engine_that_lays_out_blocks_in_another_way_shares_nothing(fleet: Fle
     }
     flags = (*fleet.flags, f"--kv-transfer-config={json.dumps(connector)}")
     fleet.check(fleet.first, f"first {STORY}")
-    with EngineProcess("other", fleet.first.model, fleet.logs, flags) as other:
+    model, logs = fleet.first.model, fleet.logs
+    with EngineProcess("other", model, logs, flags, forks=fleet.forks) as other:
         assert len(block_layouts(other)) == len(block_layouts(fleet.first))
         assert not {*block_layouts(other)} & {*block_layouts(fleet.first)}
         with counting(other) as gained:
@@ -175,14 +178,16 @@ def test_a_lost_object_is_computed_again(fleet: Fleet) -> None:
 
 
 @pytest.mark.models
-def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path: Path) -> None:
+def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(
+    tmp_path: Path, forks: EngineForks
+) -> None:
     """vLLM's kernel for all CPUs computes the rest of a prompt as if there were no beginning."""
     model = model_cache.model(CACHE / "models", "deepseek-v2")
     flags = (*SMALL_ENGINE, "--limit-mm-per-prompt={}", "--attention-backend=CPU_MLA")
     kv = kv_argument("both", f"file://{tmp_path}/store", host_cache_dir=f"{tmp_path}/host")
     with (
-        EngineProcess("plain", model, tmp_path, flags) as plain,
-        EngineProcess("sharing", model, tmp_path, (*flags, kv)) as sharing,
+        EngineProcess("plain", model, tmp_path, flags, forks=forks) as plain,
+        EngineProcess("sharing", model, tmp_path, (*flags, kv), forks=forks) as sharing,
     ):
         for prompt in (STORY, f"{STORY} and what came of it", STORY):
             answer = ask(sharing, sharing.model, [text(prompt)])
@@ -196,7 +201,7 @@ def test_latent_attention_that_cannot_go_on_from_a_prefix_is_left_alone(tmp_path
     not torch.cpu._is_amx_tile_supported(),
     reason="of vLLM's CPU kernels for latent attention the one for AMX alone continues a prompt",
 )
-def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path) -> None:
+def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path, forks: EngineForks) -> None:
     """That kernel takes bfloat16 alone: tokens are equal where as many are computed at once, so
     the plain engine goes on from what is in its own cache."""
     model = model_cache.model(CACHE / "models", "deepseek-v2")
@@ -206,10 +211,10 @@ def test_latent_attention_goes_on_from_what_is_stored(tmp_path: Path) -> None:
     def sharing(name: str) -> EngineProcess:
         own: dict[str, Any] = {"host_cache_dir": f"{tmp_path}/{name}-host", "chunk_tokens": CHUNK}
         kv = kv_argument("both", f"file://{tmp_path}/store", **own)
-        return EngineProcess(name, model, tmp_path, (*flags, kv))
+        return EngineProcess(name, model, tmp_path, (*flags, kv), forks=forks)
 
     with (
-        EngineProcess("plain", model, tmp_path, flags) as plain,
+        EngineProcess("plain", model, tmp_path, flags, forks=forks) as plain,
         sharing("first") as first,
         sharing("second") as second,
     ):

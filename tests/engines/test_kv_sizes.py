@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.servers.engine_forks import EngineForks
 from lab.servers.engines import SMALL_ENGINE, EngineProcess, kv_argument
 from tests.engines.chat import Answer, complete
 
@@ -17,12 +18,17 @@ ANSWER_TOKENS = 2 * BLOCK
 
 
 def talk(
-    vlm: Path, root: Path, name: str, arguments: Sequence[str], *turns: list[int]
+    forks: EngineForks,
+    vlm: Path,
+    root: Path,
+    name: str,
+    arguments: Sequence[str],
+    *turns: list[int],
 ) -> list[Answer]:
     """Ask an engine that lives for these questions alone."""
     one_core_each = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if name.endswith("2") else {}
     fixed = (*SMALL_ENGINE, f"--block-size={BLOCK}")
-    with EngineProcess(name, vlm, root, (*fixed, *arguments), one_core_each) as engine:
+    with EngineProcess(name, vlm, root, (*fixed, *arguments), one_core_each, forks=forks) as engine:
         return [complete(engine, engine.model, list(turn), ANSWER_TOKENS) for turn in turns]
 
 
@@ -35,22 +41,26 @@ def parts(root: Path) -> set[str]:
     return {path.suffix for path in (root / "store" / "kv").rglob("*.t*of*")}
 
 
-def test_a_talk_goes_on_with_engines_of_other_sizes(vlm: Path, tmp_path: Path) -> None:
+def test_a_talk_goes_on_with_engines_of_other_sizes(
+    vlm: Path, tmp_path: Path, forks: EngineForks
+) -> None:
     """Its chunks end up in shares of both sizes."""
-    (cold,) = talk(vlm, tmp_path, "first-2", sharing(tmp_path, "first-2", 2), PROMPT)
+    (cold,) = talk(forks, vlm, tmp_path, "first-2", sharing(tmp_path, "first-2", 2), PROMPT)
     assert parts(tmp_path) == {".t0of2", ".t1of2"}
     longer = [*PROMPT, *cold.tokens, *range(30, 30 + 3 * BLOCK)]
 
-    plain, plain_longer = talk(vlm, tmp_path, "plain-1", (), PROMPT, longer)
+    plain, plain_longer = talk(forks, vlm, tmp_path, "plain-1", (), PROMPT, longer)
     assert cold.tokens == plain.tokens
 
-    warm, second = talk(vlm, tmp_path, "one-1", sharing(tmp_path, "one-1", 1), PROMPT, longer)
+    warm, second = talk(
+        forks, vlm, tmp_path, "one-1", sharing(tmp_path, "one-1", 1), PROMPT, longer
+    )
     assert warm.tokens == plain.tokens
     assert warm.num_cached_tokens == len(PROMPT) - 1
     assert second.tokens == plain_longer.tokens
     assert second.num_cached_tokens >= (len(PROMPT) + len(cold.tokens) - 1) // BLOCK * BLOCK
     assert parts(tmp_path) == {".t0of2", ".t1of2", ".t0of1"}
 
-    (last,) = talk(vlm, tmp_path, "last-2", sharing(tmp_path, "last-2", 2), longer)
+    (last,) = talk(forks, vlm, tmp_path, "last-2", sharing(tmp_path, "last-2", 2), longer)
     assert last.tokens == plain_longer.tokens
     assert last.num_cached_tokens == len(longer) - 1

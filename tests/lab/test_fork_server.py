@@ -4,6 +4,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from lab.servers.engine_forks import EngineForks, Forked, ForkServer
+from lab.servers.engine_forks import IMPORTED as IMPORTED_FOR_ENGINES
+from lab.servers.engine_forks import LATE, EngineForks, Forked, ForkServer
 from lab.servers.fork_server import Request, fork
 from lab.servers.processes import ServerFailed
 from lab.servers.reaper import descendants
@@ -102,7 +105,8 @@ def test_nothing_of_a_program_outlives_its_end(
         os.kill(processes[1], signal.SIGKILL)
         assert status_of(program) == 128 + signal.SIGKILL
     elif how == "server killed":
-        server.kill()
+        (forking, *_) = server.processes()
+        os.kill(forking, signal.SIGKILL)
     else:
         server.stop()
     wait_until(lambda: not any(map(is_alive, processes)))
@@ -124,6 +128,34 @@ def test_engine_whose_imports_would_read_another_environment_is_not_forked(tmp_p
     ):
         other = {**os.environ, "MODE": "2"}
         assert forks.start(Request(PROGRAM, [], other, 0.0), log) is None
+
+
+READS = """
+import importlib, json, os, sys
+late, modules = json.loads(sys.argv[1])
+found, get = set(), type(os.environ).__getitem__
+def note(environment, name):
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"] in {"os", "collections.abc", "vllm.envs"}:
+        frame = frame.f_back
+    if name in late:
+        found.add((name, frame.f_globals["__name__"]))
+    return get(environment, name)
+type(os.environ).__getitem__ = note
+for module in modules:
+    importlib.import_module(module)
+print("found", json.dumps(sorted(found)))
+"""
+
+
+@pytest.mark.engine
+def test_variables_in_which_engines_may_differ_are_not_read_at_import() -> None:
+    unset = {name: value for name, value in os.environ.items() if name not in LATE}
+    asked = json.dumps([sorted(LATE), IMPORTED_FOR_ENGINES])
+    said = subprocess.check_output([sys.executable, "-c", READS, asked], env=unset, text=True)
+    found = json.loads(said.rpartition("found ")[2])
+    known = [["VLLM_SERVER_DEV_MODE", "vllm.entrypoints.launchers.cli_args"]]
+    assert [each for each in found if each not in known] == []
 
 
 def test_process_with_threads_is_never_forked() -> None:
