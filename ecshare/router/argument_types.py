@@ -82,8 +82,7 @@ def origin(text: str) -> str:
 @_telling
 def key(text: str) -> Secret:
     """Return a key that is named as env:NAME or file:PATH."""
-    # An environment variable may end in a newline, which no client can send.
-    return Secret(read_key(text, "a key", in_public=True).strip())
+    return Secret(read_key(text, "a key", in_public=True, is_sent=True))
 
 
 def collector(text: str) -> str:

@@ -56,11 +56,11 @@ def open_integrity(text: str, path: str) -> Integrity | None:
     return Integrity(read_key(text, f"{path}.integrity_key")) if text else None
 
 
-def read_key(text: str, option: str, *, in_public: bool = False) -> bytes:
+def read_key(text: str, option: str, *, in_public: bool = False, is_sent: bool = False) -> bytes:
     """Return the key that `text` is, or to which it refers: "env:NAME" or "file:/path".
 
     `option`: the user's name for it. `in_public`: `text` is where everybody sees it, so it must be
-    a reference.
+    a reference. `is_sent`: clients send the key as text, so blanks around it do not belong to it.
 
     Raises:
         ConfigError: the key cannot be read, or is too short. The message does not contain the key.
@@ -69,6 +69,8 @@ def read_key(text: str, option: str, *, in_public: bool = False) -> bytes:
         raise ConfigError(f"{option} is given as env:NAME or file:/path")
     source = text if is_reference(text) else "it"
     key = referenced(text, option) if is_reference(text) else text.encode("utf-8", "surrogatepass")
+    if is_sent:
+        key = key.strip()
     if len(key) < _FEWEST_BYTES:
         raise ConfigError(
             f"{option}: {source} holds {len(key)} bytes; a key is {_FEWEST_BYTES} random bytes or "

@@ -44,6 +44,16 @@ def test_key_from_the_environment_may_end_in_a_newline(monkeypatch: pytest.Monke
     assert key("env:OUR_KEY").matches(f"Bearer {KEY}")
 
 
+def test_blanks_do_not_make_a_short_key_long_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PADDED", f"{KEY[:31]}\n")
+    for option in ("--status-key", "--admin-key"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--decoder", "http://d", option, "env:PADDED"])
+        assert "env:PADDED holds 31 bytes; a key is 32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shown", "is_key"),
     [
