@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ def forks() -> Iterator[EngineForks]:
     """Processes that have imported vLLM, one for each model runner, of which engines are forked."""
     logs = LOGS / "forks"
     shutil.rmtree(logs, ignore_errors=True)
-    with engine_forks(logs) as forks:
+    with closing(engine_forks(logs)) as forks:
         yield forks
 
 

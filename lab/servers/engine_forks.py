@@ -14,8 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from lab.servers.fork_server import Request, ask
 from lab.servers.processes import Guard, Reaper, Server
@@ -156,7 +155,7 @@ class ForkServer(Server):
 
 
 class EngineForks:
-    """Fork servers of engines. As a context manager it ends them, and with them all engines."""
+    """Fork servers of engines. Close them."""
 
     def __init__(self, log_dir: str | Path, environments: Mapping[str, Mapping[str, str]]) -> None:
         """`environments`: by name, what one of them has in its environment beside ours."""
@@ -176,15 +175,8 @@ class EngineForks:
                 return server.run(engine, log)
         return None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End them, and with them all engines that they have forked."""
         for server in self._servers:
             server.stop()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def test_server_that_cannot_import_is_reported_with_its_log(tmp_path: Path) -> N
 
 def test_engine_whose_imports_would_read_another_environment_is_not_forked(tmp_path: Path) -> None:
     with (
-        EngineForks(tmp_path, {"v1": {"MODE": "1"}}) as forks,
+        closing(EngineForks(tmp_path, {"v1": {"MODE": "1"}})) as forks,
         (tmp_path / "log").open("ab") as log,
     ):
         other = {**os.environ, "MODE": "2"}
