@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from lab.servers.processes import REAPER
 from lab.servers.reaper import descendants
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "nightly"
-REAPER = ROOT / "lab" / "servers" / "reaper.py"
 GRACE_S = 60.0
 """Between Ctrl-C and SIGKILL: pytest says where it was, and stops what it has started."""
 OUTCOMES = ("passed", "failed", "skipped")
@@ -96,6 +96,7 @@ def run(suite: Suite) -> Result:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
+        env={**os.environ, "PY_COLORS": "0"},  # `counted` reads what pytest says
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
     )
     log = LOGS / f"{suite.name}.log"

@@ -94,6 +94,14 @@ def test_where_all_is_good_so_is_the_whole(nightly: dict[str, Any], tmp_path: Pa
     assert nightly["run_all"](chosen) == 0
 
 
+def test_outcomes_are_counted_where_the_environment_asks_for_colours(
+    nightly: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    suite = nightly["Suite"]("good", command(tmp_path, "good", GOOD), 300)
+    assert nightly["run"](suite).verdict == "ok"
+
+
 def test_a_suite_that_hangs_is_ended_with_all_its_processes(
     nightly: dict[str, Any],
     tmp_path: Path,

@@ -49,7 +49,7 @@ _NEEDS = {
 }
 # Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
 # final name, so objects are written beside it and moved.
-_ATOMIC = {"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hf"}
+_ATOMIC = {"memory", *CLOUDS, "adl", "oci", "oss", "hf"}
 _PIECE_BYTES = 8 << 20
 _LOOK_UPS = 32  # in flight
 _WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
@@ -73,10 +73,11 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
     protocol = config.url.partition("://")[0]
     _check_port(config.url, f"{path}.url")
     filesystem_class = _filesystem_class(protocol, path, reason)
-    if protocol in CLOUDS:
-        _check_known(config.storage_options, filesystem_class, CLOUDS[protocol], path)
+    cloud = CLOUDS.get(protocol)
+    if cloud is not None:
+        _check_known(config.storage_options, filesystem_class, cloud, path)
     options: dict[str, Any] = dict(config.storage_options)
-    if protocol in ("s3", "s3a"):
+    if cloud is S3:
         options |= _for_s3fs(config)
     if filesystem_class.async_impl:
         options["asynchronous"] = True

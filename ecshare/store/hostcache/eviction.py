@@ -195,13 +195,13 @@ class Evictor:
         yielded: set[str] = set()
         with os.scandir(self.usage.root) as entries:
             for entry in entries:
+                is_temporary = entry.name.startswith(".")
+                if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
+                    continue
                 # If an entry is removed meanwhile, Linux's tmpfs may list others again.
                 if entry.name in yielded:
                     continue
                 yielded.add(entry.name)
-                is_temporary = entry.name.startswith(".")
-                if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
-                    continue
                 try:  # many times faster than `suppress`, and there may be a million
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
