@@ -8,6 +8,11 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+def is_there(process: int) -> bool:
+    """Return whether there is such a process. One that has ended is, until its parent waits."""
+    return Path(f"/proc/{process}").exists()
+
+
 def cpu_s(process: int) -> float:
     """Return the CPU seconds that it has used, user and system; 0 if it has ended meanwhile."""
     try:

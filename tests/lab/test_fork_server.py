@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from lab.servers.engine_forks import IMPORTED as IMPORTED_FOR_ENGINES
 from lab.servers.engine_forks import LATE, EngineForks, Forked, ForkServer
 from lab.servers.fork_server import Request, fork
+from lab.servers.proc import is_there
 from lab.servers.processes import ServerFailed
 from lab.servers.reaper import descendants
 from tests.waiting import wait_until
@@ -50,13 +51,6 @@ def status_of(program: Forked) -> int:
 def facts(log: Path) -> dict[str, Any]:
     said: dict[str, Any] = json.loads(log.read_text())
     return said
-
-
-def is_alive(process: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(process, 0)
-        return True
-    return False
 
 
 def test_program_has_its_own_environment_session_and_arguments(
@@ -109,7 +103,7 @@ def test_nothing_of_a_program_outlives_its_end(
         os.kill(forking, signal.SIGKILL)
     else:
         server.stop()
-    wait_until(lambda: not any(map(is_alive, processes)))
+    wait_until(lambda: not any(map(is_there, processes)))
 
 
 def test_server_that_cannot_import_is_reported_with_its_log(tmp_path: Path) -> None:

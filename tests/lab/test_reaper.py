@@ -4,10 +4,10 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from lab.servers.proc import is_there
 from lab.servers.processes import REAPER
 
 # A command that starts a grandchild in a session of its own, as daemons do, says who they are, and
@@ -48,23 +48,19 @@ def finish(guard: subprocess.Popen[str]) -> int:
         return guard.wait()
 
 
-def is_running(process: int) -> bool:
-    return Path(f"/proc/{process}").exists()
-
-
 @pytest.mark.parametrize("ignored", [(), ("SIGTERM",)], ids=["docile", "deaf to SIGTERM"])
 def test_end_of_file_ends_the_command_and_its_grandchild(ignored: tuple[str, ...]) -> None:
     guard, processes = start_stubborn(*ignored)
-    assert len([each for each in processes if is_running(each)]) == 2
+    assert len([each for each in processes if is_there(each)]) == 2
     assert finish(guard) == 128 + (signal.SIGKILL if ignored else signal.SIGTERM)
-    assert not any(map(is_running, processes))
+    assert not any(map(is_there, processes))
 
 
 def test_sigterm_ends_all_as_well() -> None:
     guard, processes = start_stubborn()
     guard.send_signal(signal.SIGTERM)
     assert guard.wait() == 128 + signal.SIGTERM
-    assert not any(map(is_running, processes))
+    assert not any(map(is_there, processes))
     finish(guard)
 
 
@@ -83,7 +79,7 @@ def test_all_ends_when_the_starter_is_killed() -> None:
         processes = [int(process) for process in starter.stdout.readline().split()]
         starter.kill()
         assert starter.stdout.read() == ""  # end of file: the last of them is gone
-    assert not any(map(is_running, processes))
+    assert not any(map(is_there, processes))
 
 
 def test_the_command_goes_too_when_the_guard_itself_is_killed() -> None:
