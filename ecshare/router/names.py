@@ -17,9 +17,9 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from ecshare.router.places import Places
 
 _LIMIT_S = 5.0
-_FIRST_TRY_S = 1.0
-_TRIES = 4
-"""Each waits twice as long as the one before."""
+_FIRST_TRY_S = 0.7
+_TRIES = 3
+"""Each waits twice as long as the one before: c-ares asks on for no longer than we wait."""
 _TICK_S = 0.25
 _MAX_AGE_S = 30.0
 _MAX_LOOKUPS = 10_000
