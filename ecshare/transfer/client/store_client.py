@@ -147,20 +147,33 @@ class StoreClient:
             return False
         return (await self.ask(lambda store: store.exists([key]), Priority.LOOK_UP))[0]
 
-    async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
-        """Save an object; a damaged one is replaced. Return whether it was written.
-
-        `only_if_lost`: ask the store first, and return False if it has the object.
+    async def put(self, key: Key, body: Buffer) -> None:
+        """Save an object; a damaged one is replaced.
 
         Raises:
             StoreError: as `ask`.
         """
         replace = key in self.damaged.replaceable
+        num_bytes = memoryview(body).nbytes
+        await self.ask(
+            lambda store: store.put(key, body, replace=replace), Priority.SAVE, num_bytes
+        )
+        self.damaged.repaired(key)
+
+    async def put_if_lost(self, key: Key, body: Buffer) -> bool:
+        """As `put`, unless the store has the object. Return whether it was saved.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        if key in self.damaged.replaceable:
+            await self.put(key, body)
+            return True
 
         async def save(store: ObjectStore) -> bool:
-            if only_if_lost and not replace and (await store.exists([key]))[0]:
+            if (await store.exists([key]))[0]:
                 return False
-            await store.put(key, body, replace=replace)
+            await store.put(key, body)
             return True
 
         # One operation: that the store answers the question does not mean that saves work.
