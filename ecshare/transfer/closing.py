@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the engines of a process may take to close."""
+"""The end of the engines of a process: how long they may take, and that none is forgotten."""
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from time import monotonic
+from typing import Protocol
 
 # vLLM closes its connectors one right after the other.
 _NEXT_S = 0.1
@@ -33,3 +36,23 @@ class ClosingTime:
         finally:
             self._ended_s = self._clock_s()
             self._used_s += self._ended_s - begun_s
+
+
+class _Stoppable(Protocol):
+    def stop(self) -> None:
+        """End its threads; if they have ended, do nothing."""
+
+
+_running: "weakref.WeakSet[_Stoppable]" = weakref.WeakSet()
+
+
+def stop_at_exit(engine: _Stoppable) -> None:
+    """Stop `engine` when the process exits, if it is still there."""
+    _running.add(engine)
+
+
+@atexit.register
+def stop_all() -> None:
+    """Stop what was not closed: a thread that still runs while Python ends may crash it."""
+    for engine in tuple(_running):
+        engine.stop()

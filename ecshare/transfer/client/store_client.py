@@ -40,7 +40,7 @@ class StoreClient:
     def __init__(
         self, store: ObjectStore, timeout_s: float, answer_timeout_s: float | None = None
     ) -> None:
-        """Use `store`, which the engine closes. An operation has failed after `timeout_s`.
+        """Own `store`. An operation has failed after `timeout_s`.
 
         `answer_timeout_s`: the same for look-ups, which move no object; by default as for others.
         These limits alone decide: of any store, also of one that would never answer.
@@ -54,14 +54,30 @@ class StoreClient:
         self._admission = Admission(timeout_s, grows=store.serves_many)
         # Neither do loads wait for what may never come, nor it for loads.
         self._polls = Admission(timeout_s, grows=store.serves_many)
-        self.operations: set[asyncio.Task[Any]] = set()
-        """What has not ended, to be cancelled before the store closes."""
+        self._operations: set[asyncio.Task[Any]] = set()  # that have not ended
 
     @property
     def open_breakers(self) -> frozenset[str]:
         """Which of "read" and "write" have an open breaker."""
         each = {"read": self._reads, "write": self._writes}
         return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many operations have not ended, also those that nobody waits for any more."""
+        return len(self._operations)
+
+    async def close(self) -> None:
+        """Cancel what has not ended, and close the store.
+
+        Raises:
+            StoreError: as the store.
+        """
+        operations = [*self._operations]
+        for operation in operations:
+            operation.cancel()
+        await asyncio.gather(*operations, return_exceptions=True)
+        await self._store.close()
 
     async def ask(
         self,
@@ -81,8 +97,8 @@ class StoreClient:
         """
         begins = asyncio.Event()
         operation = asyncio.create_task(self._operate(call, priority, cost_bytes, begins))
-        self.operations.add(operation)
-        operation.add_done_callback(self.operations.discard)
+        self._operations.add(operation)
+        operation.add_done_callback(self._operations.discard)
         try:
             async with asyncio.timeout_at(deadline_s):
                 await asyncio.wait([operation])
