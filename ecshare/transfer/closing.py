@@ -2,7 +2,6 @@
 """The end of the engines of a process: how long they may take, and that none is forgotten."""
 
 import atexit
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -43,12 +42,17 @@ class _Stoppable(Protocol):
         """End its threads; if they have ended, do nothing."""
 
 
-_running: "weakref.WeakSet[_Stoppable]" = weakref.WeakSet()
+_running: set[_Stoppable] = set()
 
 
 def stop_at_exit(engine: _Stoppable) -> None:
-    """Stop `engine` when the process exits, if it is still there."""
+    """Keep `engine`, and stop it when the process exits, unless `has_stopped` comes first."""
     _running.add(engine)
+
+
+def has_stopped(engine: _Stoppable) -> None:
+    """Keep `engine` no longer."""
+    _running.discard(engine)
 
 
 @atexit.register

@@ -34,7 +34,7 @@ from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
 from ecshare.transfer.announced.gaps import Gaps
 from ecshare.transfer.client.store_client import StoreClient
-from ecshare.transfer.closing import ClosingTime, stop_at_exit
+from ecshare.transfer.closing import ClosingTime, has_stopped, stop_at_exit
 from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
@@ -295,6 +295,7 @@ class TransferEngine:
         self._is_closed = True
         self._io.stop(timeout_s)
         self._pools.close()
+        has_stopped(self)
 
     def _let_end(self, deadline_s: float) -> None:
         """Wait for the jobs in flight, without calling their continuations."""
