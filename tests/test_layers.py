@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture: imports point down, and light modules stay light."""
+"""The architecture: imports point down, light modules stay light, and no class owns too much."""
 
 import ast
 import subprocess
@@ -72,6 +72,17 @@ WITHOUT = {
     "kvshare": {"transformers"},
     "kvshare.config": LIGHT,
 } | dict.fromkeys(FRONT, LIGHT)
+
+MOST_FIELDS = 12
+# What still has more. Such a class has parts that own something: divide it, and add none.
+WITH_MORE_FIELDS = {
+    "ecshare.encoder.worker.EncoderWorker",
+    "ecshare.router.app.Router",
+    "kvshare.scheduler.scheduler.KVScheduler",
+    "kvshare.worker.blocks.BlockCaches",
+    "kvshare.worker.loads.Loads",
+    "kvshare.worker.worker.KVWorker",
+}
 
 
 def modules_of(*packages: str) -> dict[str, Path]:
@@ -197,3 +208,26 @@ def test_connectors_load_neither_half_and_no_storage_client() -> None:
     loaded = loaded_by("import ecshare.connector, kvshare.connector")
     assert not {name for name in loaded if ".scheduler" in room(name) or ".worker" in room(name)}
     assert not loaded & {"fsspec", "s3fs", "obstore"}
+
+
+def fields(kind: ast.ClassDef) -> set[str]:
+    """The names of all fields that a class sets on its objects."""
+    return {
+        node.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def test_no_class_has_too_many_fields() -> None:
+    """Who reads a method must know what all of them mean."""
+    many = {
+        f"{module}.{node.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and len(fields(node)) > MOST_FIELDS
+    }
+    assert not many - WITH_MORE_FIELDS

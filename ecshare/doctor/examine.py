@@ -19,7 +19,8 @@ from ecshare.doctor.options import Beside, Conflict, Target
 from ecshare.doctor.store_check import advice, check_store, missing_folder
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
-from ecshare.store.hostcache.folder import check_private, default_root, fitting
+from ecshare.store.hostcache.folder import default_root, fitting
+from ecshare.store.hostcache.usage import check_private
 from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Kind
 from ecshare.store.objects import ObjectStore

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the engines of a process may take to close."""
+"""The end of the engines of a process: how long they may take, and that none is forgotten."""
 
+import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from time import monotonic
+from typing import Protocol
 
 # vLLM closes its connectors one right after the other.
 _NEXT_S = 0.1
@@ -33,3 +35,28 @@ class ClosingTime:
         finally:
             self._ended_s = self._clock_s()
             self._used_s += self._ended_s - begun_s
+
+
+class _Stoppable(Protocol):
+    def stop(self) -> None:
+        """End its threads; if they have ended, do nothing."""
+
+
+_running: set[_Stoppable] = set()
+
+
+def stop_at_exit(engine: _Stoppable) -> None:
+    """Keep `engine`, and stop it when the process exits, unless `has_stopped` comes first."""
+    _running.add(engine)
+
+
+def has_stopped(engine: _Stoppable) -> None:
+    """Keep `engine` no longer."""
+    _running.discard(engine)
+
+
+@atexit.register
+def stop_all() -> None:
+    """Stop what was not closed: a thread that still runs while Python ends may crash it."""
+    for engine in tuple(_running):
+        engine.stop()

@@ -3,7 +3,8 @@
 
 Jobs go in, outcomes come out. Code below this file raises exceptions, code above it gets values: a
 vLLM hook submits and polls. It never sees an I/O error, and never waits for I/O while an engine
-has something to compute.
+has something to compute. TransferEngine is the side of the thread that submits, JobService the side
+of the I/O thread; they share two queues.
 
 A Put seals its slab, publishes the object to the host cache, then writes it to the store; a
 Backfill stores what the host cache has and the store has lost (save.py). A GiveUp tells those who
@@ -15,12 +16,9 @@ work of another kind that a hook must not do.
 """
 
 import asyncio
-import atexit
 import logging
-import os
 import queue
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -29,17 +27,15 @@ from msgspec import Struct
 
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ObjectCorrupt, ObjectGivenUp, ObjectMissing, StoreError
-from ecshare.store.hostcache.cache import open_host_cache
-from ecshare.store.integrity import open_integrity
+from ecshare.store.hostcache.cache import HostCache, open_host_cache
+from ecshare.store.integrity import Integrity, open_integrity
 from ecshare.store.keys import Key, Kind
 from ecshare.store.objects import ObjectStore
 from ecshare.store.open import open_store
-from ecshare.store.threads import Workers
 from ecshare.transfer.announced.gaps import Gaps
 from ecshare.transfer.client.store_client import StoreClient
-from ecshare.transfer.closing import ClosingTime
-from ecshare.transfer.device.affinity import start_unbound
-from ecshare.transfer.fetch import Fetcher, look
+from ecshare.transfer.closing import ClosingTime, has_stopped, stop_at_exit
+from ecshare.transfer.fetch import Fetcher
 from ecshare.transfer.jobs import (
     Backfill,
     Done,
@@ -57,35 +53,23 @@ from ecshare.transfer.jobs import (
     Tier,
 )
 from ecshare.transfer.lookup import Locator
+from ecshare.transfer.loop_thread import LoopThread
 from ecshare.transfer.packing import Packing
+from ecshare.transfer.pools import Pools
+from ecshare.transfer.quick_looks import QuickLooks
 from ecshare.transfer.save import Saver
 from ecshare.transfer.stats import Stats
 from ecshare.transfer.upkeep.start_up import StartUp
 
 logger = logging.getLogger(__name__)
 
-# Sealing, checking and publishing are copies at memory speed; two threads keep the loop free. Loads
-# have two of their own: none waits for saves.
-_COPY_THREADS = 2
 # vLLM ends a worker that has not closed after 5 s.
 _CLOSE_S = 4.0
 _closing = ClosingTime()
-# So many look-ups on the caller's thread are less than a millisecond, whatever they find.
-LOOKS_A_STEP = 16
-# So many questions for a name are half a millisecond.
-NAMES_A_STEP = 64
 # A new request may have to wait for so long behind an engine that has nothing to compute.
 _IDLE_WAIT_S = 0.003
 # A process that exits without `close` waits no longer for the end of each I/O thread.
 _EXIT_S = 1.0
-_running: "weakref.WeakSet[TransferEngine]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop what was not closed: a thread that still runs while Python ends may crash it."""
-    for engine in tuple(_running):
-        engine.stop()
 
 
 class _Message(Struct, frozen=True):
@@ -96,12 +80,10 @@ class _Message(Struct, frozen=True):
 
 
 class TransferEngine:
-    """One I/O thread with one event loop; jobs in, outcomes out.
+    """Takes jobs, and hands out how they ended.
 
-    Ownership: one thread submits, polls, drains and closes. It owns `in_flight` and `stats`, which
-    has the counts of transfers and that thread's own counts. The store, its breakers and all tasks
-    belong to the I/O thread. The two threads share the queues `_inbox` and `_done`. A third thread
-    passes jobs from the first one to the loop.
+    Ownership: one thread submits, polls, drains and closes. Everything here belongs to it; `stats`
+    has the counts of transfers and that thread's own counts.
     """
 
     def __init__(
@@ -123,35 +105,28 @@ class TransferEngine:
         Raises:
             ConfigError: an option is wrong; the message names it and the fix.
         """
-        self._store = store or open_store(config, path)
+        store = store or open_store(config, path)
         self.host = open_host_cache(config)
+        integrity = open_integrity(config.integrity_key, path)
+        self.integrity = integrity.fingerprint if integrity else ""
+        """The fingerprint of the key that authenticates objects; "" without a key."""
         self.in_flight = 0
-        self._is_closed = False
-        self.begin_step()
         self.stats = Stats()
-        self._integrity = open_integrity(config.integrity_key, path)
-        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Handle[Any], Done[Any]]] = queue.SimpleQueue()
-        self._on_thread_start = on_thread_start
-        self._copies = self._threads("ecshare-copy")
-        self._loads = self._threads("ecshare-load")
+        self._is_closed = False
+        self._looks = QuickLooks(self.host)
+        self._pools = Pools(on_thread_start)
         # No request waits longer than `wait_s` for an answer: a store that needs longer is down.
         answer_timeout_s = min(config.wait_s, config.io_timeout_s)
-        self._client = StoreClient(self._store, config.io_timeout_s, answer_timeout_s)
-        self._gaps = Gaps(self.host, self._client, self._integrity)
-        self._saver = Saver(self.host, self._client, self._copies, self._integrity, packing)
-        self._fetcher = Fetcher(
-            self.host, self._client, self._loads, self._integrity, self._gaps, packing
+        client = StoreClient(store, config.io_timeout_s, answer_timeout_s)
+        loop = asyncio.new_event_loop()
+        self._start = StartUp(config, path, store, client, loop)
+        self._service = JobService(self.host, client, self._start, self._pools, integrity, packing)
+        self._done = self._service.done
+        # It starts the threads of the pools and of the store, which so have the same cores.
+        self._io = LoopThread[_Message](
+            loop, self._pools.begin_thread, self._service.take, self._service.end
         )
-        self._locator = Locator(self.host, self._client)
-        self._loop = asyncio.new_event_loop()
-        self._serving: set[Handle[Any]] = set()
-        self._start = StartUp(config, path, self._store, self._client, self._loop)
-        # Those for copies, loads and blocking calls are started by this one.
-        self._thread = start_unbound("ecshare-io", self._run)
-        self._carrier = start_unbound("ecshare-inbox", self._carry)
-        self._process = os.getpid()
-        _running.add(self)
+        stop_at_exit(self)
 
     def probe(self, *, write: bool) -> bool:
         """Block until the store has answered, at start-up. `write`: it must also accept an object.
@@ -185,15 +160,9 @@ class TransferEngine:
         self._start.begin(kind, namespace, facts, write=write, mark=mark)
 
     @property
-    def integrity(self) -> str:
-        """The fingerprint of the key that authenticates objects; "" without a key."""
-        return self._integrity.fingerprint if self._integrity else ""
-
-    @property
     def open_breakers(self) -> frozenset[str]:
         """Which of "read" and "write" have an open breaker. Any thread."""
-        damaged = {"read"} if self._fetcher.is_open else set()
-        return self._client.open_breakers | damaged
+        return self._service.open_breakers
 
     def take_counts(self, half: str) -> dict[str, float]:
         """Return the counts of `stats` since the last call, with the state of the breakers.
@@ -215,26 +184,22 @@ class TransferEngine:
         for handle in handles:
             handle.started_s = time.monotonic()
         if not self._is_closed:
-            self._inbox.put(_Message(handles))
+            self._io.inbox.put(_Message(handles))
             return
         for handle in handles:  # the engine process is on its way out
-            self._finish(handle, Outcome.REJECTED)
+            self._done.put(_end_of(handle, Outcome.REJECTED))
 
     def end_at_once(self, handle: Handle[StoredObject]) -> bool:
         """Do a Fetch here and now if this host has its object in memory; return whether it ended.
 
-        If so, its continuation was called. If not, nothing has happened: submit it. It takes some
-        40 us, and neither waits nor wakes a thread. There are LOOKS_A_STEP such looks, until
-        `begin_step`.
+        If so, its continuation was called. If not, nothing has happened: submit it. It neither
+        waits nor wakes a thread; see QuickLooks for how many there are until `begin_step`.
         """
         job = handle.job
         if not isinstance(job, Fetch) or job.use is not None or job.in_store:
             return False
-        if not self.host.is_in_memory or not self._looks_left:
-            return False
-        self._looks_left -= 1
         handle.started_s = time.monotonic()
-        stored = look(self.host, job)
+        stored = self._looks.open(job)
         if stored is None:
             return False
         seconds = time.monotonic() - handle.started_s
@@ -245,22 +210,14 @@ class TransferEngine:
     def has_at_once(self, keys: Iterable[Key]) -> bool:
         """Return whether this host has all these objects in memory; False if that is not known.
 
-        It takes some 5 us a key, up to the first that is missing, and neither waits nor wakes a
-        thread. There are NAMES_A_STEP such questions, until `begin_step`.
+        It neither waits nor wakes a thread; see QuickLooks for how many there are until
+        `begin_step`.
         """
-        if not self.host.is_in_memory:
-            return False
-        for key in keys:
-            if not self._names_left:
-                return False
-            self._names_left -= 1
-            if not self.host.has(key):
-                return False
-        return True
+        return self._looks.has_all(keys)
 
     def begin_step(self) -> None:
         """Allow as many looks and questions at once as a step may take."""
-        self._looks_left, self._names_left = LOOKS_A_STEP, NAMES_A_STEP
+        self._looks.begin_step()
 
     def cancel(self, *handles: Handle[Any]) -> None:
         """Cancel jobs that were submitted. Never blocks, never raises.
@@ -268,7 +225,7 @@ class TransferEngine:
         Each job still gets one Done: CANCELLED, unless it had ended before.
         """
         if not self._is_closed:
-            self._inbox.put(_Message(cancelled=handles))
+            self._io.inbox.put(_Message(cancelled=handles))
 
     def poll(self) -> list[Done[Any]]:
         """Call the continuations of jobs that have ended, and return their Dones. Never blocks.
@@ -333,15 +290,12 @@ class TransferEngine:
         self._stop(_EXIT_S)
 
     def _stop(self, timeout_s: float) -> None:
-        if self._is_closed or self._process != os.getpid():
+        if self._is_closed or not self._io.is_ours:
             return
         self._is_closed = True
-        self._inbox.put(None)
-        self._carrier.join()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_s)
-        for threads in (self._copies, self._loads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._io.stop(timeout_s)
+        self._pools.close()
+        has_stopped(self)
 
     def _let_end(self, deadline_s: float) -> None:
         """Wait for the jobs in flight, without calling their continuations."""
@@ -353,56 +307,60 @@ class TransferEngine:
                 if isinstance(done.value, StoredObject):
                     done.value.release()
 
-    def _threads(self, name: str) -> Workers:
-        return Workers(_COPY_THREADS, thread_name_prefix=name, initializer=self._begin_thread)
 
-    # --- I/O, copy and load threads ---
+class JobService:
+    """Does jobs, and puts how each ended into `done`.
 
-    def _begin_thread(self) -> None:
-        """Do what the owner wants done first. A thread that cannot serves all the same."""
-        if self._on_thread_start is None:
-            return
-        try:
-            self._on_thread_start()
-        except Exception:  # noqa: BLE001 — without the I/O thread nothing would ever end
-            logger.exception("a thread could not be set up")
+    Ownership: the I/O thread, from the first `take` to `end`. Any thread may read `open_breakers`.
+    """
 
-    # --- carrier thread ---
+    def __init__(  # noqa: PLR0913 — all that the engine lends it
+        self,
+        host: HostCache,
+        client: StoreClient,
+        start: StartUp,
+        pools: Pools,
+        integrity: Integrity | None,
+        packing: Packing | None,
+    ) -> None:
+        """Use what the engine owns, and close `client` in `end`."""
+        self.done: queue.SimpleQueue[tuple[Handle[Any], Done[Any]]] = queue.SimpleQueue()
+        """The thread that submits takes them out."""
+        self._client = client
+        self._start = start
+        self._copies = pools.copies
+        self._gaps = Gaps(host, client, integrity)
+        self._saver = Saver(host, client, pools.copies, integrity, packing)
+        self._fetcher = Fetcher(host, client, pools.loads, integrity, self._gaps, packing)
+        self._locator = Locator(host, client)
+        self._serving: set[Handle[Any]] = set()
 
-    def _carry(self) -> None:
-        """Wake the loop for each message, until `close`.
+    @property
+    def open_breakers(self) -> frozenset[str]:
+        """See TransferEngine."""
+        damaged = {"read"} if self._fetcher.is_open else set()
+        return self._client.open_breakers | damaged
 
-        Waking it is a system call, for which Python lets go of the interpreter's lock; on return
-        it waits for whoever took the lock meanwhile, up to milliseconds. `Queue.put` does not let
-        go, so the thread that submits goes on at once (p99 of a submit: 50 us instead of 500).
-        """
-        while (message := self._inbox.get()) is not None:
-            self._loop.call_soon_threadsafe(self._take, message)
-
-    # --- I/O thread ---
-
-    def _run(self) -> None:
-        """Serve jobs until `close` stops the loop; then cancel what is left and close the store."""
-        self._begin_thread()
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        jobs = [handle.task for handle in self._serving if handle.task]
-        tasks = [*jobs, *self._start.tasks, *self._client.operations]
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        with suppress(StoreError):
-            self._loop.run_until_complete(self._store.close())
-        self._loop.close()
-
-    def _take(self, message: "_Message") -> None:
+    def take(self, message: _Message) -> None:
+        """Begin and cancel jobs."""
+        loop = asyncio.get_running_loop()
         for handle in message.begun:
-            handle.task = self._loop.create_task(self._attend(handle))
+            handle.task = loop.create_task(self._attend(handle))
             self._serving.add(handle)
         for handle in message.cancelled:
             if handle in self._serving and handle.task is not None:
                 # Not at once: a task that has not begun would end without its Done.
-                self._loop.call_soon(handle.task.cancel)
+                loop.call_soon(handle.task.cancel)
+
+    async def end(self) -> None:
+        """Cancel what is left and close the store."""
+        jobs = [handle.task for handle in self._serving if handle.task]
+        tasks = [*jobs, *self._start.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(StoreError):
+            await self._client.close()
 
     async def _attend(self, handle: Handle[Any]) -> None:
         """Do a job; whatever happens, exactly one Done comes of it."""
@@ -427,7 +385,7 @@ class TransferEngine:
         finally:
             # After a cancellation that came too late to be noticed, too.
             self._serving.discard(handle)
-        self._finish(handle, outcome, value, moved)
+        self.done.put(_end_of(handle, outcome, value, moved))
         if self._start.is_watching and outcome in (Outcome.OK, Outcome.MISSING):
             is_hit = job.is_hit(outcome, value)
             if is_hit is not None:
@@ -443,20 +401,6 @@ class TransferEngine:
                 await self._gaps.note(job.key)
         finally:
             self._serving.discard(handle)
-
-    def _finish(
-        self,
-        handle: Handle[Any],
-        outcome: Outcome,
-        value: Any = None,
-        moved: tuple[Moved, ...] = (),
-    ) -> None:
-        job = handle.job
-        if isinstance(job, Put):
-            # A store call that timed out may still read the slab: it must not be filled again.
-            job.slab.release(reuse=outcome is Outcome.OK)
-        seconds = time.monotonic() - handle.started_s
-        self._done.put((handle, Done(job, outcome, seconds, value, moved)))
 
     async def _do(self, job: Job[Any], started_s: float) -> tuple[Any, tuple[Moved, ...]]:
         match job:
@@ -474,5 +418,18 @@ class TransferEngine:
             case MultiLookup():
                 return await self._locator.look_up_in_rounds(job, started_s + job.timeout_s), ()
             case Run():
-                return await self._loop.run_in_executor(self._copies, job.work), ()
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._copies, job.work), ()
         raise TypeError(f"no such job: {type(job).__name__}")
+
+
+def _end_of(
+    handle: Handle[Any], outcome: Outcome, value: Any = None, moved: tuple[Moved, ...] = ()
+) -> tuple[Handle[Any], Done[Any]]:
+    """Return how a job ended, and let go of the slab of a Put."""
+    job = handle.job
+    if isinstance(job, Put):
+        # A store call that timed out may still read the slab: it must not be filled again.
+        job.slab.release(reuse=outcome is Outcome.OK)
+    seconds = time.monotonic() - handle.started_s
+    return handle, Done(job, outcome, seconds, value, moved)

@@ -112,7 +112,7 @@ class Saver:
                 return False, ()  # and is not packed for nothing
             packed = await self._packed(self._packing, key, body)
         num_bytes = memoryview(packed).nbytes
-        if not await self._client.put(key, packed, only_if_lost=True):
+        if not await self._client.put_if_lost(key, packed):
             return False, ()
         return True, (Moved("write", Tier.STORE, num_bytes, time.monotonic() - started_s),)
 

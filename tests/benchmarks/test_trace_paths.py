@@ -8,7 +8,7 @@ import pytest
 from benchmarks import trace_paths
 
 # Files, changes of file, types of kvshare.
-MOST = {"save": (13, 33, 0), "fetch": (12, 43, 0), "KV load": (24, 91, 12)}
+MOST = {"save": (12, 28, 0), "fetch": (11, 39, 0), "KV load": (23, 86, 12)}
 # Threads that take turns in another order make a few more changes of file.
 TRIES = 5
 LINE = re.compile(r"(.+): (\d+) calls, (\d+) files, (\d+) changes of file, .* (\d+) of kvshare")

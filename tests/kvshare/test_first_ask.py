@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.hostcache.folder import SHM
-from ecshare.transfer.engine import NAMES_A_STEP
+from ecshare.transfer.quick_looks import NAMES_A_STEP
 from lab.vllm_loop import RunnerName
 from tests.kvshare.conftest import StartEngine
 from tests.kvshare.toy import BLOCK, ToyEngine, expected_answer, make_request, serve

@@ -113,7 +113,6 @@ class Items:
         """
         self._engine = engine
         self._embeddings = embeddings
-        self._stats = engine.stats
         self._role = role
         self._wait_s = wait_s
         self._in_store = in_store
@@ -291,7 +290,7 @@ class Items:
 
     def _made_up(self, done: Done[bool]) -> None:
         if done.value:
-            self._stats.add("items/saved")
+            self._engine.stats.add("items/saved")
 
     def _found(self, item: Item, phase: Phase) -> None:
         if item.phase is Phase.ASKED:
@@ -305,13 +304,13 @@ class Items:
             return
         item.phase = Phase.ABSENT
         self._count_wait(item)
-        self._stats.add("items/missed")
-        self._stats.add(f"misses/{reason}")
+        self._engine.stats.add("items/missed")
+        self._engine.stats.add(f"misses/{reason}")
         if item.key:
             self.unsaved[item.identifier] = item
 
     def _count_wait(self, item: Item) -> None:
-        self._stats.observe("wait_seconds", time.monotonic() - item.asked_s)
+        self._engine.stats.observe("wait_seconds", time.monotonic() - item.asked_s)
 
 
 def _most_items() -> int:

@@ -5,11 +5,12 @@ vLLM takes "yes, I have it" as a promise without a way back: an item that is pro
 cannot be loaded kills the engine. So an embedding is fetched into the host cache, verified and
 pinned BEFORE this half says yes. Every hook runs on the scheduler thread, many times a second: it
 polls and looks into dictionaries; it never touches storage, but for a few looks a step at a host
-cache that is in memory, and never waits, but for a moment in a step that computes nothing. What
-became of an item is known to `items`; here is who waits for it, and what the workers are told.
+cache that is in memory, and never waits, but for a moment in a step that computes nothing.
+
+`items` knows what becomes of an item, `loads` and `saves` what the workers are told of it. Here is
+who waits for which item.
 """
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from ecshare.encoder.config import OPTIONS_PATH, EncoderConfig
 from ecshare.encoder.facts import EncoderFacts, encoder_facts, encoder_namespace, refusal, role_of
-from ecshare.encoder.messages import LoadOrder, Orders, Report, SaveOrder
+from ecshare.encoder.messages import Orders, Report, SaveOrder
 from ecshare.encoder.scheduler.items import Item, Items, Phase
-from ecshare.encoder.scheduler.pins import LatePins
+from ecshare.encoder.scheduler.load_plan import LoadPlan
 from ecshare.encoder.scheduler.placeholders import Placeholders
+from ecshare.encoder.scheduler.saves import SavePlan
 from ecshare.encoder.scheduler.worker_totals import WorkerTotals
 from ecshare.plugin.compat import (
     has_input_cache,
@@ -32,7 +34,6 @@ from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.save_policy import Sightings, requested_save
 from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.recent import Recent
@@ -45,16 +46,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNREPORTED_LOADS = 10_000
 # vLLM's encoder cache has room for no more items than this, by far.
-_MAX_PHANTOMS = _MAX_CACHED = 10_000
+_MAX_CACHED = 10_000
 # vLLM's own identifiers have 64 characters. A client's may have any number, and to hash megabytes
 # on the scheduler thread would hold up every other request: longer ones are not shared.
 MAX_IDENTIFIER_CHARS = 4096
-# The field of a request's `ec_transfer_params`; see `requested_save`.
-_SAVE_FIELD = "ecshare_save"
-# An object's header has little room; a long video's times would fill it.
-MAX_NOTED_CHARS = 2048
 
 
 class EncoderScheduler:
@@ -74,13 +70,9 @@ class EncoderScheduler:
     ) -> None:
         """Own `engine` from now on. `ledger`: where workers write what vLLM does not report."""
         self._facts = facts
-        self._role = facts.role
         self._placeholders = placeholders
         self._engine = engine
-        self._stats = engine.stats
         self._totals = WorkerTotals(engine, ledger)
-        self._save_after = config.save_after if facts.role.is_consumer else 1
-        self._sightings = Sightings() if self._save_after > 1 else None
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
         self._items = Items(
             engine,
@@ -89,25 +81,17 @@ class EncoderScheduler:
             wait_s=config.wait_s,
             in_store=facts.has_remote_workers,
         )
+        self._loads = LoadPlan(self._items.limit)
+        save_after = config.save_after if facts.role.is_consumer else 1
+        self._saves = SavePlan(self._items, engine.stats, save_after)
         self._wanted: dict[str, set[str]] = {}  # request id -> identifiers
         # Of requests that need no item any more: how many they have, and where the last one ends.
         self._passed: dict[str, tuple[int, int]] = {}
-        self._loads: dict[str, LoadOrder] = {}
-        self._promises: dict[str, LoadOrder] = {}  # of items that a request of this step may load
-        self._loading: Recent[str, None] = Recent(_MAX_UNREPORTED_LOADS)  # keys not reported yet
-        # Identifiers that vLLM's encoder cache counts as its own though no tensor is there: they
-        # were stored when they came, so nothing was encoded. vLLM does not say when it forgets
-        # them, only by allocating them anew.
-        self._phantoms: Recent[str, None] = Recent(_MAX_PHANTOMS)
+        self._lost: set[str] = set()  # requests to fail
         # What vLLM's encoder cache holds, as far as it tells, and the number of embeddings: it does
         # not say that it was reset. Kept by engines that store nothing; others ask what they are to
         # store or to announce.
         self._cached: Recent[str, int] = Recent(_MAX_CACHED)
-        self._unannounced: dict[str, set[str]] = {}  # request id -> identifiers not to be announced
-        # Identifiers of items that were absent and that no request was reason enough to store.
-        self._declined: Recent[str, None] = Recent(_MAX_PHANTOMS)
-        self._lost: set[str] = set()
-        self._late_pins = LatePins(self._items.limit)
 
     @classmethod
     def start(cls, vllm_config: "VllmConfig", config: EncoderConfig) -> "EncoderScheduler":
@@ -178,24 +162,23 @@ class EncoderScheduler:
 
     def allocated(self, request: "Request", index: int) -> None:
         """Item `index` has a place in the encoder cache: load it, or count the encode."""
-        identifier = request.mm_features[index].identifier
+        identifier, stats = request.mm_features[index].identifier, self._engine.stats
         item = self._items.get(identifier)
-        self._phantoms.pop(identifier, None)
+        is_stored = item is not None and item.phase is Phase.STORED
+        self._saves.allocated(identifier, is_stored=is_stored)
         if item is not None and request.request_id in item.waiters:
             seconds = time.monotonic() - item.waiters[request.request_id]
             add_span(request, "ecshare.item", seconds, found=item.phase.name.lower())
         if item is not None and item.phase is Phase.READY:
-            self._loads[item.identifier] = LoadOrder(item.identifier, item.object_key)
-            self._loading[item.object_key] = None
-            self._stats.add("items/loaded")
-            self._stats.add("encodes_avoided")
-        elif item is not None and item.phase is Phase.STORED:
-            self._phantoms[identifier] = None
-            self._stats.add("items/stored")
-            self._stats.add("encodes_avoided")
+            self._loads.order(item)
+            stats.add("items/loaded")
+            stats.add("encodes_avoided")
+        elif is_stored:
+            stats.add("items/stored")
+            stats.add("encodes_avoided")
         elif _is_encoded(request.mm_features[index]):
-            self._stats.add("items/encoded")
-        if not self._role.is_producer:
+            stats.add("items/encoded")
+        if not self._facts.role.is_producer:
             num_embeds = request.mm_features[index].mm_position.get_num_embeds()
             self._cached[identifier] = num_embeds
 
@@ -208,11 +191,11 @@ class EncoderScheduler:
             self._cached.pop(identifier, None)
         self._items.flush()
         self._engine.begin_step()
-        saves = self._save_orders(scheduled) if self._role.is_producer else ()
-        self._late_pins.let_go()
+        saves = self._save_orders(scheduled)
+        self._loads.let_go()
         if self._idle_steps.is_idle(scheduled) and self._wanted and self._engine.in_flight:
             self._engine.wait_idle()
-        return Orders(self._take_loads(), saves)
+        return Orders(self._loads.take(), saves)
 
     def finished(self, request: "Request") -> dict[str, Any] | None:
         """Let go of what `request` still holds; return the announcement of a producer, else None.
@@ -225,21 +208,21 @@ class EncoderScheduler:
         self._lost.discard(request.request_id)
         self._passed.pop(request.request_id, None)
         self._release(request.request_id, set())
-        unannounced = self._unannounced.pop(request.request_id, ())
-        if not self._role.is_producer or not request.mm_features or not self._facts.is_shareable:
+        facts, unannounced = self._facts, self._saves.take_unannounced(request.request_id)
+        if not facts.role.is_producer or not request.mm_features or not facts.is_shareable:
             return None
         shared = [feature for feature in request.mm_features if self._is_shared(feature)]
         announced = self._placeholders.announcement(shared)
         return {
             name: entry
             for name, entry in announced.items()
-            if name not in unannounced and name not in self._declined
+            if name not in unannounced and not self._saves.has_declined(name)
         }
 
     def take_unavailable(self) -> set[str]:
         """Return the requests to fail, once each; re-sending one runs its encode again."""
         if self._lost:
-            self._stats.add("items/failed", len(self._lost))
+            self._engine.stats.add("items/failed", len(self._lost))
         return self.take_lost()
 
     def reported(self, report: Any) -> None:
@@ -247,8 +230,7 @@ class EncoderScheduler:
         if not isinstance(report, Report):
             return
         self._totals.take(report.totals)
-        for key in report.loaded:
-            self._loading.pop(key, None)
+        self._loads.reported(report.loaded)
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
@@ -260,7 +242,7 @@ class EncoderScheduler:
 
     def give_up(self) -> None:
         """Let go of all items. What was promised stays pinned until it must have been loaded."""
-        self._stats.add("gave_up/scheduler")
+        self._engine.stats.add("gave_up/scheduler")
         for request_id in list(self._wanted):
             self._release(request_id, set())
         self._items.flush()
@@ -280,17 +262,16 @@ class EncoderScheduler:
 
     def is_promised(self, identifier: str) -> bool:
         """Whether the item was said to be here in this step."""
-        return identifier in self._promises
+        return self._loads.is_promised(identifier)
 
     def keep_promise(self, identifier: str) -> None:
         """Order the item to be loaded if it was promised, or else nothing: it is encoded."""
-        if identifier in self._promises:
-            self._loads[identifier] = self._promises[identifier]
+        self._loads.keep_promise(identifier)
 
     def promised_orders(self) -> Orders:
         """Return orders for what was promised in this step."""
-        orders = Orders(self._take_loads())
-        self._late_pins.let_go()
+        orders = Orders(self._loads.take())
+        self._loads.let_go()
         return orders
 
     def take_lost(self) -> set[str]:
@@ -309,13 +290,17 @@ class EncoderScheduler:
         """Unpin everything and stop the I/O thread."""
         for request_id in list(self._wanted):
             self._release(request_id, set())
-        self._late_pins.close()
+        self._loads.close()
         self._engine.close()
         self._totals.close()
 
-    def _take_loads(self) -> tuple[LoadOrder, ...]:
-        loads, self._loads, self._promises = tuple(self._loads.values()), {}, {}
-        return loads
+    def _save_orders(self, scheduled: dict[str, int]) -> tuple[SaveOrder, ...]:
+        """Have the absent items of this step's requests stored, if there are any."""
+        if not self._facts.role.is_producer or not self._items.unsaved:
+            return ()
+        # Each request and each item is looked at once: a long queue may wait with many.
+        wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
+        return self._saves.orders(wanted)
 
     # --- items ---
 
@@ -337,7 +322,7 @@ class EncoderScheduler:
         if is_lost or item.num_embeds != feature.mm_position.get_num_embeds():
             return self._lose(request)
         if item.phase is Phase.READY:
-            self._promises[item.identifier] = LoadOrder(item.identifier, item.object_key)
+            self._loads.promise(item)
         return True
 
     def _sought(self, request: "Request", feature: "MultiModalFeatureSpec") -> Item | None:
@@ -369,7 +354,7 @@ class EncoderScheduler:
         self, request: "Request", feature: "MultiModalFeatureSpec", item: Item | None
     ) -> Item:
         """Note that `request` needs `item`, and ask the store for one that nobody asked for yet."""
-        is_announced = self._role.is_consumer and self._is_announced(request, feature)
+        is_announced = self._facts.role.is_consumer and self._is_announced(request, feature)
         joined_s = time.monotonic()
         if item is None:
             adapter = request.lora_request if self._facts.has_tower_adapters else None
@@ -382,21 +367,11 @@ class EncoderScheduler:
         item.is_announced = item.is_announced or is_announced
         item.waiters[request.request_id] = joined_s
         self._wanted.setdefault(request.request_id, set()).add(item.identifier)
-        if self._role.is_producer and not item.metadata:
+        if self._facts.role.is_producer and not item.metadata:
             item.metadata = self._placeholders.metadata(feature)
-        if self._role.is_producer:
-            self._consider(request, item)
+        if self._facts.role.is_producer:
+            self._saves.consider(request, item)
         return item
-
-    def _consider(self, request: "Request", item: Item) -> None:
-        """Note whether `request` is reason enough to store `item`, if that is absent."""
-        num_seen = self._sightings.add(item.identifier) if self._sightings is not None else 1
-        asked = requested_save(option(request, "ec_transfer_params"), _SAVE_FIELD)
-        if asked is False or not (asked or num_seen >= self._save_after):
-            return
-        item.is_worth_storing = True
-        if item.identifier in self._declined and item.phase is Phase.ABSENT:
-            self._items.unsaved[item.identifier] = item
 
     def _is_announced(self, request: "Request", feature: "MultiModalFeatureSpec") -> bool:
         """Whether somebody says that the item is stored or about to be.
@@ -424,41 +399,14 @@ class EncoderScheduler:
         for identifier in wanted - needed:
             item = self._items.get(identifier)
             assert item is not None  # it lives as long as a request wants it
-            if item.phase in (Phase.READY, Phase.STORED):
-                self._declined.pop(identifier, None)  # somebody else has stored it
-            elif item.phase is Phase.ABSENT and identifier in self._phantoms:
-                self._unannounced.setdefault(request_id, set()).add(identifier)
+            self._saves.released(request_id, item)
             item.waiters.pop(request_id, None)
             item.retried_for.discard(request_id)
             if item.waiters:
                 continue
             pin = self._items.drop(item)
             if pin is not None:
-                self._late_pins.add(pin, is_reported=item.key not in self._loading)
-
-    # --- producer ---
-
-    def _save_orders(self, scheduled: dict[str, int]) -> tuple[SaveOrder, ...]:
-        """Order each absent item of this step's requests to be stored, once.
-
-        Also those that vLLM's own encoder cache holds and will not encode again: the store may have
-        lost them since.
-        """
-        unsaved, saves = self._items.unsaved, []
-        if not unsaved:
-            return ()
-        # Each request and each item is looked at once: a long queue may wait with many.
-        wanted = set().union(*(self._wanted.get(request_id, ()) for request_id in scheduled))
-        for identifier in [each for each in unsaved if each in wanted]:
-            item = unsaved.pop(identifier)
-            if not item.is_worth_storing:
-                self._declined[identifier] = None
-                self._stats.add("items/declined")
-                continue
-            self._declined.pop(identifier, None)
-            attributes = {"num_embeds": item.num_embeds, "metadata": _noted(item.metadata)}
-            saves.append(SaveOrder(item.identifier, item.object_key, attributes))
-        return tuple(saves)
+                self._loads.unpin_late(pin, item.key)
 
 
 def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts) -> None:
@@ -478,11 +426,6 @@ def _warn(vllm_config: "VllmConfig", config: EncoderConfig, facts: EncoderFacts)
             "fails during such a step, for %g s, vLLM ends this engine",
             config.promise_s,
         )
-
-
-def _noted(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what is noted in the object of an item's metadata: for people, and in little room."""
-    return metadata if len(json.dumps(metadata, default=str)) <= MAX_NOTED_CHARS else {}
 
 
 def _is_encoded(feature: "MultiModalFeatureSpec") -> bool:

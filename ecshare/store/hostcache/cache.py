@@ -31,17 +31,20 @@ from ecshare.store.errors import ConfigError, ObjectCorrupt
 from ecshare.store.format import StreamingChecksum
 from ecshare.store.hostcache.eviction import Evictor
 from ecshare.store.hostcache.folder import (
-    check_still_private,
     default_roots,
     fitting,
     floor_bytes,
     is_in_memory,
-    make_private,
     temporary_root,
 )
 from ecshare.store.hostcache.limits import declare_limit, declared_limits
 from ecshare.store.hostcache.single_flight import Claim, Claims
-from ecshare.store.hostcache.usage import Usage, unlock_and_close
+from ecshare.store.hostcache.usage import (
+    Usage,
+    check_still_private,
+    make_private,
+    unlock_and_close,
+)
 from ecshare.store.keys import Key
 from ecshare.store.objects import Buffer, Memory
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses and checks the folder of the host cache, which is private to one user."""
+"""Chooses the folder of the host cache: on which file system, under which name, how large."""
 
 import atexit
 import contextlib
-import errno
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 
 from ecshare.store.errors import ConfigError
+from ecshare.store.hostcache.usage import check_private
 
 logger = logging.getLogger(__name__)
 
@@ -147,58 +146,3 @@ def _disk_bytes(folder: Path) -> int:
     except OSError:
         return 0
     return disk.f_blocks * disk.f_frsize
-
-
-def make_private(root: Path) -> None:
-    """Make `root` private to this user, or check that it is.
-
-    Raises:
-        ConfigError: it cannot be made, or is not private.
-    """
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            root.mkdir(mode=0o700)
-        check_private(root)
-    except OSError as exc:
-        raise ConfigError(
-            f"host_cache_dir: {root} cannot be made ({exc.strerror}); "
-            "name a folder this user may write"
-        ) from exc
-
-
-def check_still_private(root: str | Path) -> None:
-    """Check once more, before a use of the running cache, what `check_private` has found at start.
-
-    A clean-up may remove the folder, and somebody else may then put a link under its name. Nobody
-    else can do that while the folder is there: its parent is sticky, or theirs alone.
-
-    Raises:
-        OSError: it is not private any more, or is gone.
-    """
-    try:
-        check_private(root)
-    except ConfigError as exc:
-        raise PermissionError(errno.EPERM, str(exc)) from None
-
-
-def check_private(root: str | Path) -> None:
-    """Check that the existing folder `root` is private to this user.
-
-    Raises:
-        ConfigError: it is not a folder, or others own it or may enter it.
-        OSError: it cannot be examined, e.g. because it does not exist.
-    """
-    status = os.lstat(root)
-    if not stat.S_ISDIR(status.st_mode):
-        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
-        raise ConfigError(f"host_cache_dir: {root} is {kind}; name a real folder")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"host_cache_dir: {root} belongs to another user; name a folder of your own"
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"host_cache_dir: other users may enter {root}, and engines trust its content; "
-            f"run: chmod 700 {root}"
-        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of bytes in the host cache, common to all its processes, and the lock they share.
+"""The folder of the host cache in use: it is private, and its processes share a count and a lock.
+
+Nobody but its user may enter it. Who takes a lock in it checks that first.
 
 The file `.used` contains the number of bytes in the folder. It is read and written under its own
 lock. A scan of the folder may miss what is added, renamed or removed meanwhile; the sum of the
@@ -12,6 +14,7 @@ nobody opens any more. When it continues, it does one step at the same time as o
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -22,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ecshare.store.hostcache.folder import check_still_private
+from ecshare.store.errors import ConfigError
 
 _COUNTER = struct.Struct("<qq")
 _COUNTER_NAME = ".used"
@@ -263,3 +266,58 @@ def _has_name(fd: int, path: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     return False
+
+
+def make_private(root: Path) -> None:
+    """Make `root` private to this user, or check that it is.
+
+    Raises:
+        ConfigError: it cannot be made, or is not private.
+    """
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        check_private(root)
+    except OSError as exc:
+        raise ConfigError(
+            f"host_cache_dir: {root} cannot be made ({exc.strerror}); "
+            "name a folder this user may write"
+        ) from exc
+
+
+def check_still_private(root: str | Path) -> None:
+    """Check once more, before a use of the running cache, what `check_private` has found at start.
+
+    A clean-up may remove the folder, and somebody else may then put a link under its name. Nobody
+    else can do that while the folder is there: its parent is sticky, or theirs alone.
+
+    Raises:
+        OSError: it is not private any more, or is gone.
+    """
+    try:
+        check_private(root)
+    except ConfigError as exc:
+        raise PermissionError(errno.EPERM, str(exc)) from None
+
+
+def check_private(root: str | Path) -> None:
+    """Check that the existing folder `root` is private to this user.
+
+    Raises:
+        ConfigError: it is not a folder, or others own it or may enter it.
+        OSError: it cannot be examined, e.g. because it does not exist.
+    """
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+        raise ConfigError(f"host_cache_dir: {root} is {kind}; name a real folder")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"host_cache_dir: {root} belongs to another user; name a folder of your own"
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"host_cache_dir: other users may enter {root}, and engines trust its content; "
+            f"run: chmod 700 {root}"
+        )

@@ -40,7 +40,7 @@ class StoreClient:
     def __init__(
         self, store: ObjectStore, timeout_s: float, answer_timeout_s: float | None = None
     ) -> None:
-        """Use `store`, which the engine closes. An operation has failed after `timeout_s`.
+        """Own `store`. An operation has failed after `timeout_s`.
 
         `answer_timeout_s`: the same for look-ups, which move no object; by default as for others.
         These limits alone decide: of any store, also of one that would never answer.
@@ -54,14 +54,30 @@ class StoreClient:
         self._admission = Admission(timeout_s, grows=store.serves_many)
         # Neither do loads wait for what may never come, nor it for loads.
         self._polls = Admission(timeout_s, grows=store.serves_many)
-        self.operations: set[asyncio.Task[Any]] = set()
-        """What has not ended, to be cancelled before the store closes."""
+        self._operations: set[asyncio.Task[Any]] = set()  # that have not ended
 
     @property
     def open_breakers(self) -> frozenset[str]:
         """Which of "read" and "write" have an open breaker."""
         each = {"read": self._reads, "write": self._writes}
         return frozenset(direction for direction, breaker in each.items() if breaker.is_open)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many operations have not ended, also those that nobody waits for any more."""
+        return len(self._operations)
+
+    async def close(self) -> None:
+        """Cancel what has not ended, and close the store.
+
+        Raises:
+            StoreError: as the store.
+        """
+        operations = [*self._operations]
+        for operation in operations:
+            operation.cancel()
+        await asyncio.gather(*operations, return_exceptions=True)
+        await self._store.close()
 
     async def ask(
         self,
@@ -81,8 +97,8 @@ class StoreClient:
         """
         begins = asyncio.Event()
         operation = asyncio.create_task(self._operate(call, priority, cost_bytes, begins))
-        self.operations.add(operation)
-        operation.add_done_callback(self.operations.discard)
+        self._operations.add(operation)
+        operation.add_done_callback(self._operations.discard)
         try:
             async with asyncio.timeout_at(deadline_s):
                 await asyncio.wait([operation])
@@ -147,20 +163,33 @@ class StoreClient:
             return False
         return (await self.ask(lambda store: store.exists([key]), Priority.LOOK_UP))[0]
 
-    async def put(self, key: Key, body: Buffer, *, only_if_lost: bool = False) -> bool:
-        """Save an object; a damaged one is replaced. Return whether it was written.
-
-        `only_if_lost`: ask the store first, and return False if it has the object.
+    async def put(self, key: Key, body: Buffer) -> None:
+        """Save an object; a damaged one is replaced.
 
         Raises:
             StoreError: as `ask`.
         """
         replace = key in self.damaged.replaceable
+        num_bytes = memoryview(body).nbytes
+        await self.ask(
+            lambda store: store.put(key, body, replace=replace), Priority.SAVE, num_bytes
+        )
+        self.damaged.repaired(key)
+
+    async def put_if_lost(self, key: Key, body: Buffer) -> bool:
+        """As `put`, unless the store has the object. Return whether it was saved.
+
+        Raises:
+            StoreError: as `ask`.
+        """
+        if key in self.damaged.replaceable:
+            await self.put(key, body)
+            return True
 
         async def save(store: ObjectStore) -> bool:
-            if only_if_lost and not replace and (await store.exists([key]))[0]:
+            if (await store.exists([key]))[0]:
                 return False
-            await store.put(key, body, replace=replace)
+            await store.put(key, body)
             return True
 
         # One operation: that the store answers the question does not mean that saves work.

@@ -15,8 +15,9 @@ from ecshare.encoder.scheduler.scheduler import EncoderScheduler
 from ecshare.store.format import TensorSpec
 from ecshare.store.hostcache.folder import SHM, is_in_memory
 from ecshare.transfer.device.staging import Staging
-from ecshare.transfer.engine import LOOKS_A_STEP, TransferEngine
+from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Done, Fetch, Handle, Put, StoredObject
+from ecshare.transfer.quick_looks import LOOKS_A_STEP
 from ecshare.transfer.stats import summed
 from tests.ecshare.encoder.scheduler.test_scheduler import (
     NUM_EMBEDS,
@@ -266,10 +267,10 @@ def test_who_announces_waits_to_know_whether_it_is_stored(start: Start) -> None:
 def test_what_vllm_has_in_its_own_cache_costs_no_look(start: Start) -> None:
     scheduler = start("ec_consumer")
     after_encoding(scheduler, "picture")
-    scheduler._engine.drain(10)
+    scheduler.engine.drain(10)
     assert scheduler.ready(request(feature(), name="second"), 0)
     scheduler.orders({"second": 20})
-    assert scheduler._engine.in_flight == 0
+    assert scheduler.engine.in_flight == 0
 
 
 def test_another_item_of_one_name_is_not_what_vllm_has(start: Start) -> None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that ends without `close`: what was under way is dropped, and nothing is said."""
 
+import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from ecshare.store.config import StoreConfig
-from ecshare.transfer import engine
+from ecshare.transfer.closing import stop_all
 from ecshare.transfer.engine import TransferEngine
 from ecshare.transfer.jobs import Lookup, Outcome
 
@@ -41,10 +43,14 @@ def test_it_ends_without_a_word(tmp_path: Path) -> None:
 def test_no_thread_of_ours_outlives_the_interpreter(tmp_path: Path) -> None:
     """A daemon thread is stopped wherever it is: in C++ this ends the process by SIGABRT."""
     config = StoreConfig(url=f"file://{tmp_path}/store", host_cache_dir=str(tmp_path / "host"))
+    others = set(threading.enumerate())
     left, closed = (TransferEngine(config, "options") for _ in range(2))
     closed.close()
-    engine._stop_all()
-    assert not left._thread.is_alive()
-    assert not left._carrier.is_alive()
+    TransferEngine(config, "options")  # nobody knows of it any more
+    gc.collect()
+    ours = set(threading.enumerate()) - others
+    assert sorted(each.name for each in ours) == 2 * ["ecshare-inbox"] + 2 * ["ecshare-io"]
+    stop_all()
+    assert not any(thread.is_alive() for thread in ours)
     left.submit(Lookup((), 5.0))
     assert [done.outcome for done in left.drain(10)] == [Outcome.REJECTED]

@@ -614,7 +614,7 @@ def test_metadata_without_an_end_is_not_noted_with_the_object(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long video's times; the header of an object has little room."""
-    monkeypatch.setattr("ecshare.encoder.scheduler.scheduler.MAX_NOTED_CHARS", 20)
+    monkeypatch.setattr("ecshare.encoder.scheduler.saves.MAX_NOTED_CHARS", 20)
     scheduler = start("ec_producer")
     asked = request(feature())
     assert until_ready(scheduler, asked)

@@ -105,7 +105,7 @@ async def test_a_probe_that_fails_after_its_job_is_gone_counts_too(
 ) -> None:
     probe = await left(client)
     probe.ends(fails)
-    await until(lambda: not client.operations)
+    await until(lambda: not client.num_in_flight)
     clock.forward(PAUSE_S)  # the pause has doubled
     with pytest.raises(StoreUnavailable, match="are paused"):
         await client.ask(answers, Priority.LOAD)
@@ -145,7 +145,7 @@ async def test_a_job_that_runs_out_of_time_says_nothing_about_the_store(well: St
     assert not well.open_breakers
     for each in operations:
         each.ends(answers)
-    await until(lambda: not well.operations)
+    await until(lambda: not well.num_in_flight)
     assert not well.open_breakers
 
 
@@ -168,7 +168,7 @@ async def test_a_store_that_never_answers_is_gone(tmp_path: Path, is_waited_for:
                 await client.ask(stalls, Priority.LOAD, 0, now_s() + 30)
         else:
             await left(client)
-    await until(lambda: client.open_breakers == {"read"} and not client.operations)
+    await until(lambda: client.open_breakers == {"read"} and not client.num_in_flight)
     await store.close()
 
 
@@ -182,10 +182,10 @@ async def test_a_store_that_is_too_slow_to_be_asked_may_still_move_objects(tmp_p
     save = await left(client, Priority.SAVE)
     with pytest.raises(StoreBusy, match=r"the store took longer than 0\.01 s"):
         await client.ask(stalls, Priority.POLL)
-    assert len(client.operations) == 2
+    assert client.num_in_flight == 2
     operation.ends(answers)
     save.ends(answers)
-    await until(lambda: not client.operations)
+    await until(lambda: not client.num_in_flight)
     await store.close()
 
 
@@ -201,7 +201,7 @@ async def test_operations_that_are_left_alone_still_count_as_in_flight(well: Sto
     await waiting
     for each in operations[1:]:
         each.ends(fails)
-    await until(lambda: not well.operations)
+    await until(lambda: not well.num_in_flight)
     assert not given_up.has_begun.is_set()
 
 
@@ -212,16 +212,16 @@ async def test_a_job_that_is_cancelled_twice_leaves_its_operation_alone(well: St
     job.cancel()
     job.cancel()
     await asyncio.wait([job])
-    assert len(well.operations) == 1
+    assert well.num_in_flight == 1
     operation.ends(answers)
-    await until(lambda: not well.operations)
+    await until(lambda: not well.num_in_flight)
 
 
 async def test_bugs_in_what_nobody_waits_for_are_no_oversight(
     well: StoreClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     (await left(well)).ends(breaks)
-    await until(lambda: not well.operations)
+    await until(lambda: not well.num_in_flight)
     gc.collect()
     assert not caplog.records
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads that do what would hold up the I/O thread."""
+
+import logging
+from collections.abc import Callable
+
+from ecshare.store.threads import Workers
+
+logger = logging.getLogger(__name__)
+
+# Sealing, checking and publishing are copies at memory speed; two threads keep the loop free.
+_NUM_THREADS = 2
+
+
+class Pools:
+    """Threads for saves and threads for loads, so that no load waits for saves.
+
+    Each thread first does what the owner wants done. Any thread may use them.
+    """
+
+    def __init__(self, on_thread_start: Callable[[], object] | None) -> None:
+        """Start no thread yet. `on_thread_start`: what the owner wants done."""
+        self._on_thread_start = on_thread_start
+        self.copies = self._pool("ecshare-copy")
+        """Seal, publish and pack what is saved; and do other work that no hook must do."""
+        self.loads = self._pool("ecshare-load")
+        """Verify, publish and use what is loaded."""
+
+    def begin_thread(self) -> None:
+        """Do what the owner wants done in the calling thread, which serves even if it cannot."""
+        if self._on_thread_start is None:
+            return
+        try:
+            self._on_thread_start()
+        except Exception:  # noqa: BLE001 — without the I/O thread nothing would ever end
+            logger.exception("a thread could not be set up")
+
+    def close(self) -> None:
+        """Drop what waits for a thread, and accept no more. Does not wait for what has begun."""
+        for pool in (self.copies, self.loads):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _pool(self, name: str) -> Workers:
+        begin = None if self._on_thread_start is None else self.begin_thread
+        return Workers(_NUM_THREADS, thread_name_prefix=name, initializer=begin)
