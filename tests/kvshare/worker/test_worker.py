@@ -788,6 +788,24 @@ def test_who_asks_for_what_is_being_copied_has_it_too(
     assert target.counts() == {"blocks/loaded": 2}
 
 
+def test_an_announced_chunk_that_arrives_while_it_is_asked_for_is_written(
+    host: Callable[[], Host], copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = host(), host()
+    source.save(block(A, TOKENS, 3))
+    submit = target.engine.submit
+
+    def submit_and_wait(*jobs: Handle[Any] | Job[Any]) -> None:
+        submit(*jobs)
+        copying.wait_begun()
+
+    copying.go_on.set()
+    monkeypatch.setattr(target.engine, "submit", submit_and_wait)
+    target.load("r", block(A, TOKENS, 0), is_announced=True)
+    assert target.settle() == Finished({"r"})
+    assert target.counts() == {"blocks/loaded": 1}
+
+
 def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
     host: Callable[[], Host],
 ) -> None:
