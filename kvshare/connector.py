@@ -211,7 +211,7 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.wait_idle(self._orders())
         finished = self.worker.settle()
         # In the same step as the requests: vLLM would run a request on the garbage in lost blocks.
-        self._invalid_blocks |= self.worker.take_invalid_blocks()
+        self._invalid_blocks |= finished.invalid_blocks
         self._unreported -= finished.requests
         refused, self._refused = self._refused, set()
         return KVConnectorTransferResults(

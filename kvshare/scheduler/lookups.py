@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks up how much of a request is stored, while vLLM's scheduler goes on.
 
-A prompt that is whole in this host's memory is found at once. All others are asked for on the I/O
-thread, and vLLM asks again in a later step.
+A prompt that is completely in this host's memory is found at once. All others are looked up on the
+I/O thread, and vLLM asks again in a later step.
 
-Announced chunks are not looked up: they are named, and the load waits for them. But if engines of
-several tensor-parallel sizes store, the size of each chunk must be found. Then announced chunks are
-looked up until they are there.
+Announced chunks are not looked up: their names are known, and the load waits for them. But if
+engines of several tensor-parallel sizes store KV, the size of each chunk must be found. Then
+announced chunks are looked up until they are stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,25 +32,25 @@ _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.05
 # The fewest chunks per round, however many sizes are asked for.
 _FEWEST_CHUNKS = 4
-# A hook asks for so many keys of a prompt that may be whole on this host. It would take too long to
-# name the chunks of a longer one there.
-_KEYS_AT_HAND = 16
-_MOST_CHUNKS_AT_HAND = 128
+# A hook asks the host cache for at most this many keys of a prompt. If the prompt has more chunks
+# than this, it takes too long to name them in a hook.
+_HOST_CACHE_KEYS = 16
+_MOST_HOST_CACHE_CHUNKS = 128
 
 Answers = LookupRounds[dict[ChunkKey, int]]
 """Yields keys, receives where each of them is, and returns the size of each stored chunk."""
 
 
 @dataclass(slots=True)
-class Search:
-    """A search for how much of a request can be loaded. It is final when `is_over`."""
+class PrefixLookup:
+    """A look-up of how much of a request can be loaded. It is final when `is_over`."""
 
     prefix: Prefix
     start_block: int
     tp_sizes: tuple[int, ...]
     """The tensor-parallel sizes to look for."""
     awaited_tokens: int
-    """The number of announced tokens, which are looked up until they are there."""
+    """The number of announced tokens, which are looked up until they are stored."""
     begun_s: float
     deadline_s: float
     next_ask_s: float
@@ -59,22 +59,22 @@ class Search:
     is_over: bool = False
     found: tuple[Chunk, ...] = ()
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
-    """Where the chunks of `found` are, as far as the search asked for them."""
+    """Where the chunks of `found` are, as far as the look-up asked for them."""
     is_announced: bool = False
     """`found` was announced, and not looked up."""
     other_tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """The size of each chunk that is stored in another size than this engine's own."""
     is_weighed: bool = False
-    """It is decided how much of what was found is worth loading; `found` is no more than that."""
+    """`found` was cut to what is worth loading."""
 
     @property
     def start_tokens(self) -> int:
-        """The first token of the search; the first chunk found may begin before it."""
+        """The first token of the look-up; the first chunk found may begin before it."""
         return self.start_block * self.prefix.grid.block_tokens
 
     @property
     def num_missing_blocks(self) -> int:
-        """The number of blocks of the search that are not known to be stored."""
+        """The number of blocks of the look-up that are not known to be stored."""
         found = sum(chunk.num_blocks for chunk in self.found)
         if self.found:
             found -= self.start_block - self.found[0].first_block
@@ -82,7 +82,7 @@ class Search:
 
 
 class Lookups:
-    """Runs searches on the I/O thread. Each ends after at most `wait_s`, whatever the store does.
+    """Runs look-ups on the I/O thread. Each ends after at most `wait_s`, whatever the store does.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -95,7 +95,7 @@ class Lookups:
         stored: RecentKeys[ChunkKey],
         clock_s: Callable[[], float],
     ) -> None:
-        """Use what the scheduler half owns. `stored`: gets what look-ups find, and what they miss.
+        """Use what the scheduler half owns. `stored`: is updated with what look-ups find and miss.
 
         `clock_s`: monotonic seconds.
         """
@@ -108,13 +108,13 @@ class Lookups:
         self.tp_sizes = StoredTpSizes(
             facts.namespace, facts.tp_size, tuple(facts.shard_names), engine, clock_s
         )
-        # By what is asked for: requests with one prompt share one search.
-        self._asking: dict[_Query, list[Search]] = {}
+        # Requests with the same prompt share one query.
+        self._asking: dict[_Query, list[PrefixLookup]] = {}
 
     def start(
         self, request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int = 0
-    ) -> Search:
-        """Return a search for the chunks that `request` can load after `num_computed_tokens`.
+    ) -> PrefixLookup:
+        """Return a look-up of the chunks that `request` can load after `num_computed_tokens`.
 
         If these are fewer than `fewest_tokens`, and less than a whole chunk, nothing is looked up.
         """
@@ -127,12 +127,12 @@ class Lookups:
             not announced and _is_little(request, grid, num_computed_tokens, fewest_tokens)
         )
         if announced:
-            # No look-up will miss and ask then: engines of other sizes may store meanwhile.
+            # Usually a miss checks for other sizes. There may be no look-up now that could miss.
             self.tp_sizes.look(self._config.io_timeout_s)
         if announced and len(tp_sizes) > 1:
             # The engine that announces may have loaded some of the chunks, of any size.
             awaited_tokens, announced = announced[-1].end_tokens, ()
-        return Search(
+        return PrefixLookup(
             prefix,
             start_block,
             tp_sizes,
@@ -150,8 +150,8 @@ class Lookups:
     ) -> tuple[Chunk, ...]:
         """Return the announced chunks, which need no look-up."""
         num_tokens = announced_tokens(request)
-        # Less than a block is computed sooner than it comes. What a preempted request has
-        # generated was not announced.
+        # Less than a block is computed sooner than it arrives. The tokens that a preempted request
+        # has generated were not announced.
         is_little = num_tokens - num_computed_tokens < prefix.grid.block_tokens
         if is_little or request.num_tokens > request.num_prompt_tokens:
             return ()
@@ -161,49 +161,59 @@ class Lookups:
             takewhile(lambda chunk: covered_tokens(request, [chunk]) <= num_tokens, chunks)
         )
 
-    def advance(self, search: Search) -> None:
-        """Continue the search: ask, take the result, or give up."""
+    def advance(self, lookup: PrefixLookup) -> None:
+        """Continue the look-up: ask, take the result, or give up."""
         self._engine.poll()
         now_s = self._clock_s()
-        if search.is_over:
+        if lookup.is_over:
             return
-        if now_s >= search.deadline_s:
-            self._end(search, "late")
-        elif not search.is_asking and now_s >= search.next_ask_s:
-            self._ask(search, min(self._config.io_timeout_s, search.deadline_s - now_s))
+        if now_s >= lookup.deadline_s:
+            self._end(lookup, "late")
+        elif not lookup.is_asking and now_s >= lookup.next_ask_s:
+            self._ask(lookup, min(self._config.io_timeout_s, lookup.deadline_s - now_s))
 
-    def _ask(self, search: Search, timeout_s: float) -> None:
-        at_hand = self._at_hand(search)
-        if at_hand is not None:
-            self._learn(search, at_hand)
+    def age_s(self, lookup: PrefixLookup) -> float:
+        """Return the seconds since the start of the look-up."""
+        return self._clock_s() - lookup.begun_s
+
+    def has_waited(self, lookup: PrefixLookup) -> bool:
+        """Return whether its request has waited for `wait_s`."""
+        return self.age_s(lookup) > self._config.wait_s
+
+    def _ask(self, lookup: PrefixLookup, timeout_s: float) -> None:
+        found = self._found_in_host_cache(lookup)
+        if found is not None:
+            self._learn(lookup, found)
             return
-        search.is_asking = True
-        query = _Query(self._facts, search.prefix, search.start_block, search.tp_sizes)
+        lookup.is_asking = True
+        query = _Query(self._facts, lookup.prefix, lookup.start_block, lookup.tp_sizes)
         waiting = self._asking.setdefault(query, [])
-        waiting.append(search)
+        waiting.append(lookup)
         if len(waiting) == 1:
             job = MultiLookup(query, timeout_s)
             self._engine.submit(Handle(job, partial(self._answered, query)))
 
-    def _at_hand(self, search: Search) -> Found | None:
-        """Return all chunks of the search if this host has them in memory, as far as some of them
-        show; None if others must be asked. In less than a millisecond."""
-        prefix, start_block, tp_size = search.prefix, search.start_block, search.tp_sizes[0]
+    def _found_in_host_cache(self, lookup: PrefixLookup) -> Found | None:
+        """Return all chunks of the look-up if a sample of them is in this host's memory.
+
+        None if the store must be asked. Takes less than a millisecond.
+        """
+        prefix, start_block, tp_size = lookup.prefix, lookup.start_block, lookup.tp_sizes[0]
         first, hash_function = start_block // prefix.grid.chunk_blocks, self._facts.hash_function
-        if prefix.num_whole - first > _MOST_CHUNKS_AT_HAND:
+        if prefix.num_whole - first > _MOST_HOST_CACHE_CHUNKS:
             return None
-        # The end of most prompts is new, and then nothing else need be named.
-        if not self._are_at_hand([last_chunk(prefix, hash_function)], tp_size):
+        # Ask for the last chunk first: most prompts end with new tokens.
+        if not self._are_in_host_cache([last_chunk(prefix, hash_function)], tp_size):
             return None
         chunks = tuple(prefix.chunks(start_block, hash_function))
-        most = max(1, _KEYS_AT_HAND // len(self._facts.shard_names[tp_size]))
+        most = max(1, _HOST_CACHE_KEYS // len(self._facts.shard_names[tp_size]))
         asked = [chunks[number] for number in spread(0, len(chunks) - 1, most)]
-        if not self._are_at_hand(asked, tp_size):
+        if not self._are_in_host_cache(asked, tp_size):
             return None
         tiers = {chunk.key: Tier.HOST for chunk in (*asked, chunks[-1])}
         return Found(chunks, (), tiers, {chunk.key: tp_size for chunk in chunks})
 
-    def _are_at_hand(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
+    def _are_in_host_cache(self, chunks: Sequence[Chunk], tp_size: int) -> bool:
         names = self._facts.shard_names[tp_size]
         keys = (key for chunk in chunks for key in _keys(self._facts, chunk, names))
         return self._engine.has_at_once(keys)
@@ -211,52 +221,53 @@ class Lookups:
     def _answered(self, query: "_Query", done: Done[Found]) -> None:
         first, *joined = self._asking.pop(query)
         self._answer(first, done)
-        for search in joined:
+        for lookup in joined:
             if done.is_late:
-                search.is_asking = False  # it came later, and asks anew with the time it has left
+                lookup.is_asking = False  # it began later: it asks again in the time it has left
             else:
-                self._answer(search, done)
+                self._answer(lookup, done)
 
-    def _answer(self, search: Search, done: Done[Found]) -> None:
-        search.is_asking = False
+    def _answer(self, lookup: PrefixLookup, done: Done[Found]) -> None:
+        lookup.is_asking = False
         if done.value is None:
-            self._end(search, done.outcome.value)
+            self._end(lookup, done.outcome.value)
             return
-        self._learn(search, done.value)
+        self._learn(lookup, done.value)
 
-    def _learn(self, search: Search, found: Found) -> None:
+    def _learn(self, lookup: PrefixLookup, found: Found) -> None:
         for chunk in found.chunks:
             self._stored.add(chunk.key)
         self._stored.lost(found.missing)
-        if search.is_over:
+        if lookup.is_over:
             return
-        search.found, search.tiers = found.chunks, found.tiers
+        lookup.found, lookup.tiers = found.chunks, found.tiers
         own, tp_sizes = self._facts.tp_size, found.tp_sizes
-        search.other_tp_sizes = {key: size for key, size in tp_sizes.items() if size != own}
-        found_tokens = search.found[-1].end_tokens if search.found else 0
-        if not search.num_missing_blocks or found_tokens >= search.awaited_tokens:
-            self._end(search, "missing")
+        lookup.other_tp_sizes = {key: size for key, size in tp_sizes.items() if size != own}
+        found_tokens = lookup.found[-1].end_tokens if lookup.found else 0
+        if not lookup.num_missing_blocks or found_tokens >= lookup.awaited_tokens:
+            self._end(lookup, "missing")
             return
-        # The rest was announced: it is being stored right now.
-        search.next_ask_s = self._clock_s() + search.pause_s
-        search.pause_s = min(2 * search.pause_s, _LONGEST_PAUSE_S)
+        # The rest was announced and is still being stored: ask again.
+        lookup.next_ask_s = self._clock_s() + lookup.pause_s
+        lookup.pause_s = min(2 * lookup.pause_s, _LONGEST_PAUSE_S)
 
-    def _end(self, search: Search, reason: str) -> None:
-        """Make the search final. `reason`: why blocks were not found, if any were not."""
-        if search.is_over:
+    def _end(self, lookup: PrefixLookup, reason: str) -> None:
+        """Make the look-up final. `reason`: why blocks were not found, if any were not."""
+        if lookup.is_over:
             return
-        search.is_over = True
-        self._stats.observe("wait_seconds/look_up", self._clock_s() - search.begun_s)
-        if search.num_missing_blocks:
+        lookup.is_over = True
+        self._stats.observe("wait_seconds/look_up", self.age_s(lookup))
+        if lookup.num_missing_blocks:
             self.tp_sizes.look(self._config.io_timeout_s)
-            self._stats.add("blocks/missed", search.num_missing_blocks)
-            self._stats.add(f"misses/{reason}", search.num_missing_blocks)
+            self._stats.add("blocks/missed", lookup.num_missing_blocks)
+            self._stats.add(f"misses/{reason}", lookup.num_missing_blocks)
 
 
 def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_tokens: int) -> bool:
-    """Whether what is left to be loaded is not worth a look-up.
+    """Return whether the tokens left to load are too few for a look-up.
 
-    Not if a media item is in it: its embedding would be needed, and it may be without pixels.
+    False if they contain a media item: to compute them takes its embedding, and the request may
+    have no pixels.
     """
     num_left = request.num_tokens - 1 - num_computed_tokens
     return num_left < min(fewest_tokens, grid.chunk_tokens) and all(
@@ -266,7 +277,7 @@ def _is_little(request: Request, grid: Grid, num_computed_tokens: int, fewest_to
 
 
 class _Query:
-    """The questions of a search, as keys. Two are equal if all their keys are.
+    """The keys that a look-up asks for. Two queries are equal if all their keys are.
 
     Called on the I/O thread, because making hundreds of keys takes too long for a hook.
     """
@@ -304,7 +315,7 @@ class _Query:
         if unclear:
             tp_sizes |= yield from self._tp_sizes_of(unclear, self._tp_sizes[:-1], tiers)
             for chunk in unclear:
-                # It is stored in some size, as the chunks around it are. The load will see.
+                # It should be stored in some size, as its neighbours are. If not, the load fails.
                 tp_sizes.setdefault(chunk.key, self._tp_sizes[-1])
         return replace(found.in_tp_sizes(tp_sizes), tiers=tiers)
 
@@ -313,9 +324,9 @@ class _Query:
     ) -> Answers:
         """Ask for `chunks`; return for each the first size in which its shards are stored.
 
-        Add to `tiers` where they are. If the keys of all shards fit into one round trip, ask for
-        all. Otherwise ask for one shard of each chunk, a different one for each. If another shard
-        is lost, the load notices it.
+        Add their tiers to `tiers`. If the keys of all shards fit into one round trip, ask for all.
+        Otherwise ask for one shard of each chunk, not always the same one. If another shard is
+        lost, the load notices it.
         """
         names = [self._facts.shard_names[size] for size in tp_sizes]
         is_little = len(chunks) * sum(map(len, names)) <= KEYS_A_ROUND

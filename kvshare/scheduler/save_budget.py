@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of the workers that ordered saves take."""
+"""Limits ordered saves to the memory of the workers."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-# A worker reports the end of each save. If it has not for so long, it never will.
+# A worker reports the end of each save. If it has not for this long, it never will.
 _LOST_S = 120.0
-# Chunks for which there is room beyond what is ordered: one for so many of them, at most so many.
+# One spare chunk for every 16 chunks that fit into the memory, and no more than four.
 _CHUNKS_A_SPARE = 16
 _MOST_SPARE = 4
 
@@ -23,17 +23,17 @@ _MOST_SPARE = 4
 def most_ordered_bytes(buffer_bytes: int, chunk_bytes: int) -> int:
     """Return how much of a rank's `buffer_bytes` saves may be ordered for.
 
-    A save needs memory in one piece, and what is free lies between saves of several sizes. So room
-    for some chunks is left: a worker that must drop what was ordered breaks a promise.
+    A save needs contiguous memory, and free memory is split between saves of several sizes. So
+    room for some chunks is left over: a worker must not have to drop a save that was ordered.
     """
     num_spare = min(_MOST_SPARE, buffer_bytes // max(1, chunk_bytes) // _CHUNKS_A_SPARE)
     return buffer_bytes - num_spare * chunk_bytes
 
 
 def log_limit(limit_bytes: int, chunk_bytes: int, chunk_tokens: int, step_tokens: int) -> None:
-    """Log how much memory saves may take; a warning if one step may fill more than that.
+    """Log how much memory saves may take; warn if one step may fill more than that.
 
-    `limit_bytes`, `chunk_bytes`: of one rank. `step_tokens`: the most that a step computes.
+    `limit_bytes`, `chunk_bytes`: for one rank. `step_tokens`: the most that a step computes.
     """
     logger.info("saves may take %d MiB of memory in each rank", limit_bytes >> 20)
     wanted_bytes = steps_bytes(chunk_bytes, chunk_tokens, step_tokens)
@@ -54,30 +54,30 @@ class _Reservation(Generic[T]):
     owner: T
     num_bytes: int
     num_objects: int
-    """Those that have not ended yet."""
+    """The number of objects whose save has not ended."""
     ordered_s: float
 
 
 class SaveBudget(Generic[T]):
     """Admits saves as long as the workers have memory for them.
 
-    So the scheduler half knows at once what is not saved, and a worker need not drop a save that
-    was ordered. Each rank has `limit_bytes`, and saves its part of each chunk.
+    So the scheduler half knows at once what is not saved, and workers need not drop ordered saves.
+    Each rank has `limit_bytes`, and saves its part of each chunk.
 
-    An owner is a prompt; equal owners are one. With its first save, memory is kept for the rest of
-    it: a store that takes less than is computed then gets some prompts as a whole, and not the
+    An owner is a prompt; equal owners are one. Its first save also reserves memory for the rest of
+    it. So if the store is slower than the engine, it gets some prompts as a whole, and not only the
     beginnings of all.
 
     Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, limit_bytes: int, clock_s: Callable[[], float]) -> None:
-        """Begin with nothing ordered. `clock_s`: monotonic seconds."""
+        """Start without saves. `clock_s`: monotonic seconds."""
         self._limit_bytes = limit_bytes
         self._clock_s = clock_s
         self._saves: dict[ChunkKey, _Reservation[T]] = {}  # the oldest first
         self._used_bytes = 0
-        self._kept: dict[T, int] = {}  # bytes for the owners that have begun
+        self._kept: dict[T, int] = {}  # bytes reserved for the rest of each owner
         self._kept_bytes = 0
         self._is_full = False
 
@@ -86,13 +86,13 @@ class SaveBudget(Generic[T]):
     ) -> bool:
         """Admit a save of `num_bytes` per rank, which stores `num_objects` over all ranks.
 
-        `rest_bytes`: what later saves of `owner` need at most. With its first save, this must have
-        room too, and is kept for it until `release`; unless all of it exceeds the limit.
-        False: there is no room. Then no more is admitted, except from what is kept, until there is
-        more room: small saves must not overtake a large one. A save larger than the limit is
-        admitted alone.
+        `rest_bytes`: the most that later saves of `owner` need. There must be room for this with
+        the first save too, and it is reserved until `release`, unless all of it exceeds the limit.
+        False: there is no room. Then only saves with reserved memory are admitted until memory is
+        freed: small saves must not overtake a large one. A save larger than the limit is admitted
+        if there is no other.
         """
-        self._give_up_lost()
+        self._remove_unreported()
         kept_bytes = self._kept.get(owner)
         if kept_bytes is not None:
             rest_bytes = min(rest_bytes, max(0, kept_bytes - num_bytes))
@@ -103,7 +103,7 @@ class SaveBudget(Generic[T]):
             return False
         self._kept[owner] = rest_bytes
         self._kept_bytes += rest_bytes - (kept_bytes or 0)
-        # It may be ordered again before the first order has ended.
+        # The chunk may be ordered again before its first save has ended.
         before = self._saves.pop(key, None)
         if before is not None:
             num_objects += before.num_objects
@@ -114,16 +114,21 @@ class SaveBudget(Generic[T]):
         return True
 
     def release(self, owner: T) -> None:
-        """Keep nothing for `owner` any more: it begins anew, or will be deleted."""
+        """Free the memory that is reserved for `owner`: it starts again, or has ended."""
         kept_bytes = self._kept.pop(owner, 0)
         if kept_bytes:
             self._kept_bytes -= kept_bytes
             self._is_full = False
 
     @property
+    def reserved_bytes(self) -> int:
+        """The memory in use by saves, and reserved for the rest of prompts."""
+        return self._used_bytes + self._kept_bytes
+
+    @property
     def is_crowded(self) -> bool:
         """Whether more than half of the memory is in use."""
-        self._give_up_lost()
+        self._remove_unreported()
         return 2 * self._used_bytes > self._limit_bytes
 
     def owner(self, key: ChunkKey) -> T | None:
@@ -132,36 +137,36 @@ class SaveBudget(Generic[T]):
         return save.owner if save is not None else None
 
     def ended(self, num_objects: Mapping[ChunkKey, int]) -> None:
-        """Record how many more objects of each chunk are stored, or given up."""
+        """Record how many more saves of each chunk have ended, stored or not."""
         for key, count in num_objects.items():
             save = self._saves.get(key)
             if save is not None:
                 save.num_objects -= count
                 if save.num_objects <= 0:
-                    self._forget(key)
+                    self._remove(key)
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> None:
         """Remove saves that were admitted and will not be carried out."""
         for key in keys:
             if key in self._saves:
-                self._forget(key)
+                self._remove(key)
 
     def _has_room(self, num_bytes: int, kept_bytes: int) -> bool:
-        """Whether `num_bytes` can be taken by an owner for whom `kept_bytes` are kept."""
+        """Return whether an owner with `kept_bytes` reserved can take `num_bytes`."""
         if num_bytes <= kept_bytes:
             return True
         others_bytes = self._used_bytes + self._kept_bytes - kept_bytes
         fits = not others_bytes or others_bytes + num_bytes <= self._limit_bytes
         return fits and not self._is_full
 
-    def _give_up_lost(self) -> None:
-        """Forget the oldest saves if their end was never reported, e.g. as a worker was killed."""
+    def _remove_unreported(self) -> None:
+        """Remove the oldest saves if their end was never reported, e.g. if a worker was killed."""
         while self._saves:
             key, oldest = next(iter(self._saves.items()))
             if self._clock_s() - oldest.ordered_s < _LOST_S:
                 return
-            self._forget(key)
+            self._remove(key)
 
-    def _forget(self, key: ChunkKey) -> None:
+    def _remove(self, key: ChunkKey) -> None:
         self._used_bytes -= self._saves.pop(key).num_bytes
         self._is_full = False

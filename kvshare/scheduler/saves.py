@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from kvshare.chunks.facts import KVFacts
 from kvshare.chunks.prefix import Chunk, ChunkKey, Grid, tail_of
 from kvshare.chunks.recent_keys import RecentKeys
-from kvshare.messages import Piece
+from kvshare.messages import Piece, Report
 from kvshare.scheduler.events import BlockEvents
 from kvshare.scheduler.pieces import Pieces
 from kvshare.scheduler.save_budget import SaveBudget
 from kvshare.scheduler.save_policy import Limit, SavePolicy
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
     from kvshare.scheduler.adapters import Adapter, Adapters
@@ -25,51 +26,55 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far one request is computed, and considered for saves. Equal to itself alone."""
+    """How far one request is computed, and considered for saves. Compared by identity."""
 
     request: "Request"
     adapter: "Adapter"
     block_ids: list[list[int]] = field(default_factory=list)
-    """Of each cache group. vLLM has freed the blocks before the window of the group's layers."""
+    """The blocks in each cache group. vLLM has freed those before the window of the group's
+    layers."""
     step_tokens: int = 0
     """The token up to which its blocks were computed before the latest step."""
     end_tokens: int = 0
     """The token up to which its blocks are computed, or will be by steps that were ordered."""
     num_saved_blocks: int = 0
     """The number of full blocks that were considered for a save. Each block is considered once,
-    also if it came from the local cache: the store may have lost it."""
+    even if it is a hit in vLLM's own cache: the store may have lost it."""
     loaded: range = range(0)
-    """Blocks, in whole chunks, that were loaded: there is nothing to save of them."""
+    """Blocks, in whole chunks, that were loaded, and so need not be saved."""
     saved_prompt_tokens: int = 0
     """The length of the prompt when its end was considered. A session's prompt grows."""
+    num_lost_before: int = 0
+    """The number of chunks that workers had ever reported as lost when the request was first
+    seen."""
     has_gap: bool = False
     """A chunk is not saved. No chunk after it is saved, because no reader could use it."""
     prompt_tokens: int = 0
-    """Of the prompt when `due_tokens` was found."""
+    """The length of the prompt when `due_tokens` was computed."""
     due_tokens: int = 0
-    """Nothing is to be saved before its blocks are computed up to here."""
+    """No further save is due until the request is computed up to this token."""
     asked_limit: Limit = Limit()
-    """Of what is worth saving."""
+    """The limit by the options and the request."""
     own_tokens: int = sys.maxsize
-    """The KV up to here was computed by this engine or loaded by this connector. What follows was
-    brought by another connector, or computed on top of that. See siblings.py."""
+    """The KV up to this token was computed by this engine or loaded by this connector. The rest was
+    loaded by another connector, or computed on top of that. See siblings.py."""
     awaits_sibling: bool = False
-    """When it was last admitted, it was to wait for a load by another connector."""
+    """When it was last admitted, it had to wait for a load by another connector."""
 
     @property
     def is_foreign(self) -> bool:
-        """Whether some of its KV is not its own."""
+        """Whether another connector has loaded some of its KV."""
         return self.own_tokens < sys.maxsize
 
     @property
     def limit(self) -> Limit:
-        """Nothing that ends after it is saved."""
+        """The limit of what is saved."""
         if self.own_tokens < self.asked_limit.end_tokens:
             return Limit(self.own_tokens, "other_connector")
         return self.asked_limit
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]], *, is_anew: bool) -> None:
-        """Take note of further blocks, of each cache group. `is_anew`: they are all it has."""
+        """Record further blocks of each cache group. `is_anew`: the request has no others."""
         if is_anew or not self.block_ids:
             self.block_ids = [[] for _ in block_ids]
         for known, new_ids in zip(self.block_ids, block_ids, strict=False):
@@ -83,13 +88,13 @@ class SavePlan:
     that fills its last block. A prompt's tail is saved by the step that completes the prompt. The
     partial chunk at the end of an answer is saved when the request ends or is preempted. vLLM has
     freed its blocks then: the order is sent with the next step, and carried out before that step
-    can fill the blocks. A chunk is not saved if vLLM has freed some of its blocks before, because
-    no layer of its group looks back so far.
+    can refill the blocks. A chunk is not saved if vLLM has freed some of its blocks earlier,
+    because no layer of their group looks back so far.
 
-    A prompt is saved as a whole: only if the workers have memory for all of it, which is then kept
-    for it. For a prompt that would need more than they have, each chunk is saved for which there is
-    memory. What cannot be saved now is saved by a later step, that of older requests first. What is
-    left when a request loses its blocks is given up.
+    A prompt is saved as a whole: its first chunk is saved only if the workers have memory for all
+    of it, which is then reserved. If a prompt needs more than they have in all, each chunk is saved
+    for which there is memory. Chunks that cannot be saved now are saved by a later step, those of
+    older requests first. Chunks that are not saved when a request loses its blocks are given up.
     """
 
     def __init__(  # noqa: PLR0913 — all that the scheduler half lends it
@@ -102,7 +107,10 @@ class SavePlan:
         budget: SaveBudget[Progress],
         policy: SavePolicy,
     ) -> None:
-        """`stored`: what need not be saved; what is ordered is added. `events`: gets it, too."""
+        """Use what the scheduler half owns. `stored`: chunks that need not be saved.
+
+        Chunks whose save is ordered are added to `stored` and `events`.
+        """
         self._facts = facts
         self._pieces = pieces
         self._stored = stored
@@ -113,11 +121,11 @@ class SavePlan:
         self._leaving: list[Piece] = []
 
     def computed(self, progress: Progress, step_tokens: int, end_tokens: int) -> Sequence[Piece]:
-        """Return what to save of a request once this step has computed it up to `end_tokens`.
+        """Return the pieces to save once this step has computed a request up to `end_tokens`.
 
-        `step_tokens`: tokens that were computed before this step. With asynchronous scheduling
-        `end_tokens` is ahead of the known tokens. A block counts when all its tokens are known, so
-        that it has a hash.
+        `step_tokens`: the number of tokens that were computed before this step. With asynchronous
+        scheduling `end_tokens` is ahead of the known tokens. A block is considered when all its
+        tokens are known, because it has a hash only then.
         """
         progress.step_tokens, progress.end_tokens = step_tokens, end_tokens
         is_same_prompt = progress.request.num_prompt_tokens == progress.prompt_tokens
@@ -133,10 +141,18 @@ class SavePlan:
         progress.due_tokens = _due_tokens(progress, grid)
         return pieces
 
-    def loaded(self, progress: Progress, chunks: Sequence[Chunk]) -> None:
-        """Take note that a request has loaded these consecutive chunks."""
-        grid, end = self._facts.grid, len(chunks)
-        # The last ones may be parts of a chunk, which is not stored as a whole.
+    def loaded(self, progress: Progress | None, chunks: Sequence[Chunk], num_sound: int) -> None:
+        """Record that a load of these consecutive chunks has ended, with `num_sound` of them
+        loaded. `progress`: None if its request has ended."""
+        for chunk in chunks[:num_sound]:
+            self._stored.add(chunk.key)
+        # The state of later chunks is unknown, so save all of them again.
+        for chunk in chunks[num_sound:]:
+            self._stored.discard(chunk.key)
+        if progress is None:
+            return
+        grid, end = self._facts.grid, num_sound
+        # The last ones may be partial chunks: the whole chunk is not stored.
         while end and chunks[end - 1].num_tokens < grid.chunk_tokens:
             end -= 1
         if end:
@@ -144,13 +160,12 @@ class SavePlan:
             progress.loaded = range(chunks[0].first_block, end_block)
 
     def left(self, progress: Progress) -> tuple[int, int]:
-        """Order, with the next step, what to save of the blocks that a request has just lost.
+        """Order, with the next step, the last saves of a request that has just lost its blocks.
 
-        Return the numbers of blocks and tails that are not saved: first for lack of memory or after
-        a gap, then because of the request's limit.
+        Return the numbers of blocks and tails that are not saved: first those for which there was
+        no memory or that follow a gap, then those beyond the request's limit.
         """
-        # The latest token was sampled or, where tokens are guessed ahead, put right: either way
-        # its KV is not computed.
+        # The latest token was sampled, or corrected if it was a draft: its KV is not computed.
         request, grid = progress.request, self._adapters.grid_of(progress.adapter)
         num_known = min(progress.end_tokens, request.num_tokens - 1)
         num_left = num_declined = 0
@@ -171,15 +186,30 @@ class SavePlan:
             return num_left, 0
         return num_left - num_declined, num_declined
 
-    def stop(self, progress: Progress) -> None:
-        """Save no more of a request: one of its chunks was not stored."""
+    def reported(self, report: Report) -> AbstractSet[ChunkKey]:
+        """Process what workers report about chunks; return those that must be saved again."""
+        # A chunk whose load has missed may be on its way to the store again.
+        saving = {key for key in report.lost if self._budget.owner(key) is not None}
+        lost = report.lost - saving | report.not_saved
+        self._stored.lost(lost)
+        for key in lost:
+            progress = self._budget.owner(key)
+            if progress is not None:
+                self._stop(progress)
+        self._budget.ended(report.ended)
+        if self._events is not None:
+            self._events.stored({key: n for key, n in report.ended.items() if key not in lost})
+        return lost
+
+    def _stop(self, progress: Progress) -> None:
+        """Save no more of a request, because one of its chunks is not stored."""
         progress.has_gap = True
         self._budget.release(progress)
 
     def take_leaving(self, overwritten: AbstractSet[int]) -> tuple[Piece, ...]:
         """Return what `left` has ordered since the last call.
 
-        `overwritten`: blocks whose content is gone before the workers carry out these orders.
+        `overwritten`: blocks that are overwritten before the workers carry out these orders.
         """
         leaving, self._leaving = self._leaving, []
         if not overwritten:
@@ -196,15 +226,29 @@ class SavePlan:
         """Whether `left` has ordered any since `take_leaving`."""
         return bool(self._leaving)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether saves under way use more than half of the workers' memory."""
+        return self._budget.is_crowded
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of workers that is in use or reserved for saves."""
+        return self._budget.reserved_bytes
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Return the events about stored and lost blocks since the last call."""
+        return self._events.take() if self._events is not None else []
+
     def forget_leaving(self) -> None:
-        """Cancel these orders: the blocks have other content now."""
+        """Cancel these orders, because the blocks have other contents now."""
         keys = {piece.key for piece in self._leaving}
         self._stored.lost(keys)
         self._budget.withdraw(keys)
         self._leaving.clear()
 
     def _save_due(self, progress: Progress, grid: Grid, end_tokens: int) -> Iterable[Piece]:
-        """Order, as far as there is room, the saves up to `end_tokens`: whole chunks, the partial
+        """Order the saves up to `end_tokens` for which there is memory: whole chunks, the partial
         chunk at the end of the prompt's full blocks, and the prompt's tail."""
         request = progress.request
         end_block = min(end_tokens // grid.block_tokens, len(request.block_hashes))
@@ -224,12 +268,12 @@ class SavePlan:
                 yield from pieces
 
     def _save_whole(self, progress: Progress, grid: Grid, end_block: int) -> Iterable[Piece]:
-        """Order the saves of whole chunks before `end_block` that were not considered yet."""
+        """Order the saves of whole chunks before `end_block` that were not considered before."""
         size = grid.chunk_blocks
         first, end_block = progress.num_saved_blocks // size * size, end_block // size * size
         while first < end_block:
             if first in progress.loaded and not progress.has_gap:
-                # At once: to look at hundreds of chunks takes too long for a hook.
+                # In one step: to visit hundreds of chunks takes too long for a hook.
                 first = min(progress.loaded.stop, end_block)
                 progress.num_saved_blocks = max(progress.num_saved_blocks, first)
                 continue
@@ -249,7 +293,7 @@ class SavePlan:
     def _save_run(
         self, progress: Progress, grid: Grid, first_block: int, end_block: int
     ) -> Sequence[Piece] | None:
-        """As `_save`, for these blocks, which then count as considered."""
+        """Do `_save` for these blocks, and mark them as considered."""
         chunk = grid.run(progress.request.block_hashes, first_block, end_block)
         pieces = self._save(progress, chunk)
         if pieces is not None:
@@ -257,8 +301,8 @@ class SavePlan:
         return pieces
 
     def _save(self, progress: Progress, chunk: Chunk) -> Sequence[Piece] | None:
-        """Return what to store of `chunk`; nothing if it is stored. None: no room now, a gap, or
-        beyond the request's limit."""
+        """Return the pieces of `chunk` to store; none if it is stored. None: there is no memory
+        now, or it follows a gap, or is beyond the request's limit."""
         if progress.has_gap:
             return None
         if chunk.key in self._stored:
@@ -267,7 +311,7 @@ class SavePlan:
             return None
         pieces = self._pieces.saved(chunk, progress.block_ids, progress.step_tokens)
         if not pieces:
-            self.stop(progress)
+            self._stop(progress)
             return None
         num_bytes = sum(self._facts.slab_bytes(each.layer_set, each.num_blocks) for each in pieces)
         shards = self._facts.shard_names[self._facts.tp_size]
@@ -292,14 +336,14 @@ class SavePlan:
 
 
 def _due_tokens(progress: Progress, grid: Grid) -> int:
-    """Return up to where a request must be computed before there is something more to save."""
+    """Return the token up to which a request must be computed before a further save is due."""
     due_tokens = _next_end(progress, grid)
     return due_tokens if due_tokens <= progress.limit.end_tokens else sys.maxsize
 
 
 def _next_end(progress: Progress, grid: Grid) -> int:
-    """Return where the next chunk ends that was not considered, or the prompt, if its tail was
-    not."""
+    """Return where the next chunk ends that was not considered, or the end of the prompt, if its
+    tail was not considered."""
     num_whole = progress.num_saved_blocks // grid.chunk_blocks
     next_chunk = (num_whole + 1) * grid.chunk_tokens
     num_prompt_tokens = progress.request.num_prompt_tokens

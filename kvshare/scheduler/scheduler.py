@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the connector in the scheduler process: what to load, what to save, and when."""
+"""The scheduler half of the connector: decides what to load and what to save, and when."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -19,36 +19,21 @@ from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
 from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
-from ecshare.store.keys import Kind, object_key, tp_size_key
+from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import GiveUp
 from kvshare.chunks.facts import KVFacts, kv_facts, kv_namespace
 from kvshare.chunks.layers import is_shareable
-from kvshare.chunks.prefix import (
-    ChunkKey,
-    Grid,
-    covered_tokens,
-    is_mixed,
-    prompt_chunks,
-    stored_tokens,
-)
+from kvshare.chunks.prefix import ChunkKey, Grid, covered_tokens, is_mixed
 from kvshare.chunks.recent_keys import RecentKeys
 from kvshare.config import OPTIONS_PATH, KVConfig
-from kvshare.messages import (
-    Orders,
-    Piece,
-    Report,
-    announcement,
-    is_prefilled_elsewhere,
-    wants_announcement,
-)
+from kvshare.messages import Orders, Piece, Report, is_prefilled_elsewhere
 from kvshare.scheduler.adapters import Adapter, Adapters
 from kvshare.scheduler.events import BlockEvents, publishes_events
+from kvshare.scheduler.hand_over import HandOver
 from kvshare.scheduler.load_or_compute import LoadOrCompute
 from kvshare.scheduler.load_plan import Loading, LoadPlan
-from kvshare.scheduler.lookups import Lookups, Search
+from kvshare.scheduler.lookups import Lookups, PrefixLookup
 from kvshare.scheduler.pieces import BlocksOfGroups, Pieces
-from kvshare.scheduler.room import Room
 from kvshare.scheduler.save_budget import SaveBudget, log_limit, most_ordered_bytes
 from kvshare.scheduler.save_policy import SavePolicy
 from kvshare.scheduler.saves import Progress, SavePlan
@@ -65,24 +50,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tracked:
-    """One request of the engine, from the first sight to its end."""
+    """One request of the engine, from when it is first seen until it ends."""
 
     progress: Progress
     start_tokens: int = 0
-    """Tokens of the local cache hit that the latest answer was given for."""
+    """Tokens of vLLM's own cache hit when it last asked how much can be loaded."""
     names_source: bool = False
     """At that time another connector was to load it."""
-    search: Search | None = None
-    load_failed: bool = False
-    num_lost_before: int = 0
-    """Chunks that workers had ever reported as lost when it was first seen."""
+    lookup: PrefixLookup | None = None
+    loads_no_more: bool = False
+    """Nothing is looked up for it any more, and nothing is loaded."""
 
 
 class KVScheduler:
     """Plans loads and saves. Every method runs on vLLM's scheduler thread, which owns all fields.
 
-    None of them does I/O: look-ups are submitted, and polled when vLLM asks again. None waits, but
-    for a moment in a step that computes nothing.
+    None of them does I/O: look-ups are submitted, and polled when vLLM asks again. None waits,
+    except for up to 3 ms in a step that computes nothing.
     """
 
     def __init__(
@@ -93,35 +77,26 @@ class KVScheduler:
         clock_s: Callable[[], float] = monotonic,
         events: BlockEvents | None = None,
     ) -> None:
-        """`clock_s`: monotonic seconds. `events`: None where vLLM's KV events are off."""
-        self._stats = engine.stats
-        self._clock_s = clock_s
-        self._wait_s = config.wait_s
+        """Own `engine` from now on. `clock_s`: monotonic seconds. `events`: None if vLLM's KV
+        events are off."""
+        stored = RecentKeys[ChunkKey](clock_s, events.lost if events is not None else None)
+        pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
+        chunk_bytes = facts.chunk_bytes(facts.grid.chunk_blocks)
+        limit_bytes = most_ordered_bytes(config.buffer_bytes, chunk_bytes)
+        budget = SaveBudget[Progress](limit_bytes, clock_s)
+        only_saves = facts.saves and not facts.loads
+        policy = SavePolicy(config, facts.hash_function, only_saves=only_saves)
         self._facts = facts
         self._engine = engine
         self._idle_steps = IdleSteps(facts.max_steps_in_flight)
-        self._events = events
-        on_lost = events.lost if events is not None else None
-        self._stored = RecentKeys[ChunkKey](clock_s, on_lost)
         self._adapters = Adapters(engine, facts.grid, wait_s=config.wait_s, clock_s=clock_s)
-        self._lookups = Lookups(config, facts, engine, self._stored, clock_s)
-        self._pieces = Pieces(facts.layer_sets, facts.grid.block_tokens)
-        self._loads = LoadPlan(facts, self._pieces, clock_s)
-        self._room = Room()
-        limit_bytes = most_ordered_bytes(
-            config.buffer_bytes, facts.chunk_bytes(facts.grid.chunk_blocks)
-        )
-        self._budget = SaveBudget[Progress](limit_bytes, clock_s)
-        only_saves = facts.saves and not facts.loads
-        self._policy = SavePolicy(config, facts.hash_function, only_saves=only_saves)
-        self._saves = SavePlan(
-            facts, self._pieces, self._stored, self._adapters, events, self._budget, self._policy
-        )
+        self._lookups = Lookups(config, facts, engine, stored, clock_s)
         self._choice = LoadOrCompute(clock_s) if config.load == "if_faster" else None
-        self._tracked: dict[str, _Tracked] = {}
-        self._num_lost = 0
-        self._saves_fail = False
+        self._loads = LoadPlan(facts, pieces, clock_s)
+        self._saves = SavePlan(facts, pieces, stored, self._adapters, events, budget, policy)
+        self._hand_over = HandOver(facts, engine, self._adapters, stored, policy)
         self._siblings = Siblings(facts.grid.block_tokens)
+        self._tracked: dict[str, _Tracked] = {}
 
     @classmethod
     def start(
@@ -160,11 +135,11 @@ class KVScheduler:
         return half
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Take note of who gives out the cache's blocks, at start-up."""
-        self._room.bind(manager)
+        """Use the blocks of `manager`, at start-up."""
+        self._loads.bind(manager)
 
     def learn_tp_sizes(self, timeout_s: float) -> None:
-        """Block until the store has said in which sizes there is KV, at start-up."""
+        """Block until it is known in which tensor-parallel sizes KV is stored, at start-up."""
         if self._facts.loads:
             self._lookups.tp_sizes.look(timeout_s)
             self._engine.drain(timeout_s)
@@ -172,9 +147,9 @@ class KVScheduler:
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` can be loaded; None: ask again.
 
-        Called every step while the request waits; O(1), but for a copy of the list of its hashes
-        at first. The answer is final after `wait_s`, whatever the store does; zero, if other loads
-        still leave this one no room by then.
+        Called every step while the request waits. O(1), except that the first call copies the list
+        of its hashes. The answer is final after `wait_s`, whatever the store does. It is zero if
+        other loads still leave no room for this one by then.
         """
         if not self._facts.loads and not self._facts.saves:
             return 0
@@ -182,86 +157,85 @@ class KVScheduler:
         tracked.start_tokens = num_computed_tokens
         tracked.names_source = is_prefilled_elsewhere(request)
         if tracked.names_source and self._siblings.fetch:
-            return 0  # a look-up would hold that one up
+            return 0  # a look-up would delay the other connector
         adapter = tracked.progress.adapter
         if not self._is_settled(adapter):
             return None
         grid = self._adapters.grid_of(adapter)
-        # Who has waited in vain has waited long enough. Besides, vLLM goes on to keep free what
-        # such a request still needs, and counts that against a second load of its own: where
-        # blocks are few, neither it nor anybody behind it would ever run.
         may_load = self._facts.loads and not request.skip_reading_prefix_cache
-        if not may_load or tracked.load_failed or grid is None:
+        if not may_load or tracked.loads_no_more or grid is None:
             return 0
-        search = tracked.search
-        if search is None and not self._may_look_up(tracked, grid):
+        lookup = tracked.lookup
+        if lookup is None and not self._may_look_up(tracked, grid):
             return 0
-        if search is None or search.start_tokens > num_computed_tokens:
-            # None yet; or the local hit has shrunk below what was looked up.
+        if lookup is None or lookup.start_tokens > num_computed_tokens:
+            # There is none yet, or vLLM's own hit now ends before the tokens that were looked up.
             fewest_tokens = self._choice.fewest_tokens if self._choice is not None else 0
-            search = tracked.search = self._lookups.start(
+            lookup = tracked.lookup = self._lookups.start(
                 request, grid, num_computed_tokens, fewest_tokens
             )
-        self._lookups.advance(search)
-        if not search.is_over:
+        self._lookups.advance(lookup)
+        if not lookup.is_over:
             return None
-        if not search.is_weighed:
-            self._weigh(request, search)
-            self._trace_look_up(request, search)
-        return self._answer(tracked, search, num_computed_tokens)
+        if not lookup.is_weighed:
+            self._weigh(tracked, lookup)
+            self._trace_look_up(tracked, lookup)
+        return self._answer(tracked, lookup, num_computed_tokens)
 
-    def _answer(self, tracked: _Tracked, search: Search, num_computed_tokens: int) -> int | None:
+    def _answer(
+        self, tracked: _Tracked, lookup: PrefixLookup, num_computed_tokens: int
+    ) -> int | None:
         """Return how much of what was found is loaded now; see `num_loadable_tokens`."""
         request = tracked.progress.request
-        num_tokens = max(0, covered_tokens(request, search.found) - num_computed_tokens)
-        if num_tokens and not self._room.is_left(request):
-            has_waited = self._clock_s() - search.begun_s > self._wait_s
-            return 0 if has_waited else None
+        num_tokens = max(0, covered_tokens(request, lookup.found) - num_computed_tokens)
+        if num_tokens and not self._loads.has_room(request):
+            return 0 if self._lookups.has_waited(lookup) else None
         if tracked.progress.awaits_sibling:
-            # That load has failed, which leaves the request with a claim to blocks as well. So ours
-            # is offered once: where there is no room for both, it would never be admitted.
-            tracked.load_failed = True
+            # The other connector's load has failed, and vLLM still reserves blocks for it. So ours
+            # is offered only once: if there is no room for both, vLLM would never admit it.
+            tracked.loads_no_more = True
         return num_tokens
 
     def _may_look_up(self, tracked: _Tracked, grid: Grid) -> bool:
-        """Count a request that is about to be looked up, or would be but for a pause."""
+        """Count a request before its look-up; return False if look-ups are paused."""
         request, start_tokens = tracked.progress.request, tracked.start_tokens
-        self._stats.add("tokens/queried", request.num_tokens - start_tokens)
-        if self._loads.is_paused:
-            tracked.load_failed = True  # or as good as that
-            num_blocks = len(request.block_hashes) - start_tokens // grid.block_tokens
-            self._stats.add("misses/layout", num_blocks)
-        return not tracked.load_failed
+        self._engine.stats.add("tokens/queried", request.num_tokens - start_tokens)
+        if not self._loads.is_paused:
+            return True
+        # Load nothing: the blocks that would be found have another layout.
+        tracked.loads_no_more = True
+        num_blocks = len(request.block_hashes) - start_tokens // grid.block_tokens
+        self._engine.stats.add("misses/layout", num_blocks)
+        return False
 
     def _is_settled(self, adapter: Adapter) -> bool:
         if not adapter.is_settled:
             self._engine.poll()
         return self._adapters.is_settled(adapter)
 
-    def _trace_look_up(self, request: Request, search: Search) -> None:
-        start_tokens = self._tracked[request.request_id].start_tokens
-        num_tokens = max(0, covered_tokens(request, search.found) - start_tokens)
-        seconds = self._clock_s() - search.begun_s
-        add_span(request, "kvshare.look_up", seconds, tokens=num_tokens)
+    def _trace_look_up(self, tracked: _Tracked, lookup: PrefixLookup) -> None:
+        request = tracked.progress.request
+        num_tokens = max(0, covered_tokens(request, lookup.found) - tracked.start_tokens)
+        add_span(request, "kvshare.look_up", self._lookups.age_s(lookup), tokens=num_tokens)
 
-    def _weigh(self, request: Request, search: Search) -> None:
-        """Leave of what was found what is worth loading."""
-        search.is_weighed = True
-        # What was announced is loaded: this engine was told to wait for it.
-        if self._choice is None or search.is_announced or search.awaited_tokens:
+    def _weigh(self, tracked: _Tracked, lookup: PrefixLookup) -> None:
+        """Cut what was found to what is worth loading."""
+        lookup.is_weighed = True
+        # Announced chunks are always loaded: the request was sent to wait for them.
+        if self._choice is None or lookup.is_announced or lookup.awaited_tokens:
             return
-        start_tokens = self._tracked[request.request_id].start_tokens
-        found, ahead = search.found, partial(self._num_ahead, request)
+        request, start_tokens = tracked.progress.request, tracked.start_tokens
+        found, ahead = lookup.found, partial(self._num_ahead, request)
         num = self._choice.num_worth_loading(
-            found, search.tiers, start_tokens, self._loads.under_way(), ahead
+            found, lookup.tiers, start_tokens, self._loads.under_way(), ahead
         )
-        search.found = found[:num]
+        lookup.found = found[:num]
         if num < len(found):
-            num_kept = max(start_tokens, covered_tokens(request, search.found))
-            self._stats.add("tokens/computed", covered_tokens(request, found) - num_kept)
+            num_kept = max(start_tokens, covered_tokens(request, lookup.found))
+            self._engine.stats.add("tokens/computed", covered_tokens(request, found) - num_kept)
 
     def _num_ahead(self, request: Request) -> int:
-        """Return how many tokens of prompts that came before `request` are to be computed."""
+        """Return how many tokens of prompts before `request` are still to be computed."""
         earlier = takewhile(lambda name: name != request.request_id, self._tracked)
         prompts = [self._tracked[name].progress.request for name in earlier]
         return sum(
@@ -271,30 +245,27 @@ class KVScheduler:
         )
 
     def allocated(
-        self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+        self, request: Request, block_ids: BlocksOfGroups, num_external_tokens: int
     ) -> None:
-        """Take note that vLLM admitted `request`, with `num_external_tokens` to be loaded.
+        """Record that vLLM admitted `request`, with `num_external_tokens` to be loaded.
 
-        `block_ids`: all blocks of the request, in order, of each cache group. Zero tokens: nothing
-        to load (any more).
+        `block_ids`: all blocks of the request, in order, of each cache group. Zero tokens: there is
+        nothing to load, or the load has ended.
         """
         tracked = self._track(request)
-        search, tracked.search = tracked.search, None
-        if not num_external_tokens or search is None:
-            self._room.leave(request.request_id)
+        lookup, tracked.lookup = tracked.lookup, None
+        if not num_external_tokens or lookup is None:
+            self._loads.runs(request.request_id)
             return
-        self._room.take(request, block_ids)
-        self._loads.add(
-            request.request_id, search, block_ids, tracked.start_tokens, num_external_tokens
-        )
-        event = "announced" if search.is_announced else "hit"
-        self._stats.add(f"tokens/{event}", num_external_tokens)
+        self._loads.add(request, lookup, block_ids, tracked.start_tokens, num_external_tokens)
+        event = "announced" if lookup.is_announced else "hit"
+        self._engine.stats.add(f"tokens/{event}", num_external_tokens)
 
     def admitted(
         self, request: Request, block_ids: Callable[[], BlocksOfGroups], num_external_tokens: int
     ) -> None:
-        """Take note that vLLM gave blocks to `request`, whether we load into them or another
-        connector does; as `allocated`.
+        """Record that vLLM gave blocks to `request`, for our load or another connector's; see
+        `allocated`.
 
         `block_ids`: called in `orders`, if at all.
         """
@@ -308,9 +279,9 @@ class KVScheduler:
         )
 
     def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
-        """Return how many of the tokens that were just allocated come from where.
+        """Return the sources of `num_tokens` that were just allocated, with the number from each.
 
-        As far as the look-up knows: of a long prompt it has not asked for every chunk.
+        As far as it is known: the look-up of a long prompt does not ask for every chunk.
         """
         return self._loads.hit_sources(request.request_id, num_tokens)
 
@@ -323,7 +294,7 @@ class KVScheduler:
             num_decoded = len(output.num_scheduled_tokens) + sum(map(len, drafts))
             self._choice.steps.began(output.total_num_scheduled_tokens, num_decoded)
         is_idle = self._idle_steps.is_idle(output.num_scheduled_tokens)
-        if is_idle and self._is_searching():
+        if is_idle and self._awaits_store():
             self._engine.wait_idle()
         loads, abandoned = self._loads.take()
         if self._facts.saves:
@@ -338,71 +309,50 @@ class KVScheduler:
         return Orders(self._facts.namespace, loads, abandoned, saves, leaving, is_idle=is_idle)
 
     def reported(self, output: KVConnectorOutput) -> None:
-        """Learn from the workers which loads ended and which chunks are not in the store. Called
-        for the steps whose workers have something to say, empty ones among them."""
+        """Process the workers' report: which loads ended, and which chunks the store lacks. Called
+        for each step whose workers have something to report, empty steps included."""
         report = output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._loads.lost(report.lost)
-            lost = self._lost(report)
-            self._num_lost += len(lost)
-            self._saves_fail = report.saves_fail
             if report.has_misfits:
                 self._loads.misfits()
-            self._stored.lost(lost)
-            for key in lost:
-                progress = self._budget.owner(key)
-                if progress is not None:
-                    self._saves.stop(progress)
-            self._budget.ended(report.ended)
-            if self._events is not None:
-                self._events.stored({key: n for key, n in report.ended.items() if key not in lost})
+            lost = self._saves.reported(report)
+            self._hand_over.reported(len(lost), saves_fail=report.saves_fail)
             if report.is_idle:
                 self._facts = replace(self._facts, saves=False, loads=False)
         for request_id in output.finished_recving or ():
-            loading = self._loads.ended(request_id)
+            loading = self._loads.ended(request_id, failed=request_id in output.failed_recving)
             if loading is not None:
-                self._loaded(request_id, loading, failed=request_id in output.failed_recving)
+                self._loaded(request_id, loading)
 
     def step_ended(self) -> None:
-        """Take note that vLLM has processed the output of the oldest step. Called for each step for
-        which `orders` was."""
+        """Record that vLLM has processed the output of the oldest step. Called once for each call
+        of `orders`."""
         if self._choice is not None:
             self._choice.steps.ended()
 
-    def _lost(self, report: Report) -> set[ChunkKey]:
-        """Return what is not in the store, and not on its way there again either."""
-        saving = {key for key in report.lost if self._budget.owner(key) is not None}
-        return set(report.lost - saving | report.not_saved)
-
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forget `request`; return what its reader is to be told, if there is one."""
+        """Remove `request`; return the announcement for the engine that goes on with it, if there
+        is one."""
         tracked = self._tracked.pop(request.request_id, None)
         self._loads.abandon(request.request_id)
-        self._room.leave(request.request_id)
-        if tracked is None:
+        if tracked is None or not self._facts.saves:
             return None
-        if self._facts.saves:
-            # vLLM takes back tokens: a session goes on in place of the one that ended its turn.
-            progress = tracked.progress
-            progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
-            num_dropped, num_declined = self._saves.left(progress)
-            if num_dropped:
-                self._stats.add("blocks/dropped", num_dropped)
-            if num_declined:
-                self._stats.add(f"declined/{progress.limit.rule}", num_declined)
-        is_for_decode = self._policy.is_for_decode(request)
-        if not (is_for_decode or wants_announcement(request)):
-            return None
-        num_tokens = self._num_handed_over(tracked)
-        if is_for_decode:
-            self._give_up_rest(tracked, num_tokens)
-        return announcement(num_tokens, self._facts.tp_size) if num_tokens else None
+        progress = tracked.progress
+        # A session that goes on replaces the token that ended its turn, so fewer are computed.
+        progress.end_tokens = min(progress.end_tokens, request.num_computed_tokens)
+        num_dropped, num_declined = self._saves.left(progress)
+        if num_dropped:
+            self._engine.stats.add("blocks/dropped", num_dropped)
+        if num_declined:
+            self._engine.stats.add(f"declined/{progress.limit.rule}", num_declined)
+        return self._hand_over.announce(request, progress)
 
     def reset(self) -> None:
-        """Forget what lies in the cache's blocks: it is no longer what it was.
+        """Drop all state about the contents of the cache's blocks, which are no longer valid.
 
-        vLLM does so before it sleeps, and gives the cache's memory away then. The store is not
-        emptied: others use it, and an engine that wakes up finds what it had.
+        vLLM resets its cache before it sleeps, and frees the cache's memory then. The store is not
+        emptied: other engines use it, and an engine that wakes up loads from it again.
         """
         logger.info(
             "The cache was reset; what the store has is used on. If the weights were changed, "
@@ -412,40 +362,50 @@ class KVScheduler:
         for tracked in self._tracked.values():
             tracked.progress.end_tokens = 0
 
-    def _is_searching(self) -> bool:
-        """Whether a request waits for a look-up, or for what its adapter is."""
+    def _awaits_store(self) -> bool:
+        """Return whether a request waits for a look-up, or until its adapter is read."""
         return any(
-            not tracked.search.is_over
-            if tracked.search is not None
+            not tracked.lookup.is_over
+            if tracked.lookup is not None
             else not tracked.progress.adapter.is_settled
             for tracked in self._tracked.values()
         )
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of any request is left here, nor an order for the next step."""
+        """Whether there is no request, no load, and no order for the next step."""
         return not self._tracked and self._loads.is_empty and not self._saves.has_leaving
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the engine should step on until its workers have stored some of what it ordered.
+        """Whether an idle engine should keep stepping until its workers have stored some chunks.
 
-        Workers report in steps alone. What an idle engine does not hear would take the room of what
-        the next prompt is to have saved.
+        Workers report only in steps. Without a report, memory of saves that have ended stays
+        reserved, and the next prompt could not be saved.
         """
-        return self._budget.is_crowded
+        return self._saves.is_crowded
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The memory of workers that is in use or reserved for saves."""
+        return self._saves.reserved_bytes
+
+    @property
+    def engine(self) -> TransferEngine:
+        """The transfer engine, which this half owns."""
+        return self._engine
 
     def take_events(self) -> "list[KVCacheEvent]":
-        """Return what became of the store's blocks since the last call."""
-        return self._events.take() if self._events is not None else []
+        """Return the events about stored and lost blocks since the last call."""
+        return self._saves.take_events()
 
     def take_stats(self) -> CounterStats | None:
         """Return the counts since the last call; None if there are none."""
         return counter_stats(self._engine.take_counts("scheduler"))
 
     def give_up(self) -> None:
-        """Share nothing from now on: no hook but `take_stats` and `close` is called any more."""
-        self._stats.add("gave_up/scheduler")
+        """Share nothing from now on: only `take_stats` and `close` are called after this."""
+        self._engine.stats.add("gave_up/scheduler")
         self._tracked.clear()
         self._loads.clear()
 
@@ -460,84 +420,43 @@ class KVScheduler:
                 self._facts.numbers_media and any(map(is_named_by_request, request.mm_features))
             )
             adapter = Adapter(None, True) if is_nameless else self._adapters.of(request)
-            progress = Progress(request, adapter)
-            tracked = _Tracked(progress, num_lost_before=self._num_lost)
-            self._tracked[request.request_id] = tracked
+            progress = Progress(request, adapter, num_lost_before=self._hand_over.num_lost)
+            tracked = self._tracked[request.request_id] = _Tracked(progress)
         return tracked
 
     def _progress_of(self, request_id: str) -> Progress | None:
         tracked = self._tracked.get(request_id)
         return tracked.progress if tracked is not None else None
 
-    def _loaded(self, request_id: str, loading: Loading, *, failed: bool) -> None:
-        """Take note that a load ended; vLLM has kept what leads up to the first lost chunk."""
-        seconds = self._clock_s() - loading.begun_s
-        self._stats.observe("wait_seconds/load", seconds)
-        if failed:
-            self._room.failed(request_id)
-        first = 0 if failed else loading.num_sound
-        for chunk in loading.chunks[:first]:
-            self._stored.add(chunk.key)
-        if first:
-            self._loads.fits()
-        is_whole = first == len(loading.chunks)
-        num_tokens = (
-            loading.num_tokens
-            if is_whole
-            else max(0, loading.chunks[first].start_tokens - loading.start_tokens)
-        )
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            add_span(tracked.progress.request, "kvshare.load", seconds, tokens=num_tokens)
-            self._saves.loaded(tracked.progress, loading.chunks[:first])
+    def _loaded(self, request_id: str, loading: Loading) -> None:
+        """Record that a load ended; vLLM has kept the chunks before the first lost one."""
+        self._engine.stats.observe("wait_seconds/load", loading.seconds)
+        num_tokens = loading.num_loaded_tokens
         if num_tokens:
-            self._stats.add("tokens/loaded", num_tokens)
-        if is_whole:
-            if self._choice is not None:
-                self._choice.loaded(loading.chunks, loading.tiers, loading.start_tokens, seconds)
-            return
-        # Nobody waited to see whether those after it were sound: save all of them again.
-        for chunk in loading.chunks[first:]:
-            self._stored.discard(chunk.key)
+            self._engine.stats.add("tokens/loaded", num_tokens)
+        tracked = self._tracked.get(request_id)
+        progress = tracked.progress if tracked is not None else None
+        self._saves.loaded(progress, loading.chunks, loading.num_sound)
         if tracked is not None:
-            tracked.load_failed = True
-
-    def _num_handed_over(self, tracked: _Tracked) -> int:
-        """Return how many tokens of the prompt are stored or on their way, as far as is known."""
-        progress = tracked.progress
-        request, grid = progress.request, self._adapters.grid_of(progress.adapter)
-        if grid is None or not self._facts.saves or self._saves_fail:
-            return 0
-        is_whole = progress.saved_prompt_tokens == request.num_prompt_tokens
-        if is_whole and tracked.num_lost_before == self._num_lost and not progress.has_gap:
-            return stored_tokens(request, grid)
-        # There was no memory for all of it, or a save has failed: it may be one of this prompt.
-        chunks = prompt_chunks(request, grid, self._facts.hash_function)
-        ordered = list(takewhile(lambda chunk: chunk.key in self._stored, chunks))
-        return min(ordered[-1].end_tokens, request.num_prompt_tokens - 1) if ordered else 0
-
-    def _give_up_rest(self, tracked: _Tracked, num_tokens: int) -> None:
-        """Tell an engine that may wait for the rest of the prompt, after `num_tokens`, that it will
-        not be stored."""
-        request, grid = tracked.progress.request, self._adapters.grid_of(tracked.progress.adapter)
-        if not self._facts.saves or grid is None:
-            return
-        if num_tokens == stored_tokens(request, grid):
-            return
-        chunks = prompt_chunks(request, grid, self._facts.hash_function)
-        chunk = next((each for each in chunks if each.end_tokens > num_tokens), None)
-        if chunk is not None:
-            name = bytes(chunk.key)
-            self._engine.submit(GiveUp(object_key(Kind.KV, self._facts.namespace, name)))
+            request = tracked.progress.request
+            add_span(request, "kvshare.load", loading.seconds, tokens=num_tokens)
+            # A request whose load failed does not load again. vLLM still reserves the blocks that
+            # it needs, and would count them against a second load: with few free blocks, neither
+            # this request nor those behind it would ever run.
+            tracked.loads_no_more |= not loading.is_whole
+        if loading.is_whole and self._choice is not None:
+            self._choice.loaded(
+                loading.chunks, loading.tiers, loading.start_tokens, loading.seconds
+            )
 
     def _plan_saves(self, output: SchedulerOutput) -> Iterable[Piece]:
-        """Older requests come first, as long as there is memory."""
+        """Yield the pieces that this step saves. Older requests get memory first."""
         tracked, num_scheduled = self._tracked, output.num_scheduled_tokens
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            # All that run pass here in each step: for most of them there is nothing to do.
+            # Every running request comes here in each step: for most there is nothing to do.
             if request_id not in tracked:
                 continue
             progress = tracked[request_id].progress
@@ -573,7 +492,7 @@ def _log_start(
 def _block_events(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: KVConfig, facts: KVFacts
 ) -> BlockEvents | None:
-    """Return what makes vLLM's KV events; None: this engine stores nothing, or they are off."""
+    """Return the publisher of KV events; None: this engine stores nothing, or they are off."""
     if not facts.saves or not publishes_events(vllm_config):
         return None
     return BlockEvents(
@@ -585,7 +504,7 @@ def _block_events(
 
 
 def _overwritten(output: SchedulerOutput) -> set[int]:
-    """Return the blocks that V2 runners overwrite before they carry out the orders of a step."""
+    """Return the blocks that V2 runners overwrite before they carry out the step's orders."""
     copies = option(output, "kv_cache_block_copies") or ()
     return {
         *(option(output, "new_block_ids_to_zero") or ()),

@@ -31,6 +31,7 @@ from ecshare.store.keys import JSON
 from ecshare.transfer.device.load_streams import LoadStream
 from ecshare.transfer.device.staging import Slab, dtype_name, is_gpu
 from kvshare.chunks.layers import LayerSet
+from kvshare.chunks.prefix import ChunkKey
 from kvshare.chunks.shards import Heads
 from kvshare.compat import device_copier
 from kvshare.messages import Piece
@@ -91,6 +92,8 @@ class BlockCaches:
         self._as_float8 = as_float8
         self._block_tokens = block_tokens
         _, self._kernel_blocks, self._num_heads, self._kernel_tokens, self._content = first.shape
+        one_block = self._stored(self.spec(Piece(ChunkKey(b""), 1, block_tokens, ())))
+        self._head_bytes = one_block.num_bytes // self._num_heads  # of one block, as stored
         self._erase = erase
         self.erases = erase is None or _can_erase(erase, first)
         """Whether what follows the last token of a block can be zeroed."""
@@ -136,8 +139,7 @@ class BlockCaches:
 
     def num_bytes(self, piece: Piece) -> int:
         """Return the size of the payload of the object in which `piece` is stored."""
-        stored = self._stored(self.spec(piece))
-        return stored.num_bytes // self._num_heads * self._num_stored_heads(piece)
+        return self._head_bytes * piece.num_blocks * self._num_stored_heads(piece)
 
     def _stored(self, spec: TensorSpec) -> TensorSpec:
         return float8.stored_spec(spec) if self._as_float8 else spec

@@ -147,7 +147,6 @@ class KVHost:
     def end_step(self) -> Finished:
         """Call what vLLM calls at the end of each step; return the loads that have ended."""
         finished = self.worker.settle()
-        self.worker.take_invalid_blocks()
         self.worker.report()
         return finished
 

@@ -247,12 +247,10 @@ class Player:
         assert worker.is_empty, f"a load or save is left: {self}"
         assert scheduler.is_empty, f"the scheduler half holds something: {self}"
         assert not self.engine.scheduler.kv_cache_manager.block_pool.get_usage(), str(self)
-        if (staging := worker._staging) is not None:
-            # A put that was given up may read its slab a little longer.
-            wait_until(lambda: not staging.used_bytes, otherwise="a slab is left")
+        # A put that was given up may read its slab a little longer.
+        wait_until(lambda: not worker.save_queue_bytes, otherwise="a slab is left")
         self.engine.run(make_request("last", [1]))  # whose steps tell the scheduler of all that
-        budget = scheduler._budget
-        assert not budget._used_bytes + budget._kept_bytes, f"memory is kept: {vars(budget)}"
+        assert not scheduler.reserved_bytes, "memory is reserved"
         for guard in (self.engine.connector.guard, self.engine._worker_connector.guard):
             assert not guard.has_given_up, "a hook raised"
         self._seen["loaded"] += int(self.engine.counts.get("tokens/loaded", 0))

@@ -38,7 +38,6 @@ WORKER_HOOKS = (
     "save",
     "wait_idle",
     "settle",
-    "take_invalid_blocks",
     "report",
     "take_stats",
     "close",

@@ -48,7 +48,7 @@ def test_what_this_host_has_is_loaded_a_step_sooner(
 ) -> None:
     serve(start(store=place), PROMPT)
     engine = start(store=place, runner=runner, is_async=is_async)
-    engine.connector.scheduler._engine.host.is_in_memory = in_memory
+    engine.connector.scheduler.engine.host.is_in_memory = in_memory
     request = make_request("r", PROMPT, 3)
     engine.add(request)
     engine.step()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.request import RequestStatus
 
-from kvshare.scheduler.scheduler import KVScheduler
 from tests.kvshare.conftest import StartEngine, is_at_rest, spin
 from tests.kvshare.damage import flip_a_payload_bit
 from tests.kvshare.gated import GatedFileSystem
@@ -214,16 +214,16 @@ def test_a_load_that_fails_keeps_nobody_from_running(gated: StartEngine) -> None
     GatedFileSystem.close_gate("get")
     for number, prompt in enumerate(prompts):
         reader.add(make_request(str(number), prompt, 3))
-    half = reader.connector.scheduler
-    spin(reader, lambda: "1" in half._loads, "the second one does not load beside the first")
-    spin(reader, lambda: is_found(half, "2"), "a look-up goes on")
+    engine = reader.connector.scheduler.engine
+    spin(reader, lambda: is_loading(reader, "1"), "the second one does not load beside the first")
+    spin(reader, lambda: not engine.in_flight, "a look-up goes on")
     reader.step()  # it is loaded now, if it may be
     for path in of_first:
         if "t0of1" in path:
             del GatedFileSystem.store[path]
     GatedFileSystem.close_gate(*(f"get {path.rpartition('/')[2]}" for path in of_others))
     GatedFileSystem.open_gate("get")
-    spin(reader, lambda: "0" not in half._loads, "the load does not fail")
+    spin(reader, lambda: not is_loading(reader, "0"), "the load does not fail")
     GatedFileSystem.open_gates()
     reader.run_out()
     for number, prompt in enumerate(prompts):
@@ -245,15 +245,15 @@ def test_a_prompt_that_has_waited_for_room_is_computed_where_it_fits(gated: Star
         reader.add(make_request(str(number), prompt, 3))
     spin(reader, lambda: bool(reader.answers["1"].finish_reason), "it is kept waiting")
     assert reader.answers["1"].computed_prompt_tokens == len(prompts[1])
-    assert "0" in reader.connector.scheduler._loads
+    assert is_loading(reader, "0")
     GatedFileSystem.open_gates()
     reader.run_out()
     assert reader.answers["0"].computed_prompt_tokens == 1
 
 
-def is_found(half: KVScheduler, name: str) -> bool:
-    search = half._tracked[name].search if name in half._tracked else None
-    return name in half._loads or (search is not None and search.is_over)
+def is_loading(engine: ToyEngine, name: str) -> bool:
+    status = engine.scheduler.requests[name].status
+    return bool(status is RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 def run_all(engine: ToyEngine, prompts: Sequence[list[int]]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler half alone: its answers while a look-up runs, and what it orders to be saved."""
 
+import logging
 import sys
 import threading
 from collections import Counter
@@ -780,15 +781,19 @@ def test_what_one_engine_saves_another_names(bench: StartBench, num_tokens: int)
         assert [piece.key for piece in order.pieces] == [piece.key for piece in saves]
 
 
-def test_who_is_only_announced_to_learns_of_other_sizes(bench: StartBench) -> None:
+def test_who_is_only_announced_to_learns_of_other_sizes(
+    bench: StartBench, caplog: pytest.LogCaptureFixture
+) -> None:
     """It never misses a look-up, which is when others would be looked for."""
+    caplog.set_level(logging.INFO, "kvshare")
     here = bench(other_tp_sizes={2: ("t0of2", "t1of2")})
     here.half.learn_tp_sizes(20.0)
     here.put_keys(tp_size_key(Kind.KV, NAMESPACE, 2))
     here.clock.now_s += 60
+    assert "size 2 is used" not in caplog.text
     here.ask(announcing(PROMPT))
     here.engine.drain(20.0)
-    assert here.half._lookups.tp_sizes.known == (1, 2)
+    assert "size 2 is used" in caplog.text
 
 
 def test_less_than_a_block_is_looked_up_and_not_waited_for(bench: StartBench) -> None:

@@ -20,7 +20,8 @@ from ecshare.store.hostcache.cache import HostCache
 from ecshare.store.keys import Key, Kind, object_key
 from ecshare.transfer.device import staging
 from ecshare.transfer.engine import TransferEngine
-from ecshare.transfer.jobs import Moved, Tier
+from ecshare.transfer.jobs import Fetch, Handle, Job
+from ecshare.transfer.stats import Stats
 from kvshare.chunks.layers import AttentionWindow, LayerSet
 from kvshare.chunks.prefix import ChunkKey
 from kvshare.config import KVConfig
@@ -29,6 +30,9 @@ from kvshare.worker import loads
 from kvshare.worker.blocks import BlockCaches
 from kvshare.worker.layout_check import LayoutCheck
 from kvshare.worker.loads import Finished
+from kvshare.worker.rank_shards import RankShards
+from kvshare.worker.reports import Reports
+from kvshare.worker.saves import Saves
 from kvshare.worker.worker import CacheShape, KVWorker
 from lab.gpu_stand_in import stand_in
 from tests.kvshare.gated import GatedFileSystem
@@ -98,7 +102,6 @@ class Host:
             total.requests.update(finished.requests)
             total.failed.update(finished.failed)
             total.invalid_blocks.update(finished.invalid_blocks)
-            assert self.worker.take_invalid_blocks() == finished.invalid_blocks
             assert time.monotonic() < deadline_s
         return total
 
@@ -272,23 +275,23 @@ def test_what_only_this_host_has_is_stored_by_who_loads_it(tmp_path: Path, saves
     ("stored_in", "total_heads"), [(None, HEADS), (None, 1), (1, 2 * HEADS), (2, 8 * HEADS)]
 )
 def test_of_the_ranks_that_load_one_object_one_makes_up_for_it(
-    tmp_path: Path, stored_in: int | None, total_heads: int
+    stored_in: int | None, total_heads: int
 ) -> None:
     """With MLA, few heads or another size several ranks load the same: the store is asked once."""
     ranks = 8
     layer_set = replace(LAYER_SET, total_heads=total_heads, num_heads=max(1, total_heads // ranks))
     asked: Counter[str] = Counter()
     loaded: set[str] = set()
+    engine = cast(Any, SimpleNamespace(submit=lambda job: asked.update([job.key])))
+    slabs = staging.Staging(torch.device("cpu"), 1)
     for number in range(ranks):
-        engine = SimpleNamespace(stats=None, submit=lambda job: asked.update([job.key]))
-        shape = replace(SHAPE, layer_sets=(layer_set,))
-        worker = KVWorker(
-            KVConfig(url=f"file://{tmp_path}"), shape, Rank(number, ranks), cast(Any, engine)
-        )
-        for piece in worker._sourced(Piece(A, 1, TOKENS, ((1,),), tp_size=stored_in)):
-            key = worker._object_key(NAMESPACE, piece)
+        shards = RankShards([layer_set], Rank(number, ranks))
+        saves = Saves(engine, [], slabs, shards, Reports(Stats()), as_float8=False)
+        piece = Piece(A, 1, TOKENS, ((1,),), tp_size=stored_in)
+        for key, part in shards.objects(NAMESPACE, piece):
             loaded.add(key)
-            worker._make_up_for(key, piece, [Moved("read", Tier.HOST, 1, 0.0)])
+            saves.backfill(key, part)
+            saves.backfill(key, part)
     assert asked == Counter(loaded)
 
 
@@ -619,19 +622,34 @@ def test_what_was_announced_may_come_while_others_of_it_do(
     assert report.lost == {pieces[4].key}
 
 
+def watch_submits(engine: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> list[Fetch]:
+    """Return a list of the fetches that `engine` gets from now on."""
+    fetches: list[Fetch] = []
+    submit = engine.submit
+
+    def watched(*jobs: Handle[Any] | Job[Any]) -> None:
+        for each in jobs:
+            job = each.job if isinstance(each, Handle) else each
+            fetches.extend([job] if isinstance(job, Fetch) else [])
+        submit(*jobs)
+
+    monkeypatch.setattr(engine, "submit", watched)
+    return fetches
+
+
 def test_of_what_is_not_there_yet_only_the_next_one_is_asked_for(
-    host: Callable[..., Host], clock: Clock
+    host: Callable[..., Host], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = host(), host()
+    submitted = watch_submits(target.engine, monkeypatch)
     pieces = many(120)
     GatedFileSystem.close_gate("exists")  # which a read begins with
     target.load("r", *pieces, is_announced=True)
     assert target.engine.in_flight == 1 + 8
     GatedFileSystem.open_gates()
     assert target.settle(until=lambda _: target.engine.in_flight == 1) == Finished()
-    assert target.worker._loads is not None
-    (wanted,) = target.worker._loads._wanted.values()
-    assert wanted.job.is_announced, "it waits, and is not asked for again and again"
+    (first,) = (job.key for job in submitted if job.is_announced)
+    assert [job.key for job in submitted].count(first) == 1, "it waits, and is not asked for again"
     source.save(pieces[0])
     most = 0
 
@@ -770,6 +788,24 @@ def test_who_asks_for_what_is_being_copied_has_it_too(
     assert target.counts() == {"blocks/loaded": 2}
 
 
+def test_an_announced_chunk_that_arrives_while_it_is_asked_for_is_written(
+    host: Callable[[], Host], copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = host(), host()
+    source.save(block(A, TOKENS, 3))
+    submit = target.engine.submit
+
+    def submit_and_wait(*jobs: Handle[Any] | Job[Any]) -> None:
+        submit(*jobs)
+        copying.wait_begun()
+
+    copying.go_on.set()
+    monkeypatch.setattr(target.engine, "submit", submit_and_wait)
+    target.load("r", block(A, TOKENS, 0), is_announced=True)
+    assert target.settle() == Finished({"r"})
+    assert target.counts() == {"blocks/loaded": 1}
+
+
 def test_what_comes_for_a_load_that_was_abandoned_is_not_written(
     host: Callable[[], Host],
 ) -> None:
@@ -826,7 +862,6 @@ def test_a_sleeping_worker_reads_and_writes_nothing(
     target.load("nothing")
     ended = {"r", "announced", "nothing"}
     assert target.worker.settle() == Finished(ended, invalid_blocks={0, 1}, lost={A, B})
-    assert target.worker.take_invalid_blocks() == {0, 1}
     target.save(block(C, TOKENS, 2))
     assert target.settle() == Finished()
     assert target.cache.count_nonzero() == 0
