@@ -5,8 +5,8 @@ A round is one round trip to the store, for many keys at once. The stored chunks
 always have no gap, because an engine that stored a chunk has stored those before it. So whole
 chunks are searched from coarse to fine: first some that are evenly spread, then those between the
 last one that is stored and the first one that is missing. When no chunk is left between these, the
-partial chunks are asked for that may be stored in place of the next chunk. If a chunk for which
-nobody asked is lost, the load notices it.
+partial chunks that may be stored in place of the next chunk are looked up. If a chunk that was not
+looked up is lost, the load detects it.
 
 For 32,768 tokens in chunks of 256 and blocks of 16, one round is enough if everything or nothing is
 stored. Otherwise it takes at most three.
@@ -30,12 +30,12 @@ class Found:
     chunks: tuple[Chunk, ...]
     missing: tuple[ChunkKey, ...]
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
-    """Where the chunks are for which the caller asked; the caller adds it."""
+    """The tier of each chunk that was looked up; the caller adds it."""
     tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """The tensor-parallel size in which each chunk is stored."""
 
     def __bool__(self) -> bool:
-        """Whether anything is stored."""
+        """Return whether anything is stored."""
         return bool(self.chunks)
 
     def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "Found":
@@ -46,9 +46,9 @@ class Found:
 
 
 def infer_tp_sizes(chunks: Sequence[Chunk], tp_sizes: dict[ChunkKey, int]) -> list[Chunk]:
-    """Add sizes for those of `chunks` for which nobody asked; return those that are not clear.
+    """Add sizes for `chunks` that were not looked up; return those whose size stays unknown.
 
-    If all chunks that were asked for have one size, the others have it too. In a conversation,
+    If all chunks that were looked up have one size, the others have it too. In a conversation,
     chunks of prompts and answers may come from engines of different sizes, in any order. Then the
     other chunks are returned.
     """
@@ -97,7 +97,7 @@ class _Search:
     def next_round(self) -> list[Chunk]:
         """Return the chunks to ask for; empty: the search has ended."""
         wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
-        # Where nothing is stored, as with most prompts, this makes the first round the last one.
+        # If nothing is stored, as for most prompts, these make the first round the last one.
         next_partials = self._open_partials(self._low)
         if len(next_partials) <= self._most // 2 or self._low == self._high:
             wanted |= {chunk.key: chunk for chunk in next_partials}
@@ -143,8 +143,8 @@ class _Search:
         return [*([self._tail] if self._tail else []), *partials[:1]]
 
     def _open_partials(self, number: int) -> list[Chunk]:
-        """Return the partial chunks of chunk `number` that are not known, and are longer than any
-        that is known to be stored."""
+        """Return the partial chunks of chunk `number` that were not looked up, and are longer than
+        the longest one known to be stored."""
         unknown = []
         for chunk in self._prefix.partials(number, self._start_block):
             if self._is_there.get(chunk.key):
