@@ -100,7 +100,8 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", [0, 4096, 20 * MIB + 3])
     async def test_it_states_what_it_holds(self, store: ObjectStore, size: int) -> None:
-        """Damaged objects are removed because of `stat`: a wrong MD5 is worse than none."""
+        """Engines remove an object as damaged by what `stat` returns: no MD5 is better than a wrong
+        one."""
         body = os.urandom(size)
         await store.put(KEY, body)
         stated = await store.stat(KEY)

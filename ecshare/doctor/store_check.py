@@ -149,9 +149,9 @@ async def _lookup_s(store: ObjectStore) -> float | None:
     key, seconds = Key(f"doctor-{secrets.token_hex(8)}"), []
     for _ in range(_LOOKUPS):
         started_s = time.monotonic()
-        (is_there,) = await store.exists([key])
+        (is_stored,) = await store.exists([key])
         seconds.append(time.monotonic() - started_s)
-        if is_there:
+        if is_stored:
             return None
     return statistics.median(seconds)
 

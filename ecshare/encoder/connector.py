@@ -101,7 +101,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(lambda: (None, None), _write_totals)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        """End the step. With `save = "durable"`, the step's saves are stored on return."""
+        """End the step. With `save = "durable"`, wait for the step's saves, bounded."""
         self.worker.settle()
         return None, None
 

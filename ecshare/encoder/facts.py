@@ -138,7 +138,7 @@ def encoder_widths(vllm_config: Any) -> frozenset[int]:
 
 
 def _packed_levels(config: Any) -> set[int]:
-    """Return the possible numbers of features, each as wide as the text model, in an embedding."""
+    """Return how many features, each as wide as the text model, an embedding may concatenate."""
     # Granite 4 Vision: only injected features, each for a layer of its own.
     layerwise = getattr(config, "deepstack_layer_map", None)
     if layerwise is not None:

@@ -228,7 +228,7 @@ class EncoderWorker:
 
         Called only by a worker on another host than the scheduler half, which pinned the embedding
         on its own host and found it in the store. vLLM cannot continue without a promised
-        embedding, so the fetch is repeated after a failure.
+        embedding, so a failed fetch is repeated until `promise_s` is over.
         """
         timeout_s = self._promise_s
         found: list[StoredObject] = []

@@ -7,7 +7,7 @@
 | `s3://bucket/prefix`, `s3a://`                     | `cloud.store.CloudStore`      | obstore |
 | `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.store.CloudStore`      | obstore |
 | `gs://bucket/prefix`, `gcs://`                     | `cloud.store.CloudStore`      | obstore |
-| the same, with an option that obstore does not have | `fsspec.store.FsspecStore`   | fsspec  |
+| the same, with an option that obstore lacks        | `fsspec.store.FsspecStore`    | fsspec  |
 | any other url that fsspec can open                 | `fsspec.store.FsspecStore`    | fsspec  |
 
 Backends are imported inside functions: their client packages are optional, and slow to import.

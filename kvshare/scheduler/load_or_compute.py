@@ -204,7 +204,7 @@ class LoadOrCompute:
     def fewest_tokens(self) -> int:
         """Return how many tokens a hit must have to be worth a look-up; 0: it is not known.
 
-        This engine computes fewer tokens in less time than it takes to look them up and load them.
+        Fewer tokens are computed in less time than a look-up and a load take.
         """
         pace = self.steps.pace.s_per_token
         return int(_ROUNDS_S / pace) if pace else 0

@@ -91,12 +91,12 @@ class _Search:
         self._start_block = start_block
         self._first = self._low = start_block // prefix.grid.chunk_blocks
         self._high = max(prefix.num_whole, self._low)
-        self._is_there: dict[ChunkKey, bool] = {}
+        self._is_stored: dict[ChunkKey, bool] = {}
         self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
 
     def next_round(self) -> list[Chunk]:
         """Return the chunks to ask for; empty: the search has ended."""
-        wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
+        wanted = {} if self._is_stored else {chunk.key: chunk for chunk in self._ends()}
         # If nothing is stored, as for most prompts, these make the first round the last one.
         next_partials = self._open_partials(self._low)
         if len(next_partials) <= self._most // 2 or self._low == self._high:
@@ -112,16 +112,16 @@ class _Search:
             wanted |= partials
         return list(wanted.values())
 
-    def learn(self, chunks: Sequence[Chunk], are_there: Sequence[bool]) -> None:
+    def learn(self, chunks: Sequence[Chunk], are_stored: Sequence[bool]) -> None:
         """Take the answers of a round."""
-        self._is_there |= {
-            chunk.key: is_there for chunk, is_there in zip(chunks, are_there, strict=True)
+        self._is_stored |= {
+            chunk.key: is_stored for chunk, is_stored in zip(chunks, are_stored, strict=True)
         }
         for number in range(self._low, self._high):
-            is_there = self._is_there.get(self._prefix.whole(number).key)
-            if is_there:
+            is_stored = self._is_stored.get(self._prefix.whole(number).key)
+            if is_stored:
                 self._low = number + 1
-            elif is_there is False:
+            elif is_stored is False:
                 self._high = number
                 break
 
@@ -129,12 +129,12 @@ class _Search:
         """Return the result."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
         partials = self._prefix.partials(self._low, self._start_block)
-        chunks += [chunk for chunk in partials if self._is_there.get(chunk.key)][:1]
+        chunks += [chunk for chunk in partials if self._is_stored.get(chunk.key)][:1]
         end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
         tail = self._tail
-        if tail is not None and self._is_there[tail.key] and tail.first_block == end_block:
+        if tail is not None and self._is_stored[tail.key] and tail.first_block == end_block:
             chunks.append(tail)
-        missing = [key for key, is_there in self._is_there.items() if not is_there]
+        missing = [key for key, is_stored in self._is_stored.items() if not is_stored]
         return Found(tuple(chunks), tuple(missing))
 
     def _ends(self) -> list[Chunk]:
@@ -147,9 +147,9 @@ class _Search:
         the longest one known to be stored."""
         unknown = []
         for chunk in self._prefix.partials(number, self._start_block):
-            if self._is_there.get(chunk.key):
+            if self._is_stored.get(chunk.key):
                 break
-            if chunk.key not in self._is_there:
+            if chunk.key not in self._is_stored:
                 unknown.append(chunk)
         return unknown
 

@@ -38,7 +38,7 @@ from kvshare.worker import float8
 from kvshare.worker.cache_axes import as_blocks, distinct_caches, heads_come_first
 from kvshare.worker.device_copies import Addresses, BlockTable, Copier
 
-# Numpy lacks some of torch's types. It gets integers of the same size, which is the key.
+# The integers as which numpy sees the types of torch that it lacks, by size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Erase = Callable[[Tensor, int], None]

@@ -162,11 +162,11 @@ class DirectoryStore:
 
     def _exists(self, key: Key) -> bool:
         try:
-            return self._is_there(key)
+            return self._has_file(key)
         except ObjectUnreadable:
             return False
 
-    def _is_there(self, key: Key) -> bool:
+    def _has_file(self, key: Key) -> bool:
         """Return whether there is a file under `key`.
 
         Raises:
@@ -191,7 +191,7 @@ class DirectoryStore:
         Raises:
             ObjectUnreadable: there is something else, or a file that this user may not read.
         """
-        if not self._is_there(key):
+        if not self._has_file(key):
             return False
         path = self._path(key)
         if not os.access(path, os.R_OK) and _may_read(os.path.dirname(path)):

@@ -8,7 +8,7 @@ entry. Only files with names of ours are counted or removed.
 A scan of very many entries takes seconds. It does not hold the counter's lock, so other processes
 add and remove entries meanwhile. The counter's second number limits how wrong the sum of the scan
 can be, and the scan corrects the counter no further. Entries are removed a few at a time, each time
-under the lock. One process at a time scans and evicts, in a thread of its own. It has "the turn".
+under the lock. One process at a time scans and evicts, in a thread of its own: it "has the turn".
 """
 
 import contextlib

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 SHM = Path("/dev/shm")  # noqa: S108
-# The default in containers is 64 MB, enough for one large picture and a few small ones. If it is
-# smaller than this, a disk is better.
+# By default, /dev/shm of a container has 64 MB, enough for one large picture and a few small ones.
+# If it has less than this, a disk is better.
 ENOUGH_BYTES = 1 << 30
 # The part of a file system that a cache may take. Others need it too: vLLM's queues and NCCL's
 # buffers in /dev/shm are made without reserving their memory. If none is left when a process writes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declares the limit of a process for one folder of the host cache, and reads those of others.
 
-Each process evicts down to its own limit, so the smallest counts for all. So that a warning can be
-logged, a process holds a shared `flock` on `.limits/<bytes>` while it uses the folder. The kernel
+Each process evicts down to its own limit, so the smallest counts for all. So that others can warn
+of that, a process holds a shared `flock` on `.limits/<bytes>` while it uses the folder. The kernel
 releases it when the process ends, in every case.
 """
 
