@@ -12,7 +12,7 @@ from typing import NoReturn
 from ecshare import __version__
 from ecshare.doctor.examine import examine
 from ecshare.doctor.findings import Level
-from ecshare.doctor.options import Beside, Target, read_argument
+from ecshare.doctor.targets import Remark, Target, read_argument
 from ecshare.store.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 all is well, 1 a problem was found, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a terminal that has not every character
+        if isinstance(stream, TextIOWrapper):  # a terminal may not have every character
             stream.reconfigure(errors="backslashreplace")
     if given[:1] == ["router"]:
         _router(given[1:])
@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if options.command == "router":
         _router([])
     try:
-        targets, beside = read_argument(options.store)
-        sys.exit(asyncio.run(_doctor(targets, beside, options)))
+        targets, remarks = read_argument(options.store)
+        sys.exit(asyncio.run(_doctor(targets, remarks, options)))
     except ConfigError as exc:
         parser.error(str(exc))
     except KeyboardInterrupt:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _router(arguments: Sequence[str]) -> NoReturn:
-    # Inside: it needs more than the rest of the command line.
+    # Not at the top: the router needs packages that the rest of the command line does not.
     from ecshare.router.__main__ import main as route
 
     route(arguments, prog="ecshare router")
@@ -98,10 +98,10 @@ def _count(text: str) -> int:
 
 
 async def _doctor(
-    targets: Sequence[Target], beside: Sequence[Beside], options: argparse.Namespace
+    targets: Sequence[Target], remarks: Sequence[Remark], options: argparse.Namespace
 ) -> int:
     status = 0
-    findings = examine(targets, beside, write=not options.read_only, sample=options.sample)
+    findings = examine(targets, remarks, write=not options.read_only, sample=options.sample)
     async for topic, level, text, details in findings:
         print(f"{level.value:8}{topic}: {text}", flush=True)
         for line in details:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ObjectStore must do, as tests. Needs pytest and pytest-asyncio in "auto" mode.
+"""Tests of what every ObjectStore must do. They need pytest and pytest-asyncio in "auto" mode.
 
-Run it over a store of your own by inheriting and yielding an empty one:
+To run them over a store of your own, inherit from `StoreContract` and yield an empty store:
 
     class TestMyStore(StoreContract):
         @pytest.fixture
@@ -36,7 +36,7 @@ LIMIT = 64 * MIB
 
 
 class Listener(Memory):
-    """Remembers what it was told."""
+    """Records the calls that it receives."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
@@ -60,7 +60,7 @@ class _Trouble(OSError):
 
 
 class Troubled(Memory):
-    """Cannot take a byte."""
+    """Fails on every write."""
 
     def write(self, offset: int, piece: Buffer) -> None:
         """See Sink."""
@@ -68,20 +68,20 @@ class Troubled(Memory):
 
 
 class StoreContract:
-    """The suite. `store` is empty and the tests' own."""
+    """The suite. `store` is empty, and no other process uses it."""
 
     create_only = True
-    """Whether who puts an object that is there is told so."""
+    """True if a put of a stored object returns False."""
     one_winner = True
-    """Whether this holds for writers at the same moment too."""
+    """True if only one of several concurrent puts of an object returns True."""
     creates_once = True
-    """What the store itself says of that, as far as it can know."""
+    """The expected value of the store's own `creates_once`."""
     racing_writers_fail = False
-    """Whether writers at the same moment may be refused, even of different objects: who tries again
-    stores the object."""
+    """True if concurrent puts may be refused, even of different objects. A second try stores the
+    object."""
 
     states_md5 = True
-    """Whether `stat` tells the MD5."""
+    """True if `stat` returns the MD5."""
 
     @pytest.fixture
     def store(self) -> AsyncIterator[ObjectStore]:
@@ -90,7 +90,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", SIZES)
     async def test_an_object_comes_back_as_it_was_put(self, store: ObjectStore, size: int) -> None:
-        """Of any size, and nobody can write to what came back."""
+        """Of any size. The returned buffer is read-only."""
         body = os.urandom(size)
         assert await store.put(KEY, body) is True
         found = await read(store, KEY, LIMIT)
@@ -100,7 +100,8 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", [0, 4096, 20 * MIB + 3])
     async def test_it_states_what_it_holds(self, store: ObjectStore, size: int) -> None:
-        """Damaged objects are removed by its word: a wrong MD5 is worse than none."""
+        """Engines remove an object as damaged by what `stat` returns: no MD5 is better than a wrong
+        one."""
         body = os.urandom(size)
         await store.put(KEY, body)
         stated = await store.stat(KEY)
@@ -112,14 +113,14 @@ class StoreContract:
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
     async def test_any_buffer_can_be_put(self, store: ObjectStore, kind: type) -> None:
-        """Also one that can change later: by then it has been read."""
+        """Also one that the caller changes after the put."""
         body = bytearray(b"0123456789")
         await store.put(KEY, kind(body))
         body[:] = b"----------"
         assert bytes(await read(store, KEY, LIMIT)) == b"0123456789"
 
     async def test_a_sink_hears_the_size_then_each_byte_once(self, store: ObjectStore) -> None:
-        """In any order; nothing before the size."""
+        """The size comes first, the bytes in any order."""
         body = os.urandom(20 * MIB + 3)
         await store.put(KEY, body)
         sink = Listener(LIMIT)
@@ -135,7 +136,7 @@ class StoreContract:
     async def test_an_object_beyond_the_sinks_limit_is_refused_by_its_size(
         self, store: ObjectStore
     ) -> None:
-        """Before its body is taken, whatever the store's medium."""
+        """Before any byte of its body is written to the sink."""
         await store.put(KEY, os.urandom(12 * MIB))
         sink = Listener(12 * MIB - 1)
         with pytest.raises(ObjectCorrupt, match=str(12 * MIB)):
@@ -145,7 +146,7 @@ class StoreContract:
         assert await store.exists([KEY]) == [True]
 
     async def test_what_a_sink_raises_comes_out(self, store: ObjectStore) -> None:
-        """It is no failure of the store."""
+        """The sink's own exception, not a StoreError."""
         await store.put(KEY, b"0123456789")
         with pytest.raises(_Trouble):
             await store.get(KEY, Troubled(LIMIT))
@@ -157,14 +158,14 @@ class StoreContract:
         assert await read(store, KEY, LIMIT) == slab[1000:50_000]
 
     async def test_a_missing_object_is_an_error_of_its_own(self, store: ObjectStore) -> None:
-        """And the builtin that a stranger would catch."""
+        """ObjectMissing, which is also a FileNotFoundError."""
         with pytest.raises(ObjectMissing) as caught:
             await read(store, ABSENT, LIMIT)
         assert isinstance(caught.value, FileNotFoundError)
         assert ABSENT in str(caught.value)
 
     async def test_a_second_put_changes_nothing(self, store: ObjectStore) -> None:
-        """It is told so, where the store can know."""
+        """It returns False, if the store can detect it."""
         await store.put(KEY, b"the same bytes")
         second = await store.put(KEY, b"the same bytes")
         assert second is (not self.create_only)
@@ -173,7 +174,7 @@ class StoreContract:
     async def test_a_put_that_replaces_takes_the_place_of_what_is_there(
         self, store: ObjectStore
     ) -> None:
-        """And of nothing; it is told that it was written."""
+        """Also where no object is stored. Both puts return True."""
         await store.put(KEY, b"damaged")
         assert await store.put(KEY, b"mended", replace=True) is True
         assert bytes(await read(store, KEY, LIMIT)) == b"mended"
@@ -182,7 +183,7 @@ class StoreContract:
         assert await store.put(KEY, b"anew") is (not self.create_only)
 
     async def test_what_was_replaced_is_young_again(self, store: ObjectStore) -> None:
-        """By the store's own clock, which may count whole seconds: rules on age go by that."""
+        """By the store's own clock, which expiry rules use, and which may count whole seconds."""
         await store.put(KEY, b"the same bytes")
         before_s = await self._modified_s(store, KEY)
         deadline_s = time.monotonic() + 30
@@ -191,7 +192,7 @@ class StoreContract:
             await store.put(KEY, b"the same bytes", replace=True)
 
     async def test_an_object_is_there_while_it_is_replaced(self, store: ObjectStore) -> None:
-        """All of it, at any moment."""
+        """A reader gets all of it, at any moment."""
         body = os.urandom(100_000)
         await store.put(KEY, body)
         for _ in range(5):
@@ -206,7 +207,7 @@ class StoreContract:
         assert store.creates_once is self.creates_once
 
     async def test_of_racing_writers_one_wins(self, store: ObjectStore) -> None:
-        """Whoever wins, the object is whole."""
+        """The stored object is whole, whichever put wins."""
         body = os.urandom(2 * MIB)
         puts = (store.put(KEY, bytes(body)) for _ in range(8))
         won = await asyncio.gather(*puts, return_exceptions=True)
@@ -218,7 +219,7 @@ class StoreContract:
         assert bytes(await read(store, KEY, LIMIT)) == body
 
     async def test_a_reader_sees_all_of_an_object_or_none(self, store: ObjectStore) -> None:
-        """Asked again and again while it is being written."""
+        """Read repeatedly while it is being written."""
         body = os.urandom(12 * MIB)
         writing = asyncio.ensure_future(store.put(KEY, body))
         while not writing.done():
@@ -229,7 +230,7 @@ class StoreContract:
         assert await writing
 
     async def test_many_objects_at_once(self, store: ObjectStore) -> None:
-        """Each reader gets its own."""
+        """Each reader gets the object that it asked for."""
         bodies = {
             object_key(Kind.KV, NAMESPACE, str(n), "r0"): os.urandom(1000 + n) for n in range(64)
         }
@@ -238,7 +239,7 @@ class StoreContract:
         assert [bytes(body) for body in found] == [*bodies.values()]
 
     async def test_existence_is_answered_in_order(self, store: ObjectStore) -> None:
-        """Of one, of many, of none, and of one asked twice."""
+        """For one key, many, none, and one key twice."""
         keys = [object_key(Kind.EC, NAMESPACE, str(n)) for n in range(70)]
         await self._put_at_once(store, dict.fromkeys(keys[::2], b"x"))
         assert await store.exists(keys) == [n % 2 == 0 for n in range(70)]
@@ -246,7 +247,7 @@ class StoreContract:
         assert await store.exists([]) == []
 
     async def test_a_deleted_object_is_gone(self, store: ObjectStore) -> None:
-        """Deleting what is not there is no error, and touches nothing else."""
+        """Deleting a missing object is no error, and deletes no other."""
         await store.put(KEY, b"one")
         await store.put(OTHER, b"two")
         await store.delete([KEY, ABSENT])
@@ -288,7 +289,7 @@ class StoreContract:
     async def test_calls_that_are_cancelled_end_and_leave_a_working_store(
         self, store: ObjectStore
     ) -> None:
-        """Whoever calls decides how long to wait."""
+        """The caller decides how long to wait."""
         body = os.urandom(MIB)
         keys = [object_key(Kind.EC, NAMESPACE, str(n)) for n in range(100)]
         calls: list[Coroutine[Any, Any, Any]] = [store.put(key, body) for key in keys]
@@ -302,7 +303,7 @@ class StoreContract:
         assert await read(store, OTHER, LIMIT) == body
 
     async def test_a_probe_of_a_working_store_passes(self, store: ObjectStore) -> None:
-        """Again and again, and only a writer's leaves something behind."""
+        """Also repeatedly. Only a writer's probe leaves an object."""
         await probe(store, write=False)
         assert await self._listed(store, "") == {}
         await probe(store, write=True)

@@ -25,7 +25,7 @@ _MOST_BYTES = 4 * GIB
 _MOST_OF_MEMORY = 16
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# Of cgroups version 2 and version 1. A container sees its own limits.
+# The files of cgroups version 2 and version 1. A container sees its own limits.
 _MEMORY_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 
 
@@ -34,10 +34,10 @@ def with_default_buffer(
 ) -> KVConfig:
     """Return `config` with the default `buffer_bytes` of this engine; call it if the user set none.
 
-    A GPU fills a gigabyte in one step, and if a request ends with that step, the chunks that find
-    no room are lost. A CPU engine takes many steps for it, and the memory is also the model's. Both
-    halves of a connector must compute the same number. So where workers may be on other hosts, with
-    other memory, the default is that of a CPU engine.
+    A GPU fills a gigabyte in one step. If a request ends with that step, the chunks without buffer
+    memory are lost. A CPU engine takes many steps to fill it, and its model needs the same memory.
+    Both halves of a connector must compute the same number. So if workers may be on other hosts,
+    with other memory, the default is that of a CPU engine.
     """
     role = vllm_config.kv_transfer_config
     is_to_grow = (
@@ -65,8 +65,8 @@ def with_default_buffer(
 def num_local_ranks(vllm_config: "VllmConfig") -> int:
     """Return how many workers may share this host; only for engines without remote workers.
 
-    With several replicas of a dense model, vLLM configures each engine as the only one. So each
-    visible GPU counts as a worker's.
+    With several replicas of a dense model, vLLM configures each engine as the only one. So every
+    visible GPU is counted as the GPU of a worker.
     """
     parallel = vllm_config.parallel_config
     configured = int(parallel.world_size) * int(option(parallel, "data_parallel_size_local") or 1)

@@ -20,8 +20,7 @@ _RELEASE = re.compile(r"([0-9]+\.[0-9]+)\.[0-9]+(\+.*)?")
 def layout_generation() -> str:
     """Return the generation of vLLM's block layout: equal for releases that fill KV blocks alike.
 
-    A release that we have not compared with others, such as a development build, is a generation of
-    its own.
+    A release that was not compared with others, such as a development build, has its own one.
     """
     release = _RELEASE.fullmatch(vllm_release())
     return _LAYOUT_GENERATIONS.get(release[1] if release else "", f"vLLM {vllm_release()}")

@@ -33,9 +33,9 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     computed again. Use the same value on all engines."""
 
     load: Literal["always", "if_faster"] = "if_faster"
-    """Whether all is loaded that a look-up finds, or only as much of it as should be here sooner
-    than this engine would compute it, by what both took of late; less than a chunk that it computes
-    in 5 ms is not looked up. What another engine announces is always loaded."""
+    """Whether all KV that a look-up finds is loaded, or only as much as should load faster than
+    this engine would compute it, by recent measurements of both. Less than a chunk that it computes
+    in 5 ms is not looked up. KV that another engine announces is always loaded."""
 
     save_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Prompts of which fewer tokens would be stored are not stored, unless another engine waits for
@@ -58,7 +58,7 @@ class KVConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_fields
     Only engines with the same value share KV."""
 
     def check_dtypes(self, cache_dtypes: Collection[Any]) -> None:
-        """Check that KV of these torch dtypes can be stored as the options say.
+        """Check that KV of these torch dtypes can be stored with these options.
 
         Raises:
             ConfigError: it cannot; names the option.
@@ -105,7 +105,7 @@ def parse_tier(raw: Mapping[str, Any], path: str) -> TierConfig:
     """Parse the options of a tier, as `parse` does. An epoch is required.
 
     Raises:
-        ConfigError: as `parse`, or `epoch` is missing.
+        ConfigError: see `parse`; or `epoch` is missing.
     """
     if not raw.get("epoch"):
         raise ConfigError(

@@ -291,14 +291,14 @@ class KVShareConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do as `request_finished_all_groups`, for a model with one cache group."""
+        """Remove the request of a model with one cache group; see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded(dict)
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return the sources of these tokens, as this host's memory, with the number from each."""
+        """Return the number of these tokens from each source, e.g. from this host's memory."""
         from kvshare.compat import cache_hit_source
 
         sources = self.scheduler.hit_sources(request, num_external_tokens)

@@ -17,7 +17,7 @@ METRICS: MetricTable = {
     ),
     "declined": Metric(
         "declined",
-        "KV blocks and prompt tails that were not saved, by the rule that says so.",
+        "KV blocks and prompt tails that were not saved, by the rule that excludes them.",
         {"rule": ("save_after", "save_min_tokens", "save_answers", "request", "other_connector")},
     ),
     "tokens": Metric(

@@ -188,7 +188,7 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_the_front_door_loads_neither_torch_nor_vllm_nor_the_router() -> None:
     front = [name for name in MODULES if room(name) in FRONT]
-    assert {"ecshare.cli", "ecshare.doctor.options"} <= set(front)
+    assert {"ecshare.cli", "ecshare.doctor.targets"} <= set(front)
     loaded = loaded_by(f"import {', '.join(name for name in front if name != 'ecshare.__main__')}")
     assert "kvshare.config" in loaded
     assert not loaded & {"torch", "vllm", "transformers", "aiohttp", "ecshare.router"}

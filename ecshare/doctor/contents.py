@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store contains: who stored how much, whether it is intact, and what separates engines."""
+"""Examines what a store contains: size, damage, and the facts in which its namespaces differ."""
 
 import time
 from collections import defaultdict
@@ -43,7 +43,7 @@ _KINDS = {Kind.EC: "embeddings", Kind.KV: "KV blocks"}
 
 @dataclass
 class NamespaceCount:
-    """What was counted in one namespace."""
+    """The counts of one namespace."""
 
     num_objects: int = 0
     num_bytes: int = 0
@@ -94,7 +94,8 @@ async def count_objects(
 ) -> tuple[dict[str, NamespaceCount], int]:
     """Count the objects below `prefix` by namespace, within limits of keys and seconds.
 
-    Also returns the number of keys at which it stopped; 0: it counted all. `now_s` is the clock.
+    Also return the number of keys at which counting stopped; 0: all were counted. `now_s` is the
+    clock.
     """
     counts: dict[str, NamespaceCount] = defaultdict(NamespaceCount)
     num_listed = 0
@@ -122,9 +123,9 @@ async def _orphans(
     store: ObjectStore, kind: Kind, counts: Mapping[str, NamespaceCount], manifests: list[Manifest]
 ) -> dict[str, NamespaceCount]:
     """Return the namespaces that have objects but no manifest, not even a damaged one."""
-    doubtful = _largest(counts, but=_names(manifests))[:MAX_CHECKED]
-    there = await store.exists([manifest_key(kind, name) for name in doubtful])
-    return {name: counts[name] for name, has in zip(doubtful, there, strict=True) if not has}
+    unread = _largest(counts, but=_names(manifests))[:MAX_CHECKED]
+    stored = await store.exists([manifest_key(kind, name) for name in unread])
+    return {name: counts[name] for name, has in zip(unread, stored, strict=True) if not has}
 
 
 async def _not_listed(
@@ -196,7 +197,7 @@ def _age(modified_s: float | None) -> str:
     try:
         return f"of {datetime.fromtimestamp(modified_s, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):
-        return "of a time that cannot be"
+        return "of an invalid time"
 
 
 def size(num_bytes: int) -> str:
@@ -226,7 +227,7 @@ async def _verify_sample(
 
 
 def _compare(kind: Kind, manifests: list[Manifest]) -> Iterator[Finding]:
-    """Yield, once for each pair of most similar namespaces, what separates them."""
+    """Yield, once for each pair of most similar namespaces, the facts in which they differ."""
 
     def pair_of(manifest: Manifest) -> tuple[str, ...]:
         other = nearest(manifest.facts, manifests)

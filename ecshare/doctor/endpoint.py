@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers at the endpoint of a bucket: an S3 server, another server, or nothing.
+"""Finds out what answers at the endpoint of a bucket: an S3 server, another server, or nothing.
 
-Asked only after the store failed or answered wrongly: one unsigned GET.
+It sends one unsigned GET, and only after the store failed or answered wrongly.
 """
 
 import http.client

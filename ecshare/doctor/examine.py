@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out why engines do not share: is the store healthy, and do the engines' facts agree.
 
-Reads the contents of the store, and writes one object of its own at a time, which it removes again.
-It creates no folder. The contents of the store are not trusted: they are shown bounded and escaped.
+It reads the contents of the store. It writes one object of its own at a time, and removes it. It
+creates no folder. The contents of the store are not trusted: they are shown bounded and escaped.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ecshare.doctor.contents import contents, size
 from ecshare.doctor.findings import Finding, Level, error_text, printable
-from ecshare.doctor.options import Beside, Conflict, Target
 from ecshare.doctor.store_check import advice, check_store, missing_folder
+from ecshare.doctor.targets import Conflict, Remark, Target
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError, StoreError
 from ecshare.store.hostcache.folder import default_root, fitting
@@ -41,14 +41,14 @@ class _Opened(NamedTuple):
 
 async def examine(
     targets: Sequence[Target],
-    beside: Sequence[Beside] = (),
+    remarks: Sequence[Remark] = (),
     *,
     write: bool = True,
     sample: int = 20,
 ) -> AsyncIterator[Finding]:
     """Yield the findings about the stores of `targets`, each as soon as it is known.
 
-    `beside`: what else is in their options; it is only named. `write`: also try to store objects.
+    `remarks`: on the rest of their options; passed on. `write`: also try to store objects.
     `sample`: how many objects of each namespace to read and verify.
 
     Raises:
@@ -60,17 +60,17 @@ async def examine(
             opened.append(each)
             if each.store is not None:
                 stack.push_async_callback(each.store.close)
-        for each_beside in beside:
-            yield _of_options(each_beside)
+        for remark in remarks:
+            yield _of_options(remark)
         for each in opened:
             async for finding in _examine(each, write=write, sample=sample):
                 yield finding
 
 
-def _of_options(beside: Beside) -> Finding:
-    if isinstance(beside, Conflict):
-        return Finding("options", Level.PROBLEM, printable(str(beside)))
-    return Finding("options", Level.NOTE, printable(f"{beside}; not examined"))
+def _of_options(remark: Remark) -> Finding:
+    if isinstance(remark, Conflict):
+        return Finding("options", Level.PROBLEM, printable(str(remark)))
+    return Finding("options", Level.NOTE, printable(f"{remark}; not examined"))
 
 
 def _open(targets: Sequence[Target]) -> Iterator[_Opened]:
@@ -90,7 +90,7 @@ def _open(targets: Sequence[Target]) -> Iterator[_Opened]:
 
 
 def _identity(config: StoreConfig) -> str:
-    """Return what two targets have in common if one examination covers both."""
+    """Return a text that is equal for two targets if one examination covers both."""
     options = json.dumps(config.storage_options, sort_keys=True, default=repr)
     host = f"{config.host_cache_dir}\n{config.host_cache_bytes}"
     return f"{config.store_id()}\n{config.integrity_key}\n{host}\n{options}"
@@ -142,33 +142,33 @@ def _examine_host_cache(config: StoreConfig) -> Iterator[Finding]:
     """Examine the host cache, or the place where the first engine will create it."""
     named = config.host_cache_dir
     root = Path(named) if named else default_root(config.host_cache_bytes)
-    there = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
+    existing = next(path for path in (root, *root.absolute().parents) if os.path.lexists(path))
     try:
-        _check_usable(root, there)
-        limit = size(fitting(there, config.host_cache_bytes))
-        free = _free_bytes(there)
+        _check_usable(root, existing)
+        limit = size(fitting(existing, config.host_cache_bytes))
+        free = _free_bytes(existing)
         used = sum(path.stat().st_size for path in root.glob("*") if path.is_file())
     except (ConfigError, OSError) as exc:
         yield Finding("host cache", Level.PROBLEM, printable(str(exc)))
         return
     state = f"holds {size(used)} of at most {limit}"
-    if there != root:
+    if existing != root:
         state = f"does not exist yet: the first engine makes it, for at most {limit}"
     text = f"{root} {state}; the disk has {size(free)} free"
     yield Finding("host cache", Level.OK, text)
 
 
-def _check_usable(root: Path, there: Path) -> None:
-    """Check that engines could use the folder `root`; `there` is the part of its path that exists.
+def _check_usable(root: Path, existing: Path) -> None:
+    """Check that engines could use the folder `root`, of whose path the part `existing` exists.
 
     Raises:
         ConfigError: they could not.
     """
-    if there == root:
+    if existing == root:
         check_private(root)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"host_cache_dir: {root} cannot be {'used' if there == root else 'made'}; "
+            f"host_cache_dir: {root} cannot be {'used' if existing == root else 'made'}; "
             "name a folder this user may write"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries a store: does it answer, how fast, and does it give back what it was given."""
+"""Tests a store: does it answer, how fast, and does it return the bytes that were stored."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ class RoundTrip(NamedTuple):
     """The shortest of all rounds, as is `get_s`."""
     get_s: float
     is_same: bool
-    """Whether the bytes that were read are those that were stored."""
+    """True if the bytes that were read are those that were stored."""
     creates_once: bool
-    """Whether a second put of a key was refused."""
+    """True if a second put of a key was refused."""
     left: str = ""
-    """The key of an object that could not be removed, and why. "": all were removed."""
+    """The key of an object that could not be removed, and the reason. "": all were removed."""
 
 
 async def check_store(
@@ -52,7 +52,8 @@ async def check_store(
         async with asyncio.timeout(config.io_timeout_s):
             has_root = not isinstance(store, FsspecStore) or await store.has_root()
             if has_root:
-                # As engines do at start. A listing tells a missing bucket from an empty one.
+                # As engines do at start. Only a listing distinguishes a missing bucket from an
+                # empty one.
                 await probe(store, write=False)
         if not has_root:
             yield missing_folder(config.url)  # on a file server, where a put would create it
@@ -148,9 +149,9 @@ async def _lookup_s(store: ObjectStore) -> float | None:
     key, seconds = Key(f"doctor-{secrets.token_hex(8)}"), []
     for _ in range(_LOOKUPS):
         started_s = time.monotonic()
-        (is_there,) = await store.exists([key])
+        (is_stored,) = await store.exists([key])
         seconds.append(time.monotonic() - started_s)
-        if is_there:
+        if is_stored:
             return None
     return statistics.median(seconds)
 

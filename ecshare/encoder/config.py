@@ -18,5 +18,5 @@ class EncoderConfig(ConnectorConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def promise_s(self) -> float:
-        """Seconds for which a worker asks the store for an embedding that vLLM counts on."""
+        """Return the seconds for which a worker tries to load an embedding promised to vLLM."""
         return max(self.wait_s, 3 * self.io_timeout_s)

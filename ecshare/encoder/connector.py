@@ -53,7 +53,7 @@ class ECShareConnector(ECConnectorBase):
         transfer = vllm_config.ec_transfer_config
         assert transfer is not None  # super() has checked it
         config = parse(EncoderConfig, transfer.ec_connector_extra_config, OPTIONS_PATH)
-        # Here, because each half drags in what the other process must not load.
+        # Not at the top: each half imports modules that the other process must not load.
         if role is ECConnectorRole.SCHEDULER:
             from ecshare.encoder.scheduler.scheduler import EncoderScheduler
 
@@ -68,7 +68,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(_none, goes_on=True)
     def shutdown(self) -> None:
-        """Let what is in flight end, briefly, and stop the I/O thread."""
+        """Wait briefly for loads and saves in flight, and stop the I/O thread."""
         half = self.scheduler if self.role is ECConnectorRole.SCHEDULER else self.worker
         half.close()
 
@@ -95,19 +95,19 @@ class ECShareConnector(ECConnectorBase):
         if self.is_producer:
             self.worker.save(mm_hash, encoder_cache)
 
-    def _tell(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        self.worker.tell()
+    def _write_totals(self, finished_req_ids: set[str]) -> tuple[None, None]:
+        self.worker.write_totals()
         return None, None
 
-    @guarded(lambda: (None, None), _tell)
+    @guarded(lambda: (None, None), _write_totals)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, None]:
-        """End of the step: on a producer-only engine, what was saved in it is stored by now."""
+        """End the step. With `save = "durable"`, wait for the step's saves, bounded."""
         self.worker.settle()
         return None, None
 
     @guarded(lambda: Report({0: {"gave_up/worker": 1}}), goes_on=True)
     def build_connector_worker_meta(self) -> Report | None:
-        """Return what the worker counted since its last report."""
+        """Return the worker's report; None if nothing is new."""
         return self.worker.report()
 
     # --- scheduler process ---
@@ -117,7 +117,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(lambda: True, _can_do_without)
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        """Return False while an item that `request` still needs is on its way to this host."""
+        """Return False while this host still fetches an item that `request` needs."""
         return self.scheduler.ready(request, num_computed_tokens)
 
     def _is_promised(self, identifier: str) -> bool:
@@ -125,7 +125,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(lambda: False, _is_promised)
     def has_cache_item(self, identifier: str) -> bool:
-        """Return True if the item need not be encoded: its bytes are verified and pinned here."""
+        """Return True if the item need not be encoded: this host has verified and pinned it."""
         return self.scheduler.has(identifier)
 
     def _has_no_caches(self, request: "Request") -> list[bool]:
@@ -145,7 +145,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(_none, _keep_promise)
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
-        """Note that item `index` of `request` is to be encoded, or loaded, in this step."""
+        """Record that item `index` of `request` is to be encoded, or loaded, in this step."""
         self.scheduler.allocated(request, index)
 
     def _promised_orders(self, scheduler_output: "SchedulerOutput") -> Orders:
@@ -168,7 +168,7 @@ class ECShareConnector(ECConnectorBase):
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """Let go of the request's items; a producer announces them to the client.
+        """Release the request's items; a producer announces them to the client.
 
         The first value is always False: True would leak the request on an engine without KV.
         """
@@ -184,8 +184,8 @@ class ECShareConnector(ECConnectorBase):
 
     # --- statistics; both processes ---
 
-    # vLLM's own types for statistics are younger than the oldest release that is served; these
-    # have the same methods.
+    # The oldest supported release of vLLM has no types of its own for statistics. Ours have the
+    # methods of the later ones.
 
     @guarded(_none, goes_on=True)
     def get_ec_connector_stats(self) -> Any:
@@ -196,7 +196,7 @@ class ECShareConnector(ECConnectorBase):
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """Wrap counts that travelled as a plain dict."""
+        """Wrap counts that vLLM passed as a plain dict."""
         from ecshare.plugin.metrics import CounterStats
 
         return CounterStats(data=data or {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that separate the embeddings of two engines, and the facts of this engine."""
+"""The facts in which engines must agree to share embeddings, and other facts of this engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _POSITION_COLUMNS = (0, 4, 5)
 
 
 class Embeddings(Struct, frozen=True):
-    """What the engines of `namespace` share: tensors with one of `widths` and `dtypes`."""
+    """The embeddings of `namespace`: tensors with one of `widths` and `dtypes`."""
 
     namespace: Namespace
     widths: frozenset[int]
@@ -39,25 +39,25 @@ class Embeddings(Struct, frozen=True):
         return self.namespace.key(f"{num_embeds}:{adapter}:{identifier}")
 
     def fits(self, spec: TensorSpec, num_embeds: int) -> bool:
-        """Whether a stored tensor can stand in for one with `num_embeds` rows."""
+        """Return whether a stored tensor may be the embedding of an item with `num_embeds` rows."""
         is_of_shape = spec.shape in {(num_embeds, width) for width in self.widths}
         return is_of_shape and spec.dtype in self.dtypes
 
     def max_bytes(self, num_embeds: int) -> int:
-        """Size of the largest object that could hold such a tensor."""
+        """Return the size of the largest object that can hold such a tensor."""
         item_bytes = max(ITEM_BYTES[dtype] for dtype in self.dtypes)
         return PROLOGUE_BYTES + num_embeds * max(self.widths) * item_bytes
 
 
 class Role(NamedTuple):
-    """What an engine does with embeddings; "ec_both" does both."""
+    """The use that an engine makes of embeddings: "ec_both" saves and loads them."""
 
     is_producer: bool
     is_consumer: bool
 
     @property
     def only_encodes(self) -> bool:
-        """Whether it saves and loads nothing. vLLM drops what workers of such engines report."""
+        """Return whether it saves but never loads. vLLM drops reports of such engines' workers."""
         return self.is_producer and not self.is_consumer
 
 
@@ -68,19 +68,19 @@ class EncoderFacts:
     role: Role
     embeddings: Embeddings
     is_shareable: bool = True
-    """If not, it neither saves nor loads."""
+    """False: it neither saves nor loads."""
     numbers_media: bool = False
-    """vLLM names media by numbers. Such media are not shared."""
+    """True if vLLM names media by numbers. Such media are not shared."""
     has_tower_adapters: bool = False
-    """LoRA adapters of requests change embeddings."""
+    """True if LoRA adapters of requests change embeddings."""
     has_remote_workers: bool = False
-    """Workers may be on other hosts than the scheduler."""
+    """True if workers may be on other hosts than the scheduler."""
     max_steps_in_flight: int | None = 1
     """See `IdleSteps`."""
 
 
 def role_of(vllm_config: Any) -> Role:
-    """Return what this engine does, by vLLM's `ec_role`."""
+    """Return the role of this engine, from vLLM's `ec_role`."""
     ec_config = vllm_config.ec_transfer_config
     assert ec_config is not None  # or vLLM would not have made the connector
     return Role(ec_config.is_ec_producer, ec_config.is_ec_consumer)
@@ -92,7 +92,7 @@ def encoder_facts(
     """Return the facts of this engine, whose embeddings are those of `namespace`."""
     dtype = vllm_config.model_config.dtype
     assert isinstance(dtype, torch.dtype)  # a word only until vLLM has read the model
-    # Some encoders run in float32 whatever the model's dtype is.
+    # Some encoders run in float32, independently of the model's dtype.
     dtypes = frozenset((dtype_name(dtype), "F32"))
     return EncoderFacts(
         role,
@@ -106,9 +106,9 @@ def encoder_facts(
 
 
 def refusal(vllm_config: Any) -> str | None:
-    """Return why the embeddings of such an engine cannot be shared; None if they can."""
+    """Return why an engine with `vllm_config` cannot share embeddings; None if it can."""
     if vllm_config.model_config.is_encoder_decoder:
-        # vLLM asks for their items too, and then loads none.
+        # vLLM asks for the items of such models too, but never loads them.
         return "encoder-decoder models are not supported"
     return deployment_refusal(vllm_config)
 
@@ -138,8 +138,8 @@ def encoder_widths(vllm_config: Any) -> frozenset[int]:
 
 
 def _packed_levels(config: Any) -> set[int]:
-    """Return how many layers an embedding may concatenate, each as wide as the text model."""
-    # Granite 4 Vision: only injected features, each at a layer of its own.
+    """Return how many features, each as wide as the text model, an embedding may concatenate."""
+    # Granite 4 Vision: only injected features, each for a layer of its own.
     layerwise = getattr(config, "deepstack_layer_map", None)
     if layerwise is not None:
         return {len(layerwise) + len(getattr(config, "spatial_target_layers", None) or ())}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the two halves of the encoder-cache connector.
+"""Messages between the two halves of the encoder-cache connector.
 
-The halves live in different processes; vLLM carries these objects, pickled, with each step.
+The halves run in different processes. vLLM passes these objects, pickled, with each step.
 """
 
 from dataclasses import dataclass, field
@@ -47,13 +47,13 @@ class Orders(ECConnectorMetadata):
 class Report(ECConnectorWorkerMetadata):
     """Workers -> scheduler half, after a step.
 
-    The V1 runner of an engine that only encodes never delivers it. What matters there takes a
-    second way as well: counts, and with them that a worker has given up (ecshare.plugin.ledger).
-    Without a report of its load, an embedding is pinned longer, no more.
+    The V1 runner of an engine that only encodes drops reports. So counts, and with them the fact
+    that a worker has given up, are also passed by a file (ecshare.plugin.ledger). An embedding
+    whose load is not reported is pinned longer; nothing else depends on the report.
     """
 
     totals: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By rank: what it has counted since it began. A sum that is told twice counts once."""
+    """By rank, the counts since its start. A total that is reported twice counts once."""
     loaded: frozenset[str] = frozenset()
     """Keys whose load orders were carried out."""
 

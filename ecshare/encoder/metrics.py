@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the encoder connector counts."""
+"""The metrics of the encoder connector."""
 
 from ecshare.plugin.metrics import HALF_METRICS, MISS_REASONS, TRANSFER_METRICS, Metric, MetricTable
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Orders for items whose encode was cancelled are never redeemed; keep the latest.
+# An order whose encode was cancelled is never carried out, so only the latest orders are kept.
 _ORDERS_KEPT = 4096
-_ENTRY_EVERY_S = 0.5
-# Of a rank that only loads: some embeddings of the largest videos.
+_WRITE_EVERY_S = 0.5
+# Staging memory of a rank that only loads: a few embeddings of the largest videos.
 _LOAD_BYTES = 256 << 20
 
 
@@ -44,7 +44,7 @@ class EncoderWorker:
     Ownership: all fields belong to vLLM's worker thread; the transfer engine has its own.
     """
 
-    def __init__(  # noqa: PLR0913 — what it is, and what it owns
+    def __init__(  # noqa: PLR0913 — its role, and all that it owns
         self,
         config: EncoderConfig,
         role: Role,
@@ -60,7 +60,7 @@ class EncoderWorker:
         self._rank = rank.tp_rank
         self._is_writer = _is_writer(role, rank)
         self._is_durable = self._is_writer and config.save == "durable"
-        # An engine that also decodes must not be held up for memory: it gives the save up.
+        # An engine that also decodes must not wait for memory: it drops the save.
         self._waits_for_room = self._is_durable or not role.is_consumer
         self._timeout_s = config.io_timeout_s
         self._promise_s = config.promise_s
@@ -71,13 +71,13 @@ class EncoderWorker:
         self._orders: Recent[str, SaveOrder] = Recent(_ORDERS_KEPT)
         self._loaded: set[str] = set()
         self._totals: dict[str, float] = {}
-        self._has_news = False
-        self._is_untold = False
-        self._next_entry_s = 0.0
+        self._is_unreported = False
+        self._is_unwritten = False
+        self._next_write_s = 0.0
 
     @classmethod
     def start(cls, vllm_config: "VllmConfig", config: EncoderConfig, rank: Rank) -> "EncoderWorker":
-        """Start the I/O thread and check that the store answers. `rank`: this worker's place.
+        """Start the I/O thread and check that the store answers. `rank`: of this worker.
 
         Raises:
             ConfigError: the store cannot be used; names the option and the fix.
@@ -96,13 +96,13 @@ class EncoderWorker:
     def load(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
         """Fill `encoder_cache` (identifier -> [num_embeds, width] on the device) as ordered.
 
-        The cache owns the tensors; on a CPU they lie in the host cache's pages until somebody
-        writes to them. On return they are usable on the current stream.
+        The cache owns the tensors. On a CPU they share the host cache's pages until they are
+        written to. On return they are usable on the current stream.
         """
         for order in orders.loads:
-            tensor = self._here(order) if not is_gpu(self._device) else None
+            tensor = self._mapped(order) if not is_gpu(self._device) else None
             if tensor is None:
-                tensor = self._brought(order)
+                tensor = self._copied_to_device(order)
             if tensor is None:
                 self._stats.add("items/failed")
                 logger.error("embedding %s was promised and cannot be loaded", order.key)
@@ -117,9 +117,9 @@ class EncoderWorker:
             self.save(order.identifier, encoder_cache)
 
     def save(self, identifier: str, encoder_cache: dict[str, Tensor]) -> None:
-        """Store an item as ordered, if it was ordered and is in the encoder cache; else nothing.
+        """Store an item, if its save was ordered and the encoder cache has it; else do nothing.
 
-        Holds the step up for the copy to the host, no longer.
+        Blocks the step only for the copy to the host.
         """
         tensor = encoder_cache.get(identifier)
         if tensor is None:
@@ -134,41 +134,41 @@ class EncoderWorker:
         try:
             self._staging.copy_out(slab, tensor)
         except torch.OutOfMemoryError:
-            # The device is full. A save may be lost, the engine may not.
+            # The device is full. Losing a save is acceptable, ending the engine is not.
             slab.release()
             self._drop(order)
             return
         self._engine.submit(Handle(Put(order.key, slab), self._saved))
 
     def _drop(self, order: SaveOrder) -> None:
-        """Give up the save of `order`, and tell those who wait for the embedding."""
+        """Give up the save of `order`, and notify the engines that wait for the embedding."""
         self._stats.add("items/dropped")
         self._engine.submit(GiveUp(order.key))
 
     def settle(self) -> None:
-        """End a step. In the mode `durable` it waits here, bounded, until its saves are stored."""
+        """End a step. In the mode `durable`, block, bounded, until its saves are stored."""
         self._staging.end_brought()
         if not self._is_durable:
             self._engine.poll()
         elif self._engine.in_flight:
             self._engine.drain(self._timeout_s)
-        self.tell()
+        self.write_totals()
 
     def report(self) -> Report | None:
-        """Return the sums, and what was loaded since the last report; None if nothing is new."""
-        self._add_up()
-        is_new, self._has_news = self._has_news, False
+        """Return the totals and the keys loaded since the last report; None if nothing is new."""
+        self._update_totals()
+        is_new, self._is_unreported = self._is_unreported, False
         loaded, self._loaded = frozenset(self._loaded), set()
         if not is_new and not loaded:
             return None
         return Report({self._rank: dict(self._totals)}, loaded)
 
     def give_up(self) -> None:
-        """Count it, for the scheduler half to promise nothing more."""
+        """Count that this half has given up: the scheduler half then promises no more loads."""
         self._stats.add("gave_up/worker")
 
     def load_rest(self, orders: Orders, encoder_cache: dict[str, Tensor]) -> None:
-        """Do the simplest way what `load` has not done, once this half has given up."""
+        """Load in the simplest way what `load` has not loaded, after this half has given up."""
         for order in orders.loads:
             if order.identifier in encoder_cache:
                 continue
@@ -182,21 +182,21 @@ class EncoderWorker:
             self._loaded.add(order.key)
 
     def close(self) -> None:
-        """Let uploads end, briefly, and stop the I/O thread."""
+        """Wait briefly for uploads, and stop the I/O thread."""
         self._engine.close()
 
-    def _here(self, order: LoadOrder) -> Tensor | None:
-        """Return an embedding as a tensor that nobody else can change, if this host has it; CPU."""
+    def _mapped(self, order: LoadOrder) -> Tensor | None:
+        """Return an embedding in a private mapping, if the host cache has it; for CPUs."""
         stored = open_object(self._engine.host, order.key, own=True)
         if stored is None or stored.entry is None:
             return None
-        stored.entry.close()  # and no more: the tensor holds the payload
+        stored.entry.close()  # without `release`: the tensor holds the payload
         return as_tensor(stored.payload, stored.spec)
 
-    def _brought(self, order: LoadOrder) -> Tensor | None:
-        """Return a copy of an embedding on the device, wherever it is.
+    def _copied_to_device(self, order: LoadOrder) -> Tensor | None:
+        """Return a copy of an embedding on the device, from the host cache or the store.
 
-        None: it is nowhere, or the device has no memory for it.
+        None: neither has it, or the device has no memory for it.
         """
         stored = open_object(self._engine.host, order.key) or self._fetch(order)
         if stored is None:
@@ -210,7 +210,7 @@ class EncoderWorker:
             stored.release()
 
     def _reserve(self, tensor: Tensor, order: SaveOrder) -> Slab | None:
-        """Return a slab for `tensor`; None if it cannot be stored, or the budget stays spent."""
+        """Return a slab for `tensor`; None if its dtype cannot be stored, or memory stays short."""
         try:
             dtype = dtype_name(tensor.dtype)
         except ValueError as exc:
@@ -224,11 +224,11 @@ class EncoderWorker:
         return slab
 
     def _fetch(self, order: LoadOrder) -> StoredObject | None:
-        """Read an embedding from the store, waiting for it.
+        """Read an embedding from the store, and wait for it.
 
-        The scheduler half pinned it on its own host, and saw it in the store; only a worker on
-        another host gets here. It was promised, and vLLM cannot go on without it, so a fault is not
-        the end of it.
+        Called only by a worker on another host than the scheduler half, which pinned the embedding
+        on its own host and found it in the store. vLLM cannot continue without a promised
+        embedding, so a failed fetch is repeated until `promise_s` is over.
         """
         timeout_s = self._promise_s
         found: list[StoredObject] = []
@@ -249,23 +249,23 @@ class EncoderWorker:
     def _saved(self, done: Done[None]) -> None:
         self._stats.add("items/saved" if done.outcome is Outcome.OK else "items/dropped")
 
-    def _add_up(self) -> None:
-        """Add what was counted since the last call to the sums."""
+    def _update_totals(self) -> None:
+        """Add the counts since the last call to the totals."""
         self._stats.set("now/save_queue_bytes", self._staging.used_bytes)
-        if news := self._engine.take_counts("worker"):
-            self._totals = merged(self._totals, news)
-            self._has_news = self._is_untold = True
+        if counts := self._engine.take_counts("worker"):
+            self._totals = merged(self._totals, counts)
+            self._is_unreported = self._is_unwritten = True
 
-    def tell(self) -> None:
-        """Write the sums down, now and then, where a report would not arrive."""
-        self._add_up()
+    def write_totals(self) -> None:
+        """Write the totals to the ledger, if there is one; at most every half second."""
+        self._update_totals()
         now_s = time.monotonic()
-        if self._ledger is not None and self._is_untold and now_s >= self._next_entry_s:
-            self._is_untold, self._next_entry_s = False, now_s + _ENTRY_EVERY_S
+        if self._ledger is not None and self._is_unwritten and now_s >= self._next_write_s:
+            self._is_unwritten, self._next_write_s = False, now_s + _WRITE_EVERY_S
             work = partial(self._ledger.write, self._rank, self._totals)
             self._engine.submit(Run("ledger", work))
 
 
 def _is_writer(role: Role, rank: Rank) -> bool:
-    """Whether a worker stores embeddings."""
+    """Return whether a worker stores embeddings."""
     return role.is_producer and rank.is_writer

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both vLLM plug-ins share: versions, model facts, ranks, metrics, registration."""
+"""Code that both connectors share: vLLM's versions, model facts, ranks, metrics, registration."""

@@ -12,16 +12,16 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterContents:
-    """Finds adapters whose files have changed.
+    """Detects adapters whose files have changed.
 
-    The engine's memory may still have the old weights, and its caches may have results of them.
+    The engine's memory may still have the old weights, and its caches results of them.
 
     Ownership: one thread.
     """
 
     def __init__(self) -> None:
-        """Know none."""
-        # One entry for each that was ever loaded; None: it has changed.
+        """Begin without adapters."""
+        # One fingerprint for each adapter that was ever loaded; None: its files have changed.
         self._known: dict[Hashable, str | None] = {}
 
     def learn(self, name: Hashable, content: str) -> bool:
@@ -39,7 +39,7 @@ class AdapterContents:
         return known == content
 
     def are_still(self, name: Hashable, content: str) -> bool:
-        """Whether `content` was learnt for the adapter, and has not changed since."""
+        """Return whether `content` was recorded for the adapter, and has not changed since."""
         return self._known.get(name) == content
 
 

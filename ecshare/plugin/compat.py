@@ -11,8 +11,8 @@ from typing import Any
 def max_steps_in_flight(vllm_config: Any) -> int | None:
     """Return how many steps vLLM may have scheduled whose outputs it has not processed.
 
-    None: other engines take part in each step, so that none is over here alone. Data-parallel
-    ranks of a mixture of experts do; vLLM gives those of other models a size of 1.
+    None: other engines take part in each step, so a step never ends in this engine alone. This is
+    so for data-parallel ranks of a mixture of experts. For other models vLLM sets the size to 1.
     """
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1:
@@ -22,16 +22,16 @@ def max_steps_in_flight(vllm_config: Any) -> int | None:
 
 
 def has_input_cache(model_config: Any) -> bool:
-    """Whether vLLM keeps the processed inputs of media, as it does unless it is told otherwise.
+    """Return whether vLLM caches the processed inputs of media. By default it does.
 
-    Not for a model without media.
+    False for a model without media.
     """
     media = option(model_config, "multimodal_config")
     return media is not None and option(media, "mm_processor_cache_gb") != 0
 
 
 def names_media_by_request(vllm_config: Any) -> bool:
-    """Whether vLLM numbers media without a uuid, instead of hashing them.
+    """Return whether vLLM numbers media without a uuid, instead of hashing them.
 
     It does so if neither its input cache nor its prefix cache needs a hash.
     """
@@ -40,15 +40,18 @@ def names_media_by_request(vllm_config: Any) -> bool:
 
 
 def is_named_by_request(feature: Any) -> bool:
-    """Whether the name of a media item may be such a number: another engine, and this one after a
-    restart, gives the same name to another item."""
+    """Return whether the name of a media item may be such a number.
+
+    Another engine, and this one after a restart, gives the same number to other items.
+    """
     return re.search(rf"-{re.escape(feature.modality)}-[0-9]+$", feature.identifier) is not None
 
 
 def register_once(factory: Any, name: str, module_path: str) -> None:
-    """Register class `name` of `module_path` with a vLLM connector `factory`, unless it is there.
+    """Register class `name` of `module_path` with a vLLM connector `factory`, unless done before.
 
-    Factories refuse a second registration and have no public way to ask, in every release so far.
+    In every release so far, factories refuse a second registration, and have no public way to find
+    out whether a name is registered.
 
     Raises:
         ValueError: the factory refuses for another reason.

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the way vLLM is deployed means for sharing: who schedules, where, and on which devices."""
+"""Decides by vLLM's deployment whether an engine can share, and whether its workers are local."""
 
 from typing import Any
 
 from ecshare.plugin.compat import option
 
-# By these, workers are the engine's process or its children: they see the same memory.
+# With these executors, workers are the engine's process or its children, on the same host.
 _LOCAL = (None, "uni", "mp", "external_launcher")
 
-# Copies to and from others would not be waited for.
+# No stream is synchronised for devices of other kinds, so their copies might be incomplete.
 _DEVICES = ("cpu", "cuda")
 
 
 def deployment_refusal(vllm_config: Any) -> str | None:
-    """Return why an engine that is deployed so can share nothing; None if it can.
+    """Return why an engine with `vllm_config` can share nothing; None if it can.
 
     The sentence has no full stop.
     """
@@ -30,9 +30,9 @@ def deployment_refusal(vllm_config: Any) -> str | None:
 
 
 def has_remote_workers(vllm_config: Any) -> bool:
-    """Whether workers may be on other hosts than the scheduler, or in other containers.
+    """Return whether workers may be on other hosts than the scheduler, or in other containers.
 
-    With Ray, and with executors that we do not know, nobody can tell: True.
+    True also if it is unknown, as with Ray and with executors of other projects.
     """
     parallel = vllm_config.parallel_config
     is_local = parallel.distributed_executor_backend in _LOCAL

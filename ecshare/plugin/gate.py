@@ -33,10 +33,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# vLLM itself has no limit. This one is for clients that have not shown the key.
+# vLLM itself has no limit. This one applies to clients without the key.
 MAX_BODY_BYTES = 256 << 20
-# JSON without any of these contains nothing to refuse, whatever its encoding: names may be escaped,
-# and UTF-16 has a zero byte in every bracket.
+# JSON without any of these contains nothing to refuse, in any encoding: names may be escaped, and
+# UTF-16 has a zero byte in every bracket.
 _MARKERS = (b"uuid", b"mm_hashes", b"transfer_params", b"\\u", b"\0")
 _TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _MEDIA = re.compile("image|audio|video|vision|embed")
@@ -105,8 +105,8 @@ def forbidden_field(body: bytes) -> str | None:
 async def _field_in_form(scope: Scope, body: bytes) -> str | None:
     """Return the first such field in the JSON texts of a form, such as `vllm_xargs` beside a sound.
 
-    The form is read as the server reads it, whatever its bytes look like: the client chooses the
-    charset, and may write any letter as %41. The server refuses a form that cannot be read.
+    The form is parsed as the server parses it, and not searched as bytes: the client chooses the
+    charset, and may escape any letter, as %41. The server refuses a form that cannot be parsed.
     """
     try:
         async with Request(scope, _replaying(body, _nothing)).form() as form:
@@ -122,7 +122,7 @@ async def _nothing() -> Message:
 
 
 def _is_media(part: dict[str, Any]) -> bool:
-    """Whether vLLM may read this object as a content part that holds or names media."""
+    """Return whether vLLM may read this object as a content part that holds or names media."""
     return any(_MEDIA.search(name) for name in (*part, str(part.get("type"))))
 
 

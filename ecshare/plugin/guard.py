@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Says whether one half of a connector has given up. Ownership: the thread that calls hooks."""
+    """Records whether one half of a connector has given up. Ownership: the thread of the hooks."""
 
     def __init__(self, give_up: Callable[[], None]) -> None:
-        """`give_up`: called once, for the half to count it and to let go of what it can."""
+        """Guard one half. `give_up` is called once: the half counts it and releases what it can."""
         self.has_given_up = False
         self._give_up = give_up
 
@@ -31,7 +31,7 @@ class Guard:
         try:
             self._give_up()
         except Exception:
-            logger.exception("a half that gives up cannot let go of all that it holds")
+            logger.exception("a half that gave up cannot release all that it holds")
 
     def caught(self, hook: str, exc: Exception) -> None:
         """Log what `hook` has raised, if it is the first, and give up."""
@@ -55,9 +55,9 @@ def guarded(
 ) -> Callable[[Hook], Hook]:
     """Make a method of a connector, which has a `guard`, a hook that never raises an Exception.
 
-    Once the half has given up, `instead` answers in its place with the same arguments; where there
-    is none, or it raises, `nothing` makes the answer. `goes_on`: the hook itself is called all the
-    same, and they answer only when it raises.
+    Once the half has given up, `instead` is called in its place with the same arguments. Without
+    `instead`, or if that raises too, `nothing` returns the answer. `goes_on`: the hook is still
+    called after the half has given up, and the others answer only when it raises.
     """
 
     def guard(hook: Hook) -> Hook:
@@ -68,7 +68,7 @@ def guarded(
             if goes_on or not self.guard.has_given_up:
                 try:
                     return hook(self, *args, **kwargs)
-                except Exception as exc:  # noqa: BLE001 — whatever it is, vLLM must not see it
+                except Exception as exc:  # noqa: BLE001 — no exception may reach vLLM
                     self.guard.caught(name, exc)
             if instead is not None:
                 try:

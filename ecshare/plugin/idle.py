@@ -5,24 +5,24 @@ from collections.abc import Sized
 
 
 class IdleSteps:
-    """Tells in which steps a hook may wait for a moment without delaying any other request.
+    """Decides in which steps a hook may block for a moment without delaying any other request.
 
-    While all requests of an engine wait, say for the store, vLLM makes one empty step after the
-    other. With asynchronous scheduling the first ones are made while a step still computes, whose
-    tokens vLLM hands out between them; those must not wait. Nor must any where other engines take
-    part in each step.
+    While all requests of an engine wait, say for the store, vLLM runs one empty step after the
+    other. With asynchronous scheduling, the first empty steps run while a step still computes, and
+    vLLM returns that step's tokens between them. A hook must not block in those steps, nor in any
+    step if other engines take part in each step.
 
     Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, max_in_flight: int | None) -> None:
-        """`max_in_flight`: steps that vLLM schedules before the first of them has ended. None:
-        steps are shared with other engines."""
+        """Begin with no step. `max_in_flight`: how many steps vLLM schedules before the first of
+        them has ended; None: other engines take part in each step."""
         self._max_in_flight = max_in_flight
         self._num_empty = 0
 
     def is_idle(self, scheduled: Sized) -> bool:
-        """Whether this step computes nothing, nor any that goes on; to be asked once a step.
+        """Return whether neither this step nor one in flight computes anything. Call once a step.
 
         `scheduled`: the requests of the step.
         """

@@ -24,7 +24,7 @@ Totals = dict[int, dict[str, float]]
 
 _FOLDER = ".ledgers"
 _MAX_BYTES = 1 << 16
-_ABANDONED_S = 7 * 86_400.0  # the engine was killed before it could tidy up
+_ABANDONED_S = 7 * 86_400.0  # the engine was killed before it could remove its files
 _decoder = msgspec.json.Decoder(dict[str, float])
 
 
@@ -37,11 +37,11 @@ class Ledger:
         Reads and writes no file yet.
         """
         self._folder = root / _FOLDER
-        # It may be a user's own word.
+        # Hashed, because the user may have chosen the id.
         self._name = hashlib.sha256(engine_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def write(self, rank: int, totals: dict[str, float]) -> None:
-        """Replace the sums of `rank`. Errors are ignored: only counts are missing then."""
+        """Replace the sums of `rank`. Errors are ignored: only counts are lost."""
         path = self._folder / f"{self._name}.{rank}"
         temporary = path.with_suffix(f".{rank}.new")
         with contextlib.suppress(OSError):

@@ -16,9 +16,9 @@ _NAMES = ("ecshare", "kvshare")
 def log_as_vllm() -> None:
     """Give our loggers vLLM's handlers and level, unless the user has configured logging.
 
-    With Python's defaults our warnings may vanish: packages that vLLM loads have raised the root
-    logger's level (model_hosting_container_standards, with 0.30). Call it where a connector starts:
-    vLLM has configured its own logger by then.
+    With Python's defaults our warnings may be dropped: a package that vLLM loads may raise the root
+    logger's level (model_hosting_container_standards does, with 0.30). Call it where a connector
+    starts: vLLM has configured its own logger by then.
     """
     theirs = logging.getLogger("vllm")
     for name in _NAMES:
@@ -27,7 +27,7 @@ def log_as_vllm() -> None:
             ours.setLevel(theirs.level)
         if not ours.handlers and not logging.getLogger().handlers:
             ours.handlers = list(theirs.handlers)
-            ours.propagate = theirs.propagate  # no line twice if the root gets a handler later
+            ours.propagate = theirs.propagate  # or lines repeat if the root gets a handler later
 
 
 def log_sharing(
@@ -46,7 +46,7 @@ def log_sharing(
 def log_host_cache(host: HostCache) -> None:
     """Log how much of this host's memory, or of a disk, the host cache may take.
 
-    A warning where others that use it have another limit.
+    Log a warning if other processes that use the cache have another limit.
     """
     logger.info(
         "host cache %s: at most %d MiB, and less where its file system would have less than %d MiB "

@@ -2,8 +2,8 @@
 """Turns counts into vLLM's connector statistics and Prometheus metrics, for both connectors.
 
 A count is named `family/label/label` (ecshare.transfer.stats). Each connector has a table `METRICS`
-of its families, with all values that their labels take; docs/metrics.md is what users read, and a
-test compares the three. vLLM's own labels (`model_name`, `engine`) come before ours.
+of its families, with all values of their labels. docs/metrics.md describes them for users, and a
+test compares the three. vLLM's own labels (`model_name`, `engine`) precede ours.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ class Metric:
     what: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_histogram: bool = False
-    """Whether it takes observations in seconds, over BUCKETS_S."""
+    """True if it takes observations in seconds, over BUCKETS_S."""
 
 
 MetricTable = Mapping[str, Metric]
 """Metrics by family."""
 
-# How a transfer may fail (ecshare.transfer.jobs.Outcome). In addition: "late" is not here in time,
-# "unidentified" was computed with a LoRA adapter whose content is not known.
+# The failures of a transfer (ecshare.transfer.jobs.Outcome), and two more: "late" did not arrive in
+# time, and "unidentified" was computed with a LoRA adapter whose content is not known.
 MISS_REASONS = (
     "missing",
     "given_up",
@@ -77,7 +77,7 @@ class CounterStats(KVConnectorStats):
     """
 
     def reset(self) -> None:
-        """Forget all counts."""
+        """Drop all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "CounterStats":
@@ -93,12 +93,12 @@ class CounterStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
 def counter_stats(counts: dict[str, float] | None) -> CounterStats | None:
-    """Return `counts` as statistics; None where there are none, so that vLLM sends nothing."""
+    """Return `counts` as statistics; None if there are none, so that vLLM sends nothing."""
     return CounterStats(data=counts) if counts else None
 
 
@@ -110,7 +110,7 @@ def family_and_labels(name: str) -> tuple[str, list[str]]:
 
 
 class PrometheusCounters:
-    """Counts -> Prometheus; the object both `build_prom_metrics` hooks return."""
+    """Adds counts to Prometheus metrics. Both `build_prom_metrics` hooks return one."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PrometheusCounters:
             for family, metric in metrics.items()
         }
         self._num_labels = {family: len(metric.labels) for family, metric in metrics.items()}
-        # Every series from the start, at zero: a rate over one that appears late misses its rise.
+        # Create every series at start, at zero: a rate misses the first rise of a later series.
         for family, metric in metrics.items():
             for engine, values in product(per_engine_labelvalues, product(*metric.labels.values())):
                 self._metrics[family].labels(*per_engine_labelvalues[engine], *values)
@@ -144,7 +144,7 @@ class PrometheusCounters:
                 child.set(count) if is_gauge(name) else child.inc(count)
 
     def _child(self, name: str, engine_idx: int) -> Any:
-        """Return the series of a count; None if it is none of ours."""
+        """Return the series of a count; None if no metric of ours has that name."""
         family, labels = family_and_labels(name)
         metric = self._metrics.get(family)
         if metric is None or len(labels) != self._num_labels[family]:
@@ -165,6 +165,6 @@ def _registered(
         return metric_types[Histogram](name=name, documentation=metric.what, **options)
     if not is_gauge(family):
         return metric_types[Counter](name=name, documentation=metric.what, **options)
-    # Several API server processes: the one that heard last knows best, as for vLLM's own gauges.
+    # With several API server processes the latest value counts, as for vLLM's own gauges.
     options["multiprocess_mode"] = "mostrecent"
     return metric_types[Gauge](name=name, documentation=metric.what, **options)

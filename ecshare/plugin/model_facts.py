@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a VllmConfig that change stored bytes, and the namespace that they define.
 
-Two engines share objects if and only if these facts agree. Where an engine computes (device,
-attention kernel, parallelism) is left out on purpose: it changes the last bits at most, and fleets
-are often mixed. KV blocks are the exception, because kernels differ in how they lay out a block.
+Two engines share objects if and only if these facts agree. The device, the attention kernel and the
+parallelism are left out on purpose: they change the last bits at most, and fleets are often mixed.
+KV blocks are the exception, because kernels differ in how they lay out a block.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def model_facts(vllm_config: Any, epoch: str, integrity: str) -> dict[str, Any]:
 
 
 def media_facts(vllm_config: Any) -> dict[str, Any]:
-    """Return the options that change what the encoder sees, but not vLLM's hash of the media."""
+    """Return the options that change the encoder's input, but not vLLM's hash of the media."""
     multimodal = vllm_config.model_config.multimodal_config
     return {
         "mm_processor_kwargs": _without_placement(option(multimodal, "mm_processor_kwargs")),
@@ -73,19 +73,20 @@ def media_facts(vllm_config: Any) -> dict[str, Any]:
 
 
 def _without_placement(options: Any) -> Any:
-    """Return media options without those that say where an engine prepares media.
+    """Return media options without those that choose the device on which media are prepared.
 
-    vLLM itself lets only encode engines prepare media on a GPU, and decode videos there by
-    torchcodec.
+    vLLM itself lets only encode engines prepare media, and decode videos by torchcodec, on a GPU.
     """
     if options is None:
         return {}
     if not isinstance(options, Mapping):
         return json_value(options)
-    here = options.get("device") is not None and options.get("backend") == "torchcodec"
-    where = {"device", "backend"} if here else {"device"}
+    on_device = options.get("device") is not None and options.get("backend") == "torchcodec"
+    placement = {"device", "backend"} if on_device else {"device"}
     kept = {
-        str(name): _without_placement(value) for name, value in options.items() if name not in where
+        str(name): _without_placement(value)
+        for name, value in options.items()
+        if name not in placement
     }
     return {name: value for name, value in kept.items() if value != {}}
 
@@ -101,14 +102,14 @@ def _file_digest(path: str | None) -> str:
 
 
 def has_tower_adapters(vllm_config: Any) -> bool:
-    """Whether LoRA adapters change embeddings, because they apply to the encoder too."""
+    """Return whether LoRA adapters change embeddings, because they apply to the encoder too."""
     return bool(option(vllm_config.lora_config, "enable_tower_connector_lora"))
 
 
 def weights_identity(model: Any, vllm_config: Any) -> str:
     """Fingerprint the weights of `model`: the engine's own or its draft model.
 
-    If the files cannot be read, return the options that name their place, if there are any.
+    If the files cannot be read, return the options that say where they are stored, if any.
     """
     load = vllm_config.load_config
     found = weights_fingerprint(

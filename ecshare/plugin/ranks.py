@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank a worker has, and which one writes."""
+"""The rank of a worker, and which rank stores objects."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ class Rank:
     tp_size: int
     pp_rank: int = 0
     pcp_rank: int = 0
-    """Of prefill context parallelism."""
+    """The rank in prefill context parallelism."""
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank stores objects that all ranks have, such as embeddings."""
+        """Return whether this rank stores objects that all ranks have, such as embeddings."""
         return self.tp_rank == 0 and self.pp_rank == 0 and self.pcp_rank == 0
 
 

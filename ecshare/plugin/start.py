@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the transfer engine of a connector's half, or of the tier: all in one way."""
+"""Starts the transfer engine of a connector's half, or of the tier."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ def start_with_namespace(
 ) -> tuple[TransferEngine, Namespace]:
     """Return an engine whose store has answered, and the namespace of its objects.
 
-    `path`: where the user wrote `config`. `namespace_of`: is given the fingerprint of the integrity
-    key. `write`: this engine stores, and leaves its manifest and the mark; see
+    `path`: where the user wrote `config`. `namespace_of` takes the fingerprint of the integrity
+    key. `write`: this engine stores objects, so it also writes its manifest and the mark; see
     `TransferEngine.start_up`. The caller closes the engine.
 
     Raises:
@@ -51,7 +51,7 @@ def start_engine(
     device: str | torch.device | None,
     packing: Packing | None = None,
 ) -> TransferEngine:
-    """As `start_with_namespace`, for a worker, which gets the keys of objects with its orders.
+    """Return an engine whose store has answered, for a worker: its orders name the keys of objects.
 
     `device`: the worker's, as vLLM names it, and the calling thread's current one. `packing`: how
     objects are packed in the store.

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ecshare.store.accounts import AZURE, CLOUDS, GCS, S3, azure_account, gcs_endpoint, s3_endpoint
+from ecshare.store.cloud_accounts import (
+    AZURE,
+    CLOUDS,
+    GCS,
+    S3,
+    azure_account,
+    gcs_endpoint,
+    s3_endpoint,
+)
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import (
     check_levels,
@@ -78,8 +86,8 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     host_cache_dir: str | None = None
     """The folder of verified objects, which all engines of this user on this host share. Default:
-    `/dev/shm/ecshare-<uid>`; in `/tmp` if `/dev/shm` is small; with another name if somebody else
-    uses that one."""
+    `/dev/shm/ecshare-<uid>`; in `/tmp` if `/dev/shm` is small; with another name if that one
+    belongs to another user."""
 
     host_cache_bytes: Annotated[int, Meta(gt=0)] = 4 * GIB
     """The limit of that folder, and at most half of its file system, because others need `/dev/shm`
@@ -94,7 +102,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def folder(self) -> str:
-        """The store's folder, local or mounted; "" if the store is not a folder."""
+        """Return the store's folder, local or mounted; "" if the store is not a folder."""
         protocol, separator, rest = self.url.partition("://")
         if not separator:
             return self.url
@@ -102,12 +110,12 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def call_timeout_s(self) -> float:
-        """Seconds for a caller that waits for a few operations on the store."""
+        """Return the seconds for which a caller waits for a few operations on the store."""
         return 6 * self.io_timeout_s
 
     @property
     def endpoint_url(self) -> str:
-        """The endpoint from the options or the environment; "": the client's default."""
+        """Return the endpoint from the options or the environment; "": the client's default."""
         return S3.written(self.storage_options).get("endpoint") or s3_endpoint()
 
     def store_id(self) -> str:
@@ -130,7 +138,7 @@ class StoreConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return f"{type(self).__name__}({fields})"
 
     def for_log(self) -> dict[str, Any]:
-        """All options as plain values, secrets masked."""
+        """Return all options as plain values, secrets masked."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         key = masked({"integrity_key": self.integrity_key})
         options = {"storage_options": masked(self.storage_options)}
@@ -149,10 +157,10 @@ class ConnectorConfig(StoreConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of both connectors."""
 
     save_after: Annotated[int, Meta(ge=1, le=100)] = 1
-    """How many requests must have brought a media item, or a chunk of KV in their prompts, before
-    this engine stores it: 2 spares the store what is asked once. At least the latest 262,144
-    sightings count. What another engine waits for is stored at once: all that an engine stores
-    which only encodes, and a prompt that [is for another engine](kv.md#saves)."""
+    """How many requests must have had a media item, or a chunk of KV in their prompts, before this
+    engine stores it. With 2, an item that is requested only once is not stored. At least the latest
+    262,144 sightings count. Data that another engine waits for is stored at once: all embeddings of
+    an engine that only encodes, and a prompt that [is for another engine](kv.md#saves)."""
 
 
 def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
@@ -182,13 +190,13 @@ def parse(cls: type[T], raw: Mapping[str, Any], path: str) -> T:
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """What to say after "unknown": the nearest known name, or all of them."""
+    """Return the text that follows "unknown": the nearest known name, or all of them."""
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def _sentence(message: str, path: str) -> str:
-    """Msgspec's words, with the user's path in front instead of `$.x` behind."""
+    """Return a message of msgspec with the user's path in front, instead of `$.x` at the end."""
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         return f"{path}.{missing[1]}: missing, and it has no default"

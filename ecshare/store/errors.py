@@ -6,10 +6,10 @@
      ├── ConfigError       (ValueError)         an option is wrong; names it, and the fix
      └── StoreError
           ├── ObjectMissing     (FileNotFoundError)  no object under this key
-          │    └── ObjectGivenUp                 and whoever announced it will not store it
+          │    └── ObjectGivenUp                 and its announcer will not store it
           ├── ObjectCorrupt     (ValueError)         its bytes are not a valid object
           │    └── ObjectUnreadable              this one cannot be read, or is not an object
-          └── StoreUnavailable  (OSError)            the store gave no answer, or a wrong one
+          └── StoreUnavailable  (OSError)            no response from the store, or an invalid one
                ├── StoreDenied  (PermissionError)    it refused the operation
                └── StoreBusy                         it cannot serve now
 
@@ -34,7 +34,7 @@ class ObjectMissing(StoreError, FileNotFoundError):
 
 
 class ObjectGivenUp(ObjectMissing):
-    """There is no object under this key, and whoever announced it says that there will be none."""
+    """There is no object under this key, and the engine that announced it has given up its save."""
 
 
 class ObjectCorrupt(StoreError, ValueError):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an object contains: one tensor, as a safetensors file with a 4,096-byte prologue.
+"""The format of an object: one tensor, as a safetensors file with a 4,096-byte prologue.
 
     byte 0      8 bytes, little endian: 4088
     byte 8      the safetensors header, JSON, padded with blanks
     byte 4096   the payload: the tensor, row-major, little endian
 
-A fixed prologue lets a device copy straight to byte 4,096 of a slab before the checksum is known;
-`seal` then writes the header in front, and that one slab goes to the wire. docs/format.md is
-normative. All that is read here may come from an enemy: sizes are bounded before they are used.
+Because the prologue has a fixed size, a device can copy to byte 4,096 of a slab before the checksum
+is known. `seal` then writes the header in front, and the slab is sent as it is. docs/format.md is
+normative. An attacker may have written any object, so sizes are bounded before they are used.
 """
 
 import json
@@ -54,26 +54,30 @@ _CHECKSUM_PREFIX: Final = "xxh3_128:"
 
 
 class TensorSpec(Struct, frozen=True):
-    """What the payload is."""
+    """Describes the payload."""
 
     dtype: str
     """A safetensors name: a key of ITEM_BYTES."""
     shape: tuple[int, ...]
     attributes: dict[str, JSON] = {}
-    """What else a reader must know, e.g. `{"num_embeds": 256}`. Small: it shares the prologue."""
+    """Other data for readers, e.g. `{"num_embeds": 256}`. Small, because it is in the prologue."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the payload. KeyError for an unknown dtype."""
+        """Return the size of the payload.
+
+        Raises:
+            KeyError: the dtype is unknown.
+        """
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Sealed(Struct, frozen=True):
-    """An object, taken apart without copying it."""
+    """A parsed object. Its payload is not copied."""
 
     spec: TensorSpec
     payload: memoryview
-    """Read only; it keeps the object's buffer alive."""
+    """Read-only; it keeps the object's buffer alive."""
 
 
 class _Metadata(Struct, forbid_unknown_fields=False, omit_defaults=True):
@@ -111,10 +115,10 @@ class _Front(Struct, frozen=True):
 
 @dataclass(slots=True)
 class StreamingChecksum:
-    """The checksum of an object that comes in pieces, of those that come in order.
+    """Computes the checksum of an object while its pieces arrive, as long as they are in order.
 
-    To add what a CPU's cache still holds costs a fraction of reading it again. One thread, or
-    several in turn.
+    Adding a piece while it is in the CPU's cache costs a fraction of reading it again later. For
+    one thread, or several in turn.
     """
 
     _num_bytes: int = 0
@@ -142,21 +146,21 @@ class StreamingChecksum:
         self._num_bytes += len(piece)
 
     def front(self, body: memoryview) -> _Front | None:
-        """Return what `unseal` of these bytes need not parse again; None: it is not known."""
+        """Return the parsed prologue, if `body` begins with the same bytes; else None."""
         front = self._front
         return front if front is not None and body[:PROLOGUE_BYTES] == front.prologue else None
 
     def digest(self, num_bytes: int) -> str:
-        """Return the checksum; "": not all of `num_bytes` came, or not in order."""
+        """Return the checksum; "" if not all of `num_bytes` arrived in order."""
         if self._digest is None or not self._is_in_order or self._num_bytes != num_bytes:
             return ""
         return _CHECKSUM_PREFIX + self._digest.hexdigest()
 
 
 def seal(slab: memoryview, spec: TensorSpec, key: str, integrity: Integrity | None = None) -> None:
-    """Write the prologue of `slab`, whose payload already lies at byte 4,096, in place.
+    """Write the prologue of `slab` in place. The payload is already at byte 4,096.
 
-    `key`: where the object will lie; `integrity`: adds a MAC.
+    `key`: under which the object will be stored. `integrity`: adds a MAC.
 
     Raises:
         ValueError: the slab is not 4,096 bytes plus the payload that `spec` describes, or the
@@ -201,11 +205,11 @@ def unseal(
     integrity: Integrity | None = None,
     streamed: StreamingChecksum | None = None,
 ) -> Sealed:
-    """Take the object under `key` apart. The payload is a view into `body`.
+    """Parse and verify the object under `key`. The payload is a view into `body`.
 
-    With `integrity`, nothing is taken without the right MAC. `verify=False` skips the checksum and
-    the MAC, and only these: for bytes that were verified before and lay where nobody else can
-    write. `streamed` has taken these very bytes: what it knows of them is not computed again.
+    With `integrity`, an object without the right MAC is refused. `verify=False` skips the checksum
+    and the MAC, and only these: for bytes that were verified before, and that no other user can
+    have changed since. `streamed` was fed these bytes: its results are not computed again.
 
     Raises:
         ObjectCorrupt: it is malformed or damaged, or an intact object of another key.
@@ -242,7 +246,7 @@ def _authenticate(
 
 
 def _check_key(header: _Header, key: str) -> None:
-    """An intact object may have been copied from elsewhere."""
+    """Check that the object is that of `key`: an intact object may be a copy of another one."""
     stored = header.metadata.key
     if stored != key:
         raise ObjectCorrupt(f"corrupt object: it was stored as {stored[:200]!r}, not as {key}")
@@ -285,7 +289,7 @@ def _attributes(text: str) -> dict[str, JSON]:
 
 
 def invalid_reason(spec: TensorSpec) -> str | None:
-    """Why no object may have this spec, or None."""
+    """Return why no object may have this spec; None if one may."""
     if spec.dtype not in ITEM_BYTES:
         return f"unknown dtype {spec.dtype[:32]!r}"
     if len(spec.shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 48 for n in spec.shape):
@@ -309,11 +313,11 @@ def _signed_fields(spec: TensorSpec, metadata: _Metadata) -> bytes:
 
 
 def _json(value: JSON) -> str:
-    """One text per value: sorted keys, no blanks, ASCII.
+    """Return the only JSON text of `value`: sorted keys, no blanks, ASCII.
 
     Raises:
-        ValueError: it has NaN, infinity, or so many levels that Python cannot write what msgspec
-            has read.
+        ValueError: it has NaN, infinity, or more levels than Python can write, though msgspec can
+            read them.
     """
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -12,7 +12,7 @@ from blake3 import blake3
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import is_reference, referenced
 
-# Who reads the bucket can try out keys at leisure, on a MAC or on the fingerprint.
+# A reader of the bucket can test any number of keys offline, on a MAC or on the fingerprint.
 _FEWEST_BYTES = 32
 _MAC_CONTEXT = "ecshare 2026-11 object mac"
 _FINGERPRINT_CONTEXT = "ecshare 2026-11 integrity key fingerprint"
@@ -29,8 +29,8 @@ class Integrity:
     def __init__(self, secret: bytes) -> None:
         self._key = blake3(secret, derive_key_context=_MAC_CONTEXT).digest()
         self.fingerprint = blake3(secret, derive_key_context=_FINGERPRINT_CONTEXT).hexdigest()[:16]
-        """16 hex digits that distinguish keys. They are public: they show whether a guess is right,
-        but nobody can guess 32 random bytes."""
+        """16 hex digits that distinguish keys. They are public: they confirm a right guess, but 32
+        random bytes cannot be guessed."""
 
     def mac(self, signed: bytes, payload: memoryview) -> str:
         """Return the MAC of an object: of its authenticated header fields and its payload."""
@@ -39,7 +39,7 @@ class Integrity:
         return _PREFIX + digest.hexdigest()
 
     def accepts(self, mac: str, signed: bytes, payload: memoryview) -> bool:
-        """Whether `mac` is what `mac()` returns for this object. Takes constant time."""
+        """Return whether `mac` is what `mac()` returns for this object. Takes constant time."""
         return hmac.compare_digest(
             mac.encode("utf-8", "surrogatepass"), self.mac(signed, payload).encode()
         )
@@ -59,8 +59,8 @@ def open_integrity(text: str, path: str) -> Integrity | None:
 def read_key(text: str, option: str, *, in_public: bool = False, is_sent: bool = False) -> bytes:
     """Return the key that `text` is, or to which it refers: "env:NAME" or "file:/path".
 
-    `option`: the user's name for it. `in_public`: `text` is where everybody sees it, so it must be
-    a reference. `is_sent`: clients send the key as text, so blanks around it do not belong to it.
+    `option`: the user's name for it. `in_public`: other users can see `text`, so it must be a
+    reference. `is_sent`: clients send the key as text, so blanks around it are not part of it.
 
     Raises:
         ConfigError: the key cannot be read, or is too short. The message does not contain the key.

@@ -27,21 +27,21 @@ _PART = re.compile(r"[a-z0-9_-]{1,32}")
 _OBJECT_KEY = re.compile(
     rf"(?:ec|kv)/{FORMAT_VERSION}/[0-9a-f]{{32}}/([0-9a-f]{{2}})/(?=\1)[0-9a-f]{{64}}(?:\.[a-z0-9_-]{{1,32}})?"
 )
-# One level of a key. It never begins with a dot: '..' cannot be said, and dot files are free for
-# the temporary files of backends.
+# One level of a key. It never begins with a dot, so '..' is excluded, and names with a dot are left
+# to the temporary files of backends.
 _SEGMENT = r"[a-z0-9_-][a-z0-9._-]{0,127}"
 _SAFE_KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT}){{0,7}}")
 
 
 def is_safe_key(key: str) -> bool:
-    """Whether a backend may use this key as a relative path: it stays inside the store's root."""
+    """Return whether a backend may use this key as a relative path, below the store's root."""
     return _SAFE_KEY.fullmatch(key) is not None
 
 
 class Key(str):
-    """A key that a backend may use as a relative path: it stays inside the store's root.
+    """A key that a backend may use as a relative path, below the store's root.
 
-    It is checked once, where it is made, and again where it comes out of a pickle.
+    The text is checked when the key is made, and again when it is unpickled.
 
     Raises:
         ValueError: the text could leave the root.
@@ -63,7 +63,7 @@ PROBE_KEY = Key("probe/object")
 
 
 class Kind(StrEnum):
-    """What objects contain: embeddings or KV."""
+    """The content of objects: embeddings or KV."""
 
     EC = "ec"
     KV = "kv"
@@ -137,7 +137,7 @@ def namespace_prefix(kind: Kind, namespace: str) -> str:
 
 
 def is_namespace(text: str) -> bool:
-    """Whether `namespace_digest` could have made this text."""
+    """Return whether `namespace_digest` could have made this text."""
     return _NAMESPACE.fullmatch(text) is not None
 
 
@@ -152,7 +152,7 @@ def namespace_digest(facts: Mapping[str, JSON]) -> str:
 
 
 def is_object_key(key: str) -> bool:
-    """Whether `object_key` could have made this key."""
+    """Return whether `object_key` could have made this key."""
     return _OBJECT_KEY.fullmatch(key) is not None
 
 
@@ -169,7 +169,7 @@ def canonical_json(value: JSON) -> bytes:
 
 
 def _check_names(value: JSON) -> None:
-    """`json` writes the keys 1 and "1" alike; two facts must not become one."""
+    """Check that all names are strings: `json` writes 1 and "1" alike, which would merge facts."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):

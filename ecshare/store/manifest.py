@@ -22,7 +22,7 @@ from ecshare.store.keys import (
 from ecshare.store.objects import ObjectInfo, ObjectStore, read
 
 MAX_BYTES = 1 << 16
-# Whoever may write to the store decides how many there are, and what they hold.
+# Any writer to the store may add manifests of any number and content.
 _MOST_SEEN = 100_000
 _MOST_LISTED = 10_000
 MOST_READ = 64
@@ -33,7 +33,7 @@ _LONGEST_VALUE = 200
 
 @dataclass(frozen=True)
 class Manifest:
-    """One namespace, as the store describes it."""
+    """A namespace and its facts, as read from the store."""
 
     namespace: str
     facts: Mapping[str, JSON]
@@ -42,7 +42,7 @@ class Manifest:
 
     @cached_property
     def flat(self) -> dict[str, str]:
-        """The facts as one flat dictionary, which is fast to compare."""
+        """Return the facts as one flat dictionary, which is fast to compare."""
         return _flat(self.facts)
 
 
@@ -51,7 +51,7 @@ async def write_manifest(
 ) -> None:
     """Store `facts`, whose digest is `namespace`. An existing manifest is replaced.
 
-    So its age restarts, and no expiry rule removes it. A damaged one is repaired.
+    So its age restarts, and no expiry rule removes it. A damaged manifest is repaired.
 
     Raises:
         ValueError: `namespace` is the digest of other facts.
@@ -73,7 +73,7 @@ async def write_mark(store: ObjectStore, key: Key) -> None:
 
 
 async def _write_anew(store: ObjectStore, key: Key, body: bytes) -> None:
-    """Replace the object. If the store refuses to replace objects, check that it is there."""
+    """Replace the object. If the store refuses to replace objects, check that it has `body`."""
     try:
         await store.put(key, body, replace=True)
     except StoreError:
@@ -147,7 +147,7 @@ def nearest(facts: Mapping[str, JSON], others: list[Manifest]) -> Manifest | Non
     """
     ours = _flat(facts).items()
     alike = [manifest for manifest in others if ("tier" in manifest.facts) == ("tier" in facts)]
-    # By the names of what only one of them has, or has otherwise.
+    # Count the names of the facts that only one of them has, or that differ.
     counted = [(len(dict(ours ^ manifest.flat.items())), manifest) for manifest in alike]
     differing = [each for each in counted if each[0]]
     return min(differing, key=lambda each: each[0])[1] if differing else None
@@ -180,7 +180,7 @@ def _flat(facts: Mapping[str, JSON], above: str = "") -> dict[str, str]:
 
 
 def _is_modest(facts: JSON) -> bool:
-    """Whether the facts have so few names and levels that comparing them is cheap."""
+    """Return whether the facts have so few names and levels that comparing them is cheap."""
     level, num_names = [facts], 0
     for _ in range(_MOST_LEVELS):
         objects = [each for each in level if isinstance(each, dict)]
@@ -196,7 +196,7 @@ def _text(value: JSON) -> str:
 
 
 def _shown(value: JSON) -> str:
-    """Return `value` for a log, shortened: anybody may have written it to the store."""
+    """Return `value` for a log, shortened: any writer to the store may have chosen it."""
     text = _text(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 

@@ -38,7 +38,7 @@ class ObjectInfo(Struct, frozen=True):
 
 
 class ObjectStat(Struct, frozen=True):
-    """What a store states about an object, without sending it."""
+    """The metadata that a store has of an object."""
 
     num_bytes: int
     md5: str = ""
@@ -53,7 +53,7 @@ class ByteRange(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the range."""
+        """Return the size of the range."""
         return self.stop - self.start
 
 
@@ -71,8 +71,8 @@ class Sink(Protocol):
     def write(self, offset: int, piece: Buffer) -> None:
         """Take bytes of the object, which begin at `offset`.
 
-        Pieces do not overlap. They come in any order, and from several threads at once. The caller
-        may reuse `piece` on return.
+        Pieces do not overlap. They arrive in any order, and from several threads at once. The
+        caller may reuse `piece` on return.
 
         Raises:
             ObjectCorrupt: there are more bytes than announced.
@@ -89,7 +89,7 @@ class Memory:
 
     @property
     def body(self) -> memoryview:
-        """The written bytes, read-only."""
+        """Return the written bytes, read-only."""
         return self._buffer.toreadonly()
 
     def begin(self, num_bytes: int) -> None:
@@ -105,7 +105,7 @@ class Memory:
     def write(self, offset: int, piece: Buffer) -> None:
         """See Sink."""
         view = memoryview(piece)
-        # A copy holds the interpreter's lock: let others have it in between.
+        # A copy holds the interpreter's lock: release it between parts for other threads.
         for start in range(0, len(view), _COPY_BYTES):
             part = view[start : start + _COPY_BYTES]
             self._buffer[offset + start : offset + start + len(part)] = part
@@ -124,9 +124,9 @@ class ObjectStore(Protocol):
     second write of a key restarts its age and changes nothing else. All methods may be called
     concurrently, from one event loop.
 
-    A store has no time limit of its own: it asks until it has an answer. Whoever calls decides how
-    long to wait, and cancels the call then. The call must end at once. Its thread or connection may
-    go on for a while, and still read the body of a `put` or write to the sink of a `get`.
+    A store has no time limit of its own. The caller decides how long to wait, and then cancels the
+    call. A cancelled call must end at once. Its thread or connection may continue for a while, and
+    still read the body of a `put` or write to the sink of a `get`.
 
     Raises:
         StoreUnavailable: the store fails (all methods).
@@ -136,14 +136,14 @@ class ObjectStore(Protocol):
 
     @property
     def creates_once(self) -> bool:
-        """Whether `put` returns True to only one of several concurrent writers of a key.
+        """Return whether `put` returns True to only one of several concurrent writers of a key.
 
-        As far as the store knows: the first write may show that it does not.
+        As far as the store knows: its first write may show the opposite.
         """
 
     @property
     def serves_many(self) -> bool:
-        """Whether more concurrent calls may increase the throughput.
+        """Return whether more concurrent calls may increase the throughput.
 
         True for object storage, where each call has its own connection. False for a disk, and where
         few threads serve the calls.
@@ -154,7 +154,7 @@ class ObjectStore(Protocol):
 
         Raises:
             ObjectMissing: there is no object.
-            ObjectUnreadable, ObjectCorrupt: what is under the key cannot be read as an object.
+            ObjectUnreadable, ObjectCorrupt: the key exists, but cannot be read as an object.
             Exception: any error of the sink.
         """
 
@@ -168,7 +168,7 @@ class ObjectStore(Protocol):
         `body` is read until this returns, and must not change before; nor after, if this raises.
 
         Raises:
-            ObjectUnreadable: what is under the key is not an object, and is not replaced.
+            ObjectUnreadable: the key exists, is not an object, and is not replaced.
         """
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
@@ -177,7 +177,7 @@ class ObjectStore(Protocol):
     async def stat(self, key: Key) -> ObjectStat:
         """Return what the store itself states about the object, without `get` if possible.
 
-        It serves to find out whether bytes were damaged on their way. It may cost as much as
+        Callers use it to find out whether bytes were damaged in transit. It may cost as much as
         reading the object.
 
         Raises:
@@ -199,7 +199,7 @@ async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
 
     Raises:
         ObjectCorrupt: there are more than `limit_bytes`.
-        ObjectMissing, StoreUnavailable, StoreDenied: as `ObjectStore.get`.
+        ObjectMissing, StoreUnavailable, StoreDenied: see `ObjectStore.get`.
     """
     sink = Memory(limit_bytes)
     try:
@@ -212,7 +212,7 @@ async def read(store: ObjectStore, key: Key, limit_bytes: int) -> memoryview:
 
 
 def md5_of_etag(etag: object) -> str:
-    """Return the MD5 in an ETag of S3, "" if it is none. It is one for single-part uploads."""
+    """Return the MD5 in an ETag of S3; "" if the ETag is not an MD5, as after multipart uploads."""
     text = etag.strip('"').lower() if isinstance(etag, str) else ""
     return text if _MD5.fullmatch(text) else ""
 
@@ -225,29 +225,29 @@ async def probe(store: ObjectStore, *, write: bool) -> None:
     Raises:
         StoreUnavailable, StoreDenied, StoreBusy: it does not. The message quotes the store.
     """
-    is_there = True
+    exists = True
     try:
         await read(store, PROBE_KEY, _PROBE_LIMIT_BYTES)
     except ObjectMissing:
-        is_there = False
+        exists = False
     except ObjectCorrupt:
         pass
     if write:
         try:
             with suppress(ObjectUnreadable):
                 await store.put(PROBE_KEY, b"ecshare")
-        except ObjectMissing as exc:  # of a write it means that there is nothing to write to
+        except ObjectMissing as exc:  # a write that gets "not found": there is no bucket or folder
             raise StoreUnavailable(f"the store takes no objects: {exc}") from exc
-    elif not is_there:
-        await _see_that_it_lists(store)
+    elif not exists:
+        await _check_listing(store)
 
 
-async def _see_that_it_lists(store: ObjectStore) -> None:
+async def _check_listing(store: ObjectStore) -> None:
     """Check that an empty store is a store: not a missing bucket, nor another kind of server.
 
-    It lists a random prefix, under which there is nothing.
+    It lists a random prefix, which has no objects.
     """
-    with suppress(StoreDenied):  # to read objects is all that is needed
+    with suppress(StoreDenied):  # permission to read objects is enough
         async with aclosing(store.list(f"probe-{secrets.token_hex(8)}/")) as found:  # type: ignore[type-var]
             async for _ in found:
                 break

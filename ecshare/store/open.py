@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a url to a store.
+"""Opens the store that a url names.
 
-| url                                                | store                       | client  |
-|----------------------------------------------------|-----------------------------|---------|
-| `/folder`, `file:///folder`                        | `directory.DirectoryStore`       | files   |
-| `s3://bucket/prefix`, `s3a://`                     | `cloud.CloudStore`        | obstore |
-| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.CloudStore`        | obstore |
-| `gs://bucket/prefix`, `gcs://`                     | `cloud.CloudStore`        | obstore |
-| the same, with an option that obstore has not      | `fsspec_store.FsspecStore` | fsspec  |
-| anything else fsspec can open                      | `fsspec_store.FsspecStore` | fsspec  |
+| url                                                | store                         | client  |
+|----------------------------------------------------|-------------------------------|---------|
+| `/folder`, `file:///folder`                        | `folder.store.DirectoryStore` | files   |
+| `s3://bucket/prefix`, `s3a://`                     | `cloud.store.CloudStore`      | obstore |
+| `az://container/prefix`, `abfs://`, `abfss://`     | `cloud.store.CloudStore`      | obstore |
+| `gs://bucket/prefix`, `gcs://`                     | `cloud.store.CloudStore`      | obstore |
+| the same, with an option that obstore lacks        | `fsspec.store.FsspecStore`    | fsspec  |
+| any other url that fsspec can open                 | `fsspec.store.FsspecStore`    | fsspec  |
 
-Imports inside functions: clients of object stores are optional, and slow to import.
+Backends are imported inside functions: their client packages are optional, and slow to import.
 """
 
 import logging
 
-from ecshare.store.accounts import CLOUDS
-from ecshare.store.cloud.options import CloudPlan, plan
+from ecshare.store.cloud.plan import CloudPlan, plan
+from ecshare.store.cloud_accounts import CLOUDS
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.folder.store import DirectoryStore
@@ -51,7 +51,7 @@ def open_store(config: StoreConfig, path: str) -> ObjectStore:
 
 def _directory(config: StoreConfig, folder: str, path: str) -> ObjectStore:
     for name in config.storage_options:
-        if name != "auto_mkdir":  # fsspec's own; a Directory always makes what it needs
+        if name != "auto_mkdir":  # an option of fsspec; our store always makes its folders
             raise ConfigError(
                 f"{path}.storage_options.{name}: a folder takes no options; leave it out"
             )

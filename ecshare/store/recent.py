@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Keeps the `limit` entries that were set last."""
+    """Holds the `limit` entries that were set last."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()

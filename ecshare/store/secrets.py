@@ -18,23 +18,23 @@ HIDDEN = "***"
 _ENV, _FILE = "env:", "file:"
 _LONGEST_FILE = 1 << 16
 _MOST_LEVELS = 32
-_SHORTEST_REPLACED = 4  # a shorter secret would take ordinary words out of a message
+_SHORTEST_REPLACED = 4  # masking a shorter secret would mask ordinary words in messages
 
 _NAME = re.compile(
     r"key|secret|token|passw|passphrase|(?:^|[_-])pass(?:$|[_-])|pwd|credential|sas|auth|cookie"
     r"|bearer|signature|headers?$|private|service_account$|conn(?:ection)?_?str|(?:^|[_-])(?:dsn|sig|conn)$",
     re.IGNORECASE,
 )
-# What a secret's name may belong to that is none: where it lies, or how it is used.
+# Names that match _NAME, but belong to no secret: the file that holds one, or how it is used.
 _NO_SECRET = re.compile(r"(?:_file|_filename|_path|_version|_algorithm)$", re.IGNORECASE)
-# Half of a pair, of which the other half is the secret.
+# The public half of a pair; the other half is the secret.
 _PUBLIC_HALF = {"key", "access_key", "access_key_id", "aws_access_key_id", "account_name",
                 "sse_kms_key_id"}  # fmt: skip
-# gcsfs' words for ways to find credentials.
+# Values of gcsfs that name a way to find credentials.
 _WORDS = {"anon", "browser", "cache", "cloud", "google_default"}
 # To the last '@': a password may hold one, and after a ':' a '/' too, as S3's secrets do.
 _URL_LOGIN = re.compile(r"(?<=://)(?:[^/]*:.*|[^/]+)(?=@)", re.DOTALL)
-# One slash is missing, or the '@'; a port is a number.
+# A slash or the '@' is missing. Digits after a ':' are a port.
 _MISSPELT_LOGIN = re.compile(r"[^/]*:[^/]*(?=@)|(?<=://)[^/:@\[]*:(?!\d{1,5}(?:[/?#]|$))[^/@]+")
 _PASSWORD = re.compile(r"://[^/]*:.*@", re.DOTALL)
 # The same in the middle of a sentence.
@@ -79,7 +79,7 @@ def masked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _masked(name: str, value: Any, is_inside: bool, depth: int) -> Any:
-    """As `masked`, for one value. `is_inside`: a name above it says that it is secret."""
+    """Mask one value; see `masked`. `is_inside`: an option around it has the name of a secret."""
     is_inside = is_inside or _is_secret_name(name)
     if depth > _MOST_LEVELS:
         return HIDDEN
@@ -144,12 +144,12 @@ def _resolved(name: str, value: Any, where: str) -> Any:
 
 
 def _is_reference(name: str, value: str) -> bool:
-    """Whether `value` is a reference. Options that are not secret may be urls of files."""
+    """Return whether `value` is a reference. Options that are not secret may be urls of files."""
     return is_reference(value) and (_is_secret_name(name) or not value.startswith("file://"))
 
 
 def is_reference(text: str) -> bool:
-    """Whether a secret that is written as `text` is elsewhere: `env:NAME` or `file:/path`."""
+    """Return whether `text` is a reference to a secret: `env:NAME` or `file:/path`."""
     return text.startswith((_ENV, _FILE))
 
 

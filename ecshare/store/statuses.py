@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP status of a refusal means, for every client library and every cloud.
+"""The meaning of HTTP statuses of refusals, for every client library and every cloud.
 
 | status                               | request           | meaning                              |
 |--------------------------------------|-------------------|--------------------------------------|
@@ -12,8 +12,8 @@
 
 401 and 403 are denials. Every other status says that the request, or the server, is wrong.
 
-A client library has one class for each status, whatever was asked: it calls a GET that was answered
-409 "already exists". So what a refusal means is decided here. Pure.
+Client libraries map a status to one exception class for all requests: a 409 in answer to a GET
+becomes "already exists". So this module decides by the status itself. Pure.
 """
 
 from ecshare.store.errors import StoreBusy
@@ -24,23 +24,24 @@ _EXISTS = frozenset({(412, "PreconditionFailed"), (409, "BlobAlreadyExists")})
 
 
 class Conflict(StoreBusy):
-    """The store did nothing, because something else was in the way. Who asks again may succeed."""
+    """The store did nothing, because of a conflict. A second try may succeed."""
 
     def __init__(self, words: str, *, says_exists: bool = False) -> None:
-        """`says_exists`: in answer to a create-only PUT this proves that the object exists."""
+        """Hold the message. `says_exists`: as answer to a create-only PUT, it proves that the
+        object exists."""
         super().__init__(words)
         self.says_exists = says_exists
 
 
 def says_exists(status: int | None, code: str) -> bool:
-    """Whether this answer to a create-only PUT proves that the object exists.
+    """Return whether this answer to a create-only PUT proves that the object exists.
 
-    `code`: the server's own word for it. Other servers say 409 for it too, but 409 may as well mean
-    that another request was in the way, so it proves nothing.
+    `code`: the error code in the answer. Some servers answer 409 if the object exists, but 409 may
+    also mean a conflict with another request, so it proves nothing.
     """
     return (status, code) in _EXISTS
 
 
 def may_pass(status: int | None) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     return status in _PASSING

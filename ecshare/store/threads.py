@@ -11,10 +11,10 @@ R = TypeVar("R")
 
 
 class Workers(ThreadPoolExecutor):
-    """Threads that cancel what comes after their end.
+    """Threads that cancel work submitted after their end.
 
-    They end before other threads do where a process exits that has closed nothing: Python refuses
-    all work then. That is no failure of the store, nor a bug.
+    If a process exits without closing its stores, these threads end before other threads do, and
+    Python refuses further work. That is neither a failure of the store nor a bug.
     """
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
@@ -26,7 +26,7 @@ class Workers(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as exc:
-            # There is no class for it. A process that has too many threads is told otherwise.
+            # Python has no class for this error. Other errors, as for too many threads, pass.
             if "shutdown" not in str(exc):
                 raise
             raise asyncio.CancelledError from exc
@@ -74,8 +74,7 @@ class Threads:
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Run both, within a call of `run`. Another thread runs `second` if one is free.
 
-        This does not wait for a busy thread, so calls that fill all threads do not wait for each
-        other.
+        If none is free, this thread runs both, so calls that occupy all threads cannot deadlock.
 
         Raises:
             Exception: any error of the two.
@@ -92,7 +91,7 @@ class Threads:
             work.result()
 
     def close(self) -> None:
-        """Accept no more work. Does not wait for calls that hang."""
+        """Accept no more work. Do not wait for calls that hang."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -106,7 +105,7 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
         Exception: the error of the first call that failed.
     """
     given = list(calls)
-    if len(given) < 2:  # for one a task would cost much and do nothing
+    if len(given) < 2:  # a single call needs no task, which is expensive
         return [await each for each in given]
     tasks = [asyncio.create_task(call) for call in given]
     try:

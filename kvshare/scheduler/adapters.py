@@ -32,7 +32,7 @@ class Adapter:
     """Its identity in vLLM's block hashes."""
     deadline_s: float = 0.0
     num_blocks: int = 0
-    """Of its request's prompt."""
+    """The number of blocks of its request's prompt."""
 
 
 class Adapters:
@@ -52,7 +52,7 @@ class Adapters:
         wait_s: float,
         clock_s: Callable[[], float],
     ) -> None:
-        """`grid`: of requests without an adapter. `clock_s`: monotonic seconds."""
+        """Read no adapter yet. `grid`: of requests without one. `clock_s`: monotonic seconds."""
         self._engine = engine
         self._grid = grid
         self._stats = engine.stats
@@ -70,7 +70,7 @@ class Adapters:
         deadline_s = self._clock_s() + self._wait_s
         adapter = Adapter(None, False, hashed_adapter(request), deadline_s, num_blocks)
         if option(lora, "tensorizer_config_dict"):
-            self._settle(adapter, "")  # its weights lie elsewhere
+            self._settle(adapter, "")  # its weights are not in `lora_path`
             return adapter
         job = Run("adapter", partial(adapter_fingerprint, Path(lora.lora_path)))
         is_3d = bool(option(lora, "is_3d_lora_weight"))
@@ -79,18 +79,18 @@ class Adapters:
 
     def _read(self, adapter: Adapter, is_3d: bool, done: Done[str]) -> None:
         content = done.value or ""
-        if content and is_3d:  # how vLLM reads the files, whatever they are
+        if content and is_3d:  # the flag changes how vLLM reads the same files
             content = hashlib.sha256(b"3d" + bytes.fromhex(content)).hexdigest()
         self._settle(adapter, content)
 
     def is_settled(self, adapter: Adapter) -> bool:
-        """Whether the request need not wait any more. Gives up when `wait_s` is over."""
+        """Return whether the request need not wait any more. Give up when `wait_s` is over."""
         if not adapter.is_settled and self._clock_s() >= adapter.deadline_s:
             self._settle(adapter, "")
         return adapter.is_settled
 
     def grid_of(self, adapter: Adapter) -> Grid | None:
-        """Return the grid that names chunks of `adapter`; None: they are not shared (any more)."""
+        """Return the grid that names chunks of `adapter`; None: they are not shared."""
         if adapter is self._none or adapter.grid is None:
             return adapter.grid
         is_as_before = self._contents.are_still(adapter.hashed_as, adapter.grid.adapter.hex())

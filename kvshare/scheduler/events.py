@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes through vLLM's KV events which blocks the store has."""
+"""Publishes the blocks in the store as KV events of vLLM."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OWNERSHIP = "kvshare"
-# A save that a worker never reports is forgotten after so many others; memory of workers bounds
-# those on their way to far fewer.
+# The record of a save that a worker never reports is dropped after this many others. The memory of
+# workers limits the saves in flight to far fewer.
 MAX_ORDERED = 4096
-# About 1.3 KB each. What is forgotten stays announced: to believe it costs a reader a miss.
+# About 1.3 KB each. If a record is dropped, the loss of its chunk is never published, and costs a
+# reader of the events a miss.
 MAX_ANNOUNCED = 16_384
 
 
 def publishes_events(vllm_config: "VllmConfig") -> bool:
-    """Whether vLLM's KV events are on."""
+    """Return whether vLLM's KV events are on."""
     config = vllm_config.kv_events_config
     return config is not None and config.enable_kv_cache_events
 
 
 @dataclass(slots=True)
 class _Ordered:
-    """A chunk whose save was ordered, and what an event about it will say."""
+    """A chunk whose save was ordered, with the content of the event about it."""
 
     hashes: tuple[bytes, ...]
     hash_before: bytes | None
@@ -52,8 +53,8 @@ class BlockEvents:
     """
 
     def __init__(self, grid: Grid, num_shards: int, *, group: int | None, is_remote: bool) -> None:
-        """`num_shards`: how many objects make a chunk. `group`: vLLM's number of the cache group,
-        None for all of several. `is_remote`: surely not on this host.
+        """Publish nothing yet. `num_shards`: objects per chunk. `group`: vLLM's number of the cache
+        group; None if there are several. `is_remote`: the store is certainly not on this host.
         """
         self._grid = grid
         self._num_shards = num_shards
@@ -69,7 +70,7 @@ class BlockEvents:
         self._events: list[KVCacheEvent] = []
 
     def ordered(self, request: Request, chunk: Chunk) -> None:
-        """Note that `chunk` of `request` is to be stored."""
+        """Record that the save of `chunk` of `request` was ordered."""
         if chunk.num_tokens < chunk.num_blocks * self._grid.block_tokens:
             return
         first, end = chunk.first_block, chunk.first_block + chunk.num_blocks
@@ -83,7 +84,7 @@ class BlockEvents:
         )
 
     def stored(self, num_shards: Mapping[ChunkKey, int]) -> None:
-        """Note that so many more shards of these are stored."""
+        """Record that this number of further shards of each chunk is stored."""
         for key, count in num_shards.items():
             ordered = self._ordered.get(key)
             if ordered is None:
@@ -94,15 +95,16 @@ class BlockEvents:
                 self._announce(key, ordered)
 
     def lost(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that the store does not have these."""
+        """Record that the store lacks these chunks."""
         for key in keys:
             if key not in self._announced:
                 self._ordered.pop(key, None)
                 continue
-            # It may be on its way again: a lost chunk is saved by whoever computes it.
-            gone = self._forget(key)
-            if gone:
-                hashes = [maybe_convert_block_hash(each) for each in gone]  # type: ignore[arg-type]
+            # A new save of it may be in flight, and stays recorded: the next request that computes
+            # a lost chunk saves it again.
+            removed = self._drop(key)
+            if removed:
+                hashes = [maybe_convert_block_hash(each) for each in removed]  # type: ignore[arg-type]
                 self._events.append(BlockRemoved(block_hashes=hashes, **self._where))
 
     def take(self) -> list[KVCacheEvent]:
@@ -117,7 +119,7 @@ class BlockEvents:
         self._announced[key] = chunk.hashes
         self._num_holders.update(chunk.hashes)
         if len(self._announced) > MAX_ANNOUNCED:
-            self._forget(next(iter(self._announced)))
+            self._drop(next(iter(self._announced)))
         if new:
             self._events.append(self._event(chunk, new[0]))
 
@@ -136,11 +138,11 @@ class BlockEvents:
             **self._where,
         )
 
-    def _forget(self, key: ChunkKey) -> list[bytes]:
-        """Let go of an announced chunk; return the blocks that no other one holds."""
+    def _drop(self, key: ChunkKey) -> list[bytes]:
+        """Drop the record of a published chunk; return the blocks that no other chunk has."""
         hashes = self._announced.pop(key, ())
         self._num_holders.subtract(hashes)
-        gone = [each for each in hashes if not self._num_holders[each]]
-        for each in gone:
+        removed = [each for each in hashes if not self._num_holders[each]]
+        for each in removed:
             del self._num_holders[each]
-        return gone
+        return removed

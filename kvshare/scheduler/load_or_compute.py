@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how much of a hit to load: no more than is here sooner than it would be computed."""
+"""Decides how much of a hit to load: as much as should load faster than the engine computes it."""
 
 from bisect import bisect_right
 from collections import deque
@@ -13,44 +13,44 @@ from kvshare.chunks.prefix import Chunk, ChunkKey
 
 Tiers = Mapping[ChunkKey, Tier]
 UnderWay = tuple[int, float]
-"""Of a load that goes on: its tokens, and the seconds that it has taken until now."""
+"""The tokens of a load in flight, and the seconds that it has taken until now."""
 
-# What was measured so long ago counts 1/e of what is measured now.
+# A measurement of this age counts 1/e of a new one.
 _MEMORY_S = 10.0
-# Steps with fewer tokens of prompts show what a step costs, and not what a token does.
+# Steps with fewer tokens of prompts measure the cost of a step, not that of a token.
 _FEWEST_TOKENS = 64
-# An engine that has loaded all prompts so far loads of each what should be here in so long, and
-# computes the rest.
+# While its compute time is unknown, an engine loads as much of a prompt as should take this long,
+# and computes the rest.
 _SLOW_S = 1.0
-# Of a store that was never measured so much of one hit is loaded, or one chunk.
+# The first load from a store is of this many tokens of a hit, or of one chunk.
 _FIRST_TOKENS = 1024
-# Loads of one size do not tell latency from the time per token: all then counts as time per token.
-# So much weighted variance of sizes says as much as what counts then.
+# Loads of one size do not distinguish latency from time per token: then all time counts as time per
+# token. With this weighted variance of sizes, the fitted slope has as much weight as that rule.
 _FEW_TOKENS = 256
-# A tier from which nothing was loaded for so long is tried again, with so much of a hit as should
-# be here in the second time, or with one chunk.
+# A tier without loads for _PROBE_EVERY_S is measured again, by as much of a hit as should take
+# _PROBE_S, or by one chunk.
 _PROBE_EVERY_S = 30.0
 _PROBE_S = 2.0
-# A look-up takes a step of the engine, and a load two more: no less than this.
+# A look-up takes a step of the engine, and a load two more: in all at least this long.
 _ROUNDS_S = 0.005
-# More than any engine has in flight. Beyond that steps count as longer than they were, and more is
-# loaded: a release of vLLM would have ceased to tell when they end.
+# More steps than any engine has in flight. If there are more, a release of vLLM no longer reports
+# their ends. Steps then count as longer than they were, and more is loaded.
 _MOST_STEPS = 64
-# A change of pace is believed when most of the tokens of so many steps show it.
+# A new pace is accepted once most tokens of the latest steps, this many, have it.
 _STEPS_KEPT = 15
 
 
 class _Sums:
-    """Sums of measurements, which fade with time. Ownership: one thread."""
+    """Sums of measurements, whose weights decay with time. Ownership: one thread."""
 
     def __init__(self, clock_s: Callable[[], float], number: int) -> None:
-        """`clock_s`: monotonic seconds."""
+        """Begin `number` sums at 0. `clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self._then_s = -inf
         self.values = (0.0,) * number
 
     def add(self, *terms: float) -> None:
-        """Add one to each."""
+        """Add one term to each sum."""
         now_s = self._clock_s()
         left = exp((self._then_s - now_s) / _MEMORY_S)
         self._then_s = now_s
@@ -60,10 +60,10 @@ class _Sums:
 
 
 class Pace:
-    """Seconds per token of late; None until something was measured. Ownership: one thread.
+    """The recent seconds per token; None until measured. Ownership: one thread.
 
-    It is that of the median token of the latest steps. So no single measurement makes it: the first
-    step of an engine, say, or one during which the machine did something else.
+    It is that of the median token of the latest steps. So no single measurement determines it, such
+    as the first step of an engine, or one during which the machine did other work.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Pace:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Take a measurement. Its weight is its number of tokens."""
+        """Add a measurement. Its weight is its number of tokens."""
         self._steps.append((seconds / num_tokens, num_tokens))
         half = sum(tokens for _, tokens in self._steps) / 2
         for s_per_token, tokens in sorted(self._steps):
@@ -82,17 +82,17 @@ class Pace:
 
 
 class Line(NamedTuple):
-    """How long a load should take."""
+    """The expected time of a load, as a linear function of its tokens."""
 
     latency_s: float
     s_per_token: float
 
     def seconds(self, num_tokens: int) -> float:
-        """Return the seconds for so many tokens."""
+        """Return the expected seconds for `num_tokens`."""
         return self.latency_s + num_tokens * self.s_per_token
 
     def num_tokens(self, seconds: float) -> float:
-        """Return how many tokens should be here by then."""
+        """Return how many tokens should be loaded in `seconds`."""
         left_s = seconds - self.latency_s
         if left_s <= 0:
             return 0.0
@@ -103,25 +103,25 @@ _AT_ONCE = Line(0.0, 0.0)
 
 
 class LoadTimes:
-    """How long loads from one tier took of late, as a straight line. Ownership: one thread.
+    """Fits a straight line to the times of recent loads from one tier. Ownership: one thread.
 
     The line is fitted by weighted least squares: its slope is the weighted covariance of tokens and
     seconds over the weighted variance of tokens, and it goes through both means (NIST/SEMATECH
     e-Handbook of Statistical Methods, 4.1.4.3). The weight of a load is one over its tokens,
-    because the variance of its time grows with them, and fades with time.
+    because the variance of its time grows with them, and decays with time.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: monotonic seconds."""
+        """Begin without measurements. `clock_s`: monotonic seconds."""
         self._sums = _Sums(clock_s, 5)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Take a measurement."""
+        """Add a measurement."""
         self._sums.add(1 / num_tokens, 1.0, seconds / num_tokens, num_tokens, seconds)
 
     @property
     def line(self) -> Line | None:
-        """Neither latency nor time per token is negative; None until something was measured."""
+        """Return the line; None until measured. Neither latency nor time per token is negative."""
         weights, counts, paces, tokens, seconds = self._sums.values
         if not weights:
             return None
@@ -134,7 +134,7 @@ class LoadTimes:
 
 
 class Steps:
-    """Measures how fast this engine computes, from when its steps are scheduled and when they end.
+    """Measures how fast this engine computes, by the times when steps are scheduled and end.
 
     With asynchronous scheduling a step is scheduled while the one before it runs, and begins when
     that one has ended. Steps end in the order in which they were scheduled.
@@ -143,29 +143,30 @@ class Steps:
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: monotonic seconds."""
+        """Begin without measurements. `clock_s`: monotonic seconds."""
         self.pace = Pace()
         self._clock_s = clock_s
-        # The tokens of each, those of them that tell of prompts, and when it was scheduled.
+        # For each step: its tokens, the tokens to measure (0: too few of prompts), and when it was
+        # scheduled.
         self._running: deque[tuple[int, int, float]] = deque(maxlen=_MOST_STEPS)
         self._ended_s = -inf
 
     def began(self, num_tokens: int, num_decoded: int) -> None:
-        """A step was scheduled that computes `num_tokens`, of which so many are not of prompts.
+        """Record that a step of `num_tokens` was scheduled; `num_decoded` are not of prompts.
 
-        To be called for steps that compute nothing, too.
+        Also call it for steps that compute nothing.
         """
         num_prompt_tokens = num_tokens - num_decoded
         is_prefill = num_prompt_tokens >= max(_FEWEST_TOKENS, num_decoded)
         self._running.append((num_tokens, num_tokens if is_prefill else 0, self._clock_s()))
 
     def ended(self) -> None:
-        """vLLM has taken the output of the oldest step, whatever is in it."""
+        """Record that vLLM has processed the output of the oldest step."""
         if not self._running:
             return
         num_tokens, num_measured, begun_s = self._running.popleft()
         if not num_tokens:
-            return  # the device was not held up
+            return  # the step did not use the device
         now_s = self._clock_s()
         seconds = now_s - max(begun_s, self._ended_s)
         self._ended_s = now_s
@@ -183,17 +184,17 @@ class _Run(NamedTuple):
 
 
 class LoadOrCompute:
-    """Compares what a load takes with what it saves, by measurements of this engine.
+    """Compares the time of a load with the compute time that it saves, as measured in this engine.
 
-    What is not known counts as faster than computing: the first load from each tier is made, but
-    not of much, nor beside another one, if it is the store. The time of a load contains all that a
-    request waits for: latency, other loads, and the copy to its blocks.
+    A tier without measurements counts as faster than computing, so it is measured by its first
+    load. From the store, the first load is small, and the only one in flight. The time of a load
+    contains all that a request waits for: latency, other loads, and the copy to its blocks.
 
     Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
-        """`clock_s`: monotonic seconds."""
+        """Begin without measurements. `clock_s`: monotonic seconds."""
         self._clock_s = clock_s
         self.steps = Steps(clock_s)
         self._loads = {tier: LoadTimes(clock_s) for tier in Tier}
@@ -201,18 +202,20 @@ class LoadOrCompute:
 
     @property
     def fewest_tokens(self) -> int:
-        """How many tokens a hit must have to be worth a look-up: this engine computes fewer before
-        it would have loaded them. 0: it is not known."""
+        """Return how many tokens a hit must have to be worth a look-up; 0: it is not known.
+
+        Fewer tokens are computed in less time than a look-up and a load take.
+        """
         pace = self.steps.pace.s_per_token
         return int(_ROUNDS_S / pace) if pace else 0
 
     def loaded(
         self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, seconds: float
     ) -> None:
-        """Take note that these chunks were loaded, from `start_tokens` on, in so many seconds.
+        """Record that these chunks were loaded, from `start_tokens` on, in `seconds`.
 
-        `tiers`: where they were, as far as a look-up asked; nothing is learnt if it did not. What
-        came from the host counts for nothing beside what came from the store.
+        `tiers`: of the chunks that were looked up; if it is empty, nothing is recorded. If some
+        chunks came from the store, the time counts only for those.
         """
         runs = _runs(chunks, tiers, start_tokens) if tiers else []
         if not runs:
@@ -231,16 +234,16 @@ class LoadOrCompute:
     ) -> int:
         """Return how many of `chunks`, the first ones, to load after `start_tokens`. O(chunks).
 
-        `under_way`: the loads from the store that go on. `num_ahead`: returns how many tokens the
-        engine computes before it comes to this request: a load goes on meanwhile. Called only if a
-        load seems to be slower than computing.
+        `under_way`: the loads from the store in flight. `num_ahead`: returns how many tokens the
+        engine computes before it reaches this request, while the load runs. It is called only if
+        loading seems to be slower than computing.
         """
         runs = _runs(chunks, tiers, start_tokens)
         if not runs:
             return 0
         most = self._most(chunks, tiers, start_tokens, is_alone=not under_way)
-        late_s = self._late_s(under_way)
-        lines = self._lines(late_s)
+        delay_s = self._delay_s(under_way)
+        lines = self._lines(delay_s)
         compute_s = self.steps.pace.s_per_token
         if compute_s is None:
             return min(most, _num_fast(chunks, runs, lines, start_tokens))
@@ -248,33 +251,35 @@ class LoadOrCompute:
         if best < len(chunks):
             best = _best(runs, lines, compute_s, num_ahead() * compute_s)
         if best < len(chunks):
-            best = max(best, self._probe(chunks, tiers, start_tokens, best, is_late=late_s > 0))
+            best = max(best, self._probe(chunks, tiers, start_tokens, best, is_late=delay_s > 0))
         return min(best, most)
 
-    def _late_s(self, under_way: Sequence[UnderWay]) -> float:
-        """Return how much longer than it should some load from the store takes: whatever is loaded
-        now may wait for the same thing."""
-        line = self._loads[Tier.STORE].line or _AT_ONCE
-        late = (seconds - line.seconds(num_tokens) for num_tokens, seconds in under_way)
-        return max(0.0, max(late, default=0.0))
+    def _delay_s(self, under_way: Sequence[UnderWay]) -> float:
+        """Return the largest delay of a load from the store in flight, beyond its expected time.
 
-    def _lines(self, late_s: float) -> dict[Tier, Line]:
-        """Return how long loads should take: no time from a tier that was never measured."""
+        A new load may wait for the same cause.
+        """
+        line = self._loads[Tier.STORE].line or _AT_ONCE
+        delays = (seconds - line.seconds(num_tokens) for num_tokens, seconds in under_way)
+        return max(0.0, max(delays, default=0.0))
+
+    def _lines(self, delay_s: float) -> dict[Tier, Line]:
+        """Return the expected times of loads from each tier; zero for a tier never measured."""
         lines = {tier: loads.line or _AT_ONCE for tier, loads in self._loads.items()}
         store = lines[Tier.STORE]
-        lines[Tier.STORE] = store._replace(latency_s=store.latency_s + late_s)
+        lines[Tier.STORE] = store._replace(latency_s=store.latency_s + delay_s)
         return lines
 
     def _most(
         self, chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int, *, is_alone: bool
     ) -> int:
-        """Return how many chunks may be loaded, if the store may be slow for all that is known."""
+        """Return the limit of chunks to load: all, unless the store was never measured."""
         if self._loads[Tier.STORE].line is not None:
             return len(chunks)
-        where = _filled(chunks, tiers)
-        if Tier.STORE not in where:
+        tier_of_each = _filled(chunks, tiers)
+        if Tier.STORE not in tier_of_each:
             return len(chunks)
-        first = where.index(Tier.STORE)
+        first = tier_of_each.index(Tier.STORE)
         if not is_alone:
             return first
         return first + max(1, _num_within(_FIRST_TOKENS, chunks[first:], start_tokens))
@@ -293,7 +298,7 @@ class LoadOrCompute:
         is_waiting = is_late and tier is Tier.STORE
         if is_waiting or now_s - self._tried_s[tier] < _PROBE_EVERY_S:
             return 0
-        self._tried_s[tier] = now_s  # not by its end: no other request is to try meanwhile
+        self._tried_s[tier] = now_s  # set at once, so that no other request probes meanwhile
         num_tokens = (self._loads[tier].line or _AT_ONCE).num_tokens(_PROBE_S)
         return first + max(1, _num_within(num_tokens, chunks[first:], start_tokens))
 
@@ -301,9 +306,9 @@ class LoadOrCompute:
 def _best(
     runs: Sequence[_Run], lines: Mapping[Tier, Line], compute_s: float, ahead_s: float
 ) -> int:
-    """Return the number of chunks with which the hit is ready first; of equal ones the largest.
+    """Return the number of chunks to load for which the hit is ready first; the largest if equal.
 
-    Only ends of runs are tried: within one, times are proportional to tokens.
+    Only ends of runs are tried, because times within a run are proportional to tokens.
     """
     left = sum(run.num_tokens for run in runs)
     best = ahead_s + left * compute_s, 0
@@ -316,8 +321,10 @@ def _best(
 
 
 def _load_times(runs: Sequence[_Run], lines: Mapping[Tier, Line]) -> Iterator[float]:
-    """Yield the seconds that a load to the end of each run should take. It waits for its tiers
-    together, and moves one after the other."""
+    """Yield the expected seconds of a load to the end of each run.
+
+    They are the largest latency of its tiers, plus the sum of the times of all its tokens.
+    """
     latency_s = moving_s = 0.0
     for run in runs:
         line = lines[run.tier]
@@ -332,8 +339,8 @@ def _num_fast(
     lines: Mapping[Tier, Line],
     start_tokens: int,
 ) -> int:
-    """Return how many chunks to load if it is not known how long it takes to compute them: as many
-    as should be here soon. To compute the rest will tell."""
+    """Return how many chunks to load while the compute time is unknown: as many as should load
+    within _SLOW_S. Computing the rest measures the compute time."""
     first, left_s = 0, _SLOW_S
     for run in runs:
         line = lines[run.tier]
@@ -344,14 +351,19 @@ def _num_fast(
 
 
 def _num_within(num_tokens: float, chunks: Sequence[Chunk], start_tokens: int) -> int:
-    """Return how many of `chunks`, the first ones, have so many tokens after `start_tokens`."""
+    """Return how many of `chunks`, from the first on, fit into `num_tokens`.
+
+    Tokens before `start_tokens` do not count.
+    """
     first_token = max(start_tokens, chunks[0].start_tokens)
     return bisect_right([chunk.end_tokens - first_token for chunk in chunks], num_tokens)
 
 
 def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run]:
-    """Return the chunks by the tiers in which they are, in order; none that ends before
-    `start_tokens`: the local hit may have grown since they were looked up."""
+    """Return the runs of consecutive chunks in one tier, in order.
+
+    Runs that end before `start_tokens` are omitted: the local hit may have grown since the look-up.
+    """
     runs, end = [], 0
     for tier, group in groupby(_filled(chunks, tiers)):
         first, end = end, end + len(list(group))
@@ -362,9 +374,12 @@ def _runs(chunks: Sequence[Chunk], tiers: Tiers, start_tokens: int) -> list[_Run
 
 
 def _filled(chunks: Sequence[Chunk], tiers: Tiers) -> list[Tier]:
-    """Return the tier of each chunk. One for which nobody asked is in the slower one of those of
-    the chunks around it for which somebody did: where a host has a part of a prompt it is the end,
-    since loads begin with the first chunk, and what was opened longest ago is evicted first."""
+    """Return the tier of each chunk, also of chunks that were not looked up.
+
+    Between two chunks that were, the slower of their tiers is assumed. If a host has only a part of
+    a prompt, it is the end: loads open the first chunk first, and eviction removes the entries that
+    were opened longest ago.
+    """
     found: list[Tier] = []
     before: Tier | None = None
     for number, chunk in enumerate(chunks):

@@ -22,8 +22,8 @@ class Pieces:
     def loaded(
         self, chunk: Chunk, block_ids: BlocksOfGroups, start_tokens: int, end_tokens: int
     ) -> Iterator[Piece]:
-        """Yield what to load of `chunk` for a request that has KV up to `start_tokens` and will be
-        computed from `end_tokens` on."""
+        """Yield the pieces of `chunk` to load for a request that has KV up to `start_tokens` and
+        will be computed from `end_tokens` on."""
         end_block = min(_end_block(chunk), -(-end_tokens // self.block_tokens))
         for layer_set in self.layer_sets:
             needed_block = layer_set.window.first_needed(end_tokens) // self.block_tokens
@@ -34,7 +34,7 @@ class Pieces:
                 yield self._piece(chunk, layer_set, ids, first - stored_block)
 
     def saved(self, chunk: Chunk, block_ids: BlocksOfGroups, step_tokens: int) -> list[Piece]:
-        """Return what to store of `chunk`; nothing, if it can no longer be stored as a whole.
+        """Return the pieces of `chunk` to store; none if it can no longer be stored as a whole.
 
         `step_tokens`: the request was computed up to there before this step. For layers with a
         window, vLLM may have freed the blocks that it does not need from there on.

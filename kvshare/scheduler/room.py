@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps loads from filling the cache of an engine with windows so that no request can run."""
+"""Limits loads in engines with sliding windows, so that some request always has blocks to run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ _NULL_BLOCK = 0
 
 
 class Room:
-    """Says whether one more load leaves all of them the blocks that their requests still need.
+    """Decides whether, after one more load, all loads have the blocks that their requests need.
 
-    vLLM keeps free what the requests under way still need. But it counts the blocks that a window
-    has passed as if the request held them. So loads could take all blocks, and then none of their
-    requests could be given what its next tokens need: vLLM preempts no request that does not run,
-    and would never run any again. The same if a load fails as a whole: its request has to compute
-    what the windows have passed, too.
+    vLLM keeps the blocks free that admitted requests still need. But it counts blocks that a window
+    has passed as if the request held them. So loads could take all blocks, and then no request
+    could get blocks for its next tokens: vLLM preempts no request that does not run, so no request
+    would ever run again. The same holds if a load fails as a whole: its request also has to compute
+    the tokens that the windows have passed.
 
     Ownership: vLLM's scheduler thread.
     """
@@ -34,35 +34,35 @@ class Room:
         self._loading: dict[str, tuple[int, int]] = {}
 
     def bind(self, manager: "KVCacheManager") -> None:
-        """Look at the blocks of `manager` from now on, if an engine with windows has them."""
+        """Use the KV cache manager `manager` from now on, if the engine has windows."""
         self._limits = most_blocks(manager)
         if any(limit is not None for _, limit in self._limits):
             self._manager = manager
 
     def is_left(self, request: "Request") -> bool:
-        """Whether `request` may load; one that loads alone always may."""
+        """Return whether `request` may load; one that loads alone always may."""
         if self._manager is None or not self._loading:
             return True
-        to_come = sum(max(0, needed - held) for needed, held in self._loading.values())
-        return self._needed(request) + to_come <= self._manager.block_pool.get_num_free_blocks()
+        pending = sum(max(0, needed - held) for needed, held in self._loading.values())
+        return self._needed(request) + pending <= self._manager.block_pool.get_num_free_blocks()
 
     def take(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Take note that `request` loads. `block_ids`: all its blocks, of each cache group."""
+        """Record that `request` loads. `block_ids`: all its blocks, of each cache group."""
         if self._manager is not None:
             held = sum(block != _NULL_BLOCK for ids in block_ids for block in ids)
             self._loading[request.request_id] = self._needed(request), held
 
     def failed(self, request_id: str) -> None:
-        """Take note that a load failed as a whole: its request gives its blocks back."""
+        """Record that a load failed as a whole: its request gives its blocks back."""
         if request_id in self._loading:
             self._loading[request_id] = self._loading[request_id][0], 0
 
     def leave(self, request_id: str) -> None:
-        """Take note that a request runs, or is over."""
+        """Record that a request runs, or has ended."""
         self._loading.pop(request_id, None)
 
     def _needed(self, request: "Request") -> int:
-        """Return the most blocks that `request` holds at once until its prompt is computed, and
-        one of each group for the tokens that it guesses."""
+        """Return the most blocks that `request` holds at once until its prompt is computed, plus
+        one of each group for speculative tokens."""
         blocks = ((-(-request.num_tokens // tokens), limit) for tokens, limit in self._limits)
         return sum(1 + (num if limit is None else min(num, limit)) for num, limit in blocks)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how much of each request is stored: by the options, and by what the request says."""
+"""Decides how much of each request is stored, by the options and by the request's own fields."""
 
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ecshare.plugin.save_policy import Sightings, requested_save
+from ecshare.plugin.sightings import Sightings, requested_save
 from kvshare.chunks.prefix import Grid, HashFunction, prompt_chunks, stored_tokens
 from kvshare.messages import is_for_decode
 
@@ -24,7 +24,7 @@ class Limit:
 
     end_tokens: int = sys.maxsize
     rule: str = ""
-    """What says so: an option, or `request`; empty: there is no limit."""
+    """The name of an option, or `request`; empty: there is no limit."""
 
 
 class SavePolicy:
@@ -33,8 +33,8 @@ class SavePolicy:
     def __init__(
         self, config: "KVConfig", hash_function: HashFunction, *, only_saves: bool
     ) -> None:
-        """`hash_function`: vLLM's own, for the names of tails. `only_saves`: by its role the engine
-        loads nothing.
+        """Take the rules from `config`. `hash_function`: vLLM's own, for the names of tails.
+        `only_saves`: by its role the engine loads nothing.
         """
         self._only_saves = only_saves
         self._save_after = config.save_after
@@ -44,8 +44,8 @@ class SavePolicy:
         self._sightings = Sightings() if config.save_after > 1 else None
 
     def limit_of(self, request: "Request", grid: Grid) -> Limit:
-        """Return up to where `request` is stored. To be called once for each prompt, since it
-        counts as a sighting. O(chunks), and 2 us for each."""
+        """Return up to which token `request` is stored. Call it once for each prompt, because it
+        counts as a sighting. O(chunks), 2 us for each."""
         asked = requested_save(request.kv_transfer_params, _SAVE_FIELD)
         if asked is False:
             return Limit(0, "request")
@@ -60,11 +60,12 @@ class SavePolicy:
         return Limit()
 
     def is_for_decode(self, request: "Request") -> bool:
-        """Whether another engine goes on with this prompt: one that is told of it, and waits.
+        """Return whether another engine decodes this prompt, and waits for its KV.
 
-        Where nobody says so it is the request for one token to an engine that only saves, as some
-        proxies send it. Elsewhere such a request may be a step of a beam search, or a score. One
-        that samples none, as for pooling, is limited to one token too, and is for nobody else.
+        The request's fields say so. Without them, it is true for a request for one token to an
+        engine that only saves, as some proxies send it. For other engines, such a request may be a
+        step of a beam search, or a score. A request that samples nothing, as for pooling, has a
+        limit of one token too, but no other engine continues it.
         """
         if is_for_decode(request):
             return True
@@ -77,7 +78,7 @@ class SavePolicy:
             return request.num_prompt_tokens
         end_tokens, is_often = 0, True
         for chunk in prompt_chunks(request, grid, self._hash_function):
-            # Each is counted: a later prompt may differ from this one after any of them.
+            # Every chunk is counted, because a later prompt may differ after any of them.
             is_often = self._sightings.add(chunk.key) >= self._save_after and is_often
             if is_often:
                 end_tokens = chunk.end_tokens

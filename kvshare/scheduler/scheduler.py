@@ -14,10 +14,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ecshare.plugin.compat import is_named_by_request, option
+from ecshare.plugin.connector_spans import add_span
 from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.keys import tp_size_key
 from ecshare.transfer.engine import TransferEngine

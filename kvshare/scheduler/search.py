@@ -5,8 +5,8 @@ A round is one round trip to the store, for many keys at once. The stored chunks
 always have no gap, because an engine that stored a chunk has stored those before it. So whole
 chunks are searched from coarse to fine: first some that are evenly spread, then those between the
 last one that is stored and the first one that is missing. When no chunk is left between these, the
-partial chunks are asked for that may be stored in place of the next chunk. If a chunk for which
-nobody asked is lost, the load notices it.
+partial chunks that may be stored in place of the next chunk are looked up. If a chunk that was not
+looked up is lost, the load detects it.
 
 For 32,768 tokens in chunks of 256 and blocks of 16, one round is enough if everything or nothing is
 stored. Otherwise it takes at most three.
@@ -30,12 +30,12 @@ class Found:
     chunks: tuple[Chunk, ...]
     missing: tuple[ChunkKey, ...]
     tiers: Mapping[ChunkKey, Tier] = field(default_factory=dict)
-    """Where the chunks are for which the caller asked; the caller adds it."""
+    """The tier of each chunk that was looked up; the caller adds it."""
     tp_sizes: Mapping[ChunkKey, int] = field(default_factory=dict)
     """The tensor-parallel size in which each chunk is stored."""
 
     def __bool__(self) -> bool:
-        """Whether anything is stored."""
+        """Return whether anything is stored."""
         return bool(self.chunks)
 
     def in_tp_sizes(self, tp_sizes: Mapping[ChunkKey, int]) -> "Found":
@@ -46,9 +46,9 @@ class Found:
 
 
 def infer_tp_sizes(chunks: Sequence[Chunk], tp_sizes: dict[ChunkKey, int]) -> list[Chunk]:
-    """Add sizes for those of `chunks` for which nobody asked; return those that are not clear.
+    """Add sizes for `chunks` that were not looked up; return those whose size stays unknown.
 
-    If all chunks that were asked for have one size, the others have it too. In a conversation,
+    If all chunks that were looked up have one size, the others have it too. In a conversation,
     chunks of prompts and answers may come from engines of different sizes, in any order. Then the
     other chunks are returned.
     """
@@ -91,13 +91,13 @@ class _Search:
         self._start_block = start_block
         self._first = self._low = start_block // prefix.grid.chunk_blocks
         self._high = max(prefix.num_whole, self._low)
-        self._is_there: dict[ChunkKey, bool] = {}
+        self._is_stored: dict[ChunkKey, bool] = {}
         self._tail = prefix.tail.chunk(prefix.grid, hash_function) if prefix.tail else None
 
     def next_round(self) -> list[Chunk]:
         """Return the chunks to ask for; empty: the search has ended."""
-        wanted = {} if self._is_there else {chunk.key: chunk for chunk in self._ends()}
-        # Where nothing is stored, as with most prompts, this makes the first round the last one.
+        wanted = {} if self._is_stored else {chunk.key: chunk for chunk in self._ends()}
+        # If nothing is stored, as for most prompts, these make the first round the last one.
         next_partials = self._open_partials(self._low)
         if len(next_partials) <= self._most // 2 or self._low == self._high:
             wanted |= {chunk.key: chunk for chunk in next_partials}
@@ -112,16 +112,16 @@ class _Search:
             wanted |= partials
         return list(wanted.values())
 
-    def learn(self, chunks: Sequence[Chunk], are_there: Sequence[bool]) -> None:
+    def learn(self, chunks: Sequence[Chunk], are_stored: Sequence[bool]) -> None:
         """Take the answers of a round."""
-        self._is_there |= {
-            chunk.key: is_there for chunk, is_there in zip(chunks, are_there, strict=True)
+        self._is_stored |= {
+            chunk.key: is_stored for chunk, is_stored in zip(chunks, are_stored, strict=True)
         }
         for number in range(self._low, self._high):
-            is_there = self._is_there.get(self._prefix.whole(number).key)
-            if is_there:
+            is_stored = self._is_stored.get(self._prefix.whole(number).key)
+            if is_stored:
                 self._low = number + 1
-            elif is_there is False:
+            elif is_stored is False:
                 self._high = number
                 break
 
@@ -129,12 +129,12 @@ class _Search:
         """Return the result."""
         chunks = [self._prefix.whole(number) for number in range(self._first, self._low)]
         partials = self._prefix.partials(self._low, self._start_block)
-        chunks += [chunk for chunk in partials if self._is_there.get(chunk.key)][:1]
+        chunks += [chunk for chunk in partials if self._is_stored.get(chunk.key)][:1]
         end_block = chunks[-1].first_block + chunks[-1].num_blocks if chunks else self._start_block
         tail = self._tail
-        if tail is not None and self._is_there[tail.key] and tail.first_block == end_block:
+        if tail is not None and self._is_stored[tail.key] and tail.first_block == end_block:
             chunks.append(tail)
-        missing = [key for key, is_there in self._is_there.items() if not is_there]
+        missing = [key for key, is_stored in self._is_stored.items() if not is_stored]
         return Found(tuple(chunks), tuple(missing))
 
     def _ends(self) -> list[Chunk]:
@@ -143,13 +143,13 @@ class _Search:
         return [*([self._tail] if self._tail else []), *partials[:1]]
 
     def _open_partials(self, number: int) -> list[Chunk]:
-        """Return the partial chunks of chunk `number` that are not known, and are longer than any
-        that is known to be stored."""
+        """Return the partial chunks of chunk `number` that were not looked up, and are longer than
+        the longest one known to be stored."""
         unknown = []
         for chunk in self._prefix.partials(number, self._start_block):
-            if self._is_there.get(chunk.key):
+            if self._is_stored.get(chunk.key):
                 break
-            if chunk.key not in self._is_there:
+            if chunk.key not in self._is_stored:
                 unknown.append(chunk)
         return unknown
 

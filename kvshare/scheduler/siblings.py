@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other connectors below vLLM's MultiConnector, the siblings, do to this engine's KV.
+"""Detects KV that other connectors below vLLM's MultiConnector, the siblings, have loaded.
 
-Nobody here has verified the KV that a sibling brings. It may be wrong without an error: NIXL reads
-the memory of P, and P may have other prompts there by then. So it is not stored, and neither is
-what was computed on top of it. Stored under the name of right KV it would spoil the answers of all
-engines that share the store.
+This connector has not verified the KV that a sibling loads. It may be wrong without an error: NIXL
+reads the memory of P, and P may have filled it with other prompts by then. So such KV is not
+stored, and neither is KV computed from it. Stored under the name of right KV, it would spoil the
+answers of all engines that share the store.
 
-vLLM tells each connector of its own loads alone. What a sibling loads shows elsewhere: the request
-begins to be computed behind its local hit and our load, or it waits for a load that is not ours.
-The blocks of such a request may then be a local hit of others, so they are remembered.
+vLLM reports to each connector only its own loads. A sibling's load is detected indirectly: vLLM
+begins to compute the request after its local hit and our load, or the request waits for a load that
+is not ours. The blocks of such a request are recorded, because they may become local hits of other
+requests.
 
-Blocks of a prompt with token ids and embeddings in turn are remembered too: vLLM may give them to a
-prompt that its hashes do not tell from it.
+Blocks of a prompt that mixes token ids and embeddings are recorded too: vLLM may give them to
+another prompt with equal hashes.
 """
 
 import sys
@@ -41,21 +42,21 @@ class _Admission:
 
 
 class Siblings:
-    """Finds out what siblings have brought. Ownership: vLLM's scheduler thread.
+    """Records the blocks that siblings have loaded. Ownership: vLLM's scheduler thread.
 
-    As long as no sibling loads anything, this costs some comparisons a request.
+    As long as no sibling loads anything, this costs a few comparisons per request.
     """
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: tokens of a block of vLLM's."""
+        """Record no blocks yet. `block_tokens`: tokens of vLLM's blocks."""
         self._block_tokens = block_tokens
         self._admitted: dict[str, _Admission] = {}
-        # (group, block), at most all blocks of the cache: those with what a sibling has brought, or
-        # with what was computed on top of it. They may have been freed since.
+        # (group, block) of blocks that a sibling has loaded, and of those computed from them. They
+        # may have been freed since. At most all blocks of the cache.
         self._foreign: set[tuple[int, int]] = set()
         self.fetch = True
-        """Whether a sibling takes requests that name their source, as far as is known: the latest
-        one was taken, or there was none."""
+        """True if a sibling takes requests that name their source: it took the latest one, or there
+        was none yet."""
 
     def admitted(
         self,
@@ -66,15 +67,15 @@ class Siblings:
         *,
         names_source: bool,
     ) -> None:
-        """Take note that vLLM gave blocks to a request.
+        """Record that vLLM gave blocks to a request.
 
-        `local_tokens`: of its local hit. `loaded_tokens`: that we load after these. `block_ids`:
-        returns all its blocks, in order, of each cache group; is called in `scheduled`, if at all.
-        `names_source`: its params named a source when vLLM asked for it.
+        `local_tokens`: of its local hit. `loaded_tokens`: which we load after these. `block_ids`:
+        returns all its blocks, in order, of each cache group; called only in `scheduled`.
+        `names_source`: its params named a source when vLLM first asked about it.
         """
         request = progress.request
         if request.num_computed_tokens:
-            # A load has ended, or a session goes on: these blocks it had before.
+            # A load has ended, or a session continues: the request had these blocks before.
             local_tokens, loaded_tokens = request.num_computed_tokens, 0
         self._admitted[request.request_id] = _Admission(
             progress, local_tokens, loaded_tokens, block_ids, names_source
@@ -83,16 +84,17 @@ class Siblings:
     def scheduled(
         self, output: "SchedulerOutput", progress_of: Callable[[str], Progress | None]
     ) -> None:
-        """Set `own_tokens` of the requests that this step has admitted, before it is carried out.
+        """Set `own_tokens` of the requests that this step has admitted, before the step runs.
 
-        In the order in which vLLM gave out blocks: each may have a local hit on those before it.
+        In the order in which vLLM gave out blocks, because a request may have a local hit on blocks
+        of an earlier one.
         """
         cached = output.scheduled_cached_reqs
         if self._foreign:
             for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
                 if block_ids and name not in cached.resumed_req_ids:
                     progress = progress_of(name)
-                    self._note(block_ids, 0, is_foreign=progress is None or progress.is_foreign)
+                    self._record(block_ids, 0, is_foreign=progress is None or progress.is_foreign)
         if not self._admitted:
             return
         begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -115,7 +117,7 @@ class Siblings:
             self._set_own(admission, is_foreign=is_foreign)
 
     def _set_own(self, admission: _Admission, *, is_foreign: bool) -> None:
-        """`is_foreign`: what lies behind its local hit is."""
+        """Set `own_tokens` of a request. `is_foreign`: the KV after its local hit is foreign."""
         progress, own_tokens = admission.progress, sys.maxsize
         if is_foreign or self._foreign:
             block_ids = admission.block_ids()
@@ -125,7 +127,7 @@ class Siblings:
                 first = num_local
             if first is not None:
                 own_tokens = first * self._block_tokens
-            self._note(block_ids, num_local, is_foreign=first is not None)
+            self._record(block_ids, num_local, is_foreign=first is not None)
         if progress.own_tokens != own_tokens:
             progress.own_tokens, progress.due_tokens = own_tokens, 0
 
@@ -139,8 +141,8 @@ class Siblings:
         )
         return min(places, default=None)
 
-    def _note(self, block_ids: BlocksOfGroups, first: int, *, is_foreign: bool) -> None:
-        """Note what the blocks from number `first` on will hold: they are new."""
+    def _record(self, block_ids: BlocksOfGroups, first: int, *, is_foreign: bool) -> None:
+        """Record whether the new blocks, from number `first` on, will hold foreign KV."""
         for group, ids in enumerate(block_ids):
             blocks = {(group, block) for block in ids[first:] if block != _NULL_BLOCK}
             if is_foreign:

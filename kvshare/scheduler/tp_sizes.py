@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor-parallel sizes in which engines have stored KV, as far as this engine knows."""
+"""Finds the tensor-parallel sizes in which engines have stored KV."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from ecshare.transfer.jobs import Done, Handle, Lookup
 
 logger = logging.getLogger(__name__)
 
-# An engine of another size may start at any time. A miss looks for its mark, but not more often.
+# An engine of another size may start at any time, so a miss looks up its mark; at most this often.
 _PAUSE_S = 30.0
 
 
 class StoredTpSizes:
-    """The sizes to ask for, this engine's own first.
+    """Holds the sizes to look up, this engine's own first.
 
     Each writer leaves a mark with its size (see shards.py). The model limits the possible sizes, so
     one look-up of few keys finds those in use: at start, and again after a miss.
@@ -32,7 +32,7 @@ class StoredTpSizes:
         engine: TransferEngine,
         clock_s: Callable[[], float],
     ) -> None:
-        """`clock_s`: monotonic seconds."""
+        """Begin with the size `own`. `clock_s`: monotonic seconds."""
         self.known: tuple[int, ...] = (own,)
         self._marks = {
             tp_size_key(Kind.KV, namespace, tp_size): tp_size
@@ -52,14 +52,14 @@ class StoredTpSizes:
 
     def _learn(self, keys: Sequence[Key], done: Done[tuple[bool, ...]]) -> None:
         if done.value is None:
-            return  # the store has failed; the next miss asks again
-        for key, is_there in zip(keys, done.value, strict=True):
-            if is_there and key in self._marks:
+            return  # the store has failed; the next miss looks again
+        for key, is_stored in zip(keys, done.value, strict=True):
+            if is_stored and key in self._marks:
                 self.known = (*self.known, self._marks.pop(key))
                 logger.info("KV of engines with tensor-parallel size %d is used", self.known[-1])
 
     def with_announced(self, tp_size: int) -> tuple[int, ...]:
-        """Return the sizes to ask for if an announcement names `tp_size`.
+        """Return the sizes to look up if an announcement names `tp_size`.
 
         An announcement may come from a client. An impossible size is ignored.
         """

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache tensors -> chunks of blocks as stored objects hold them, and back; pure.
+"""Copies blocks between vLLM's cache tensors and chunks as stored objects hold them; pure.
 
-A stored chunk holds, layer after layer, its blocks as they lie in vLLM's cache: to save one is to
-copy runs of blocks. Its shape is [layer, kernel block, head, token, content] or, where the cache
-has tokens outside heads, [layer, kernel block, token, head, content]; an attribute says which. A
-kernel may work on blocks of fewer tokens than vLLM's; then several lie in one. `content` is what
-the attention kernel keeps for one token and head, K and V together. Only the head and the block are
-axes that every kernel means alike: CPU kernels repack the inside of a block for their instruction
-set. So blocks are moved whole, never by token.
+A stored chunk contains, layer after layer, its blocks with the bytes of vLLM's cache, so a save
+copies runs of blocks. Its shape is [layer, kernel block, head, token, content] or, if the cache has
+tokens outside heads, [layer, kernel block, token, head, content]; an attribute says which. A kernel
+may work on blocks of fewer tokens than vLLM's; then a block contains several. `content` is the data
+of the attention kernel for one token and head, K and V together. Only the axes of blocks and heads
+mean the same for every kernel: CPU kernels repack the inside of a block for their instruction set.
+So blocks are copied whole, never by token.
 
 The store may have the numbers of a block in 8 bits (float8.py): then the axes are the same, and
 `content` is a byte longer than in the cache.
 
-A CPU copies them itself. For a GPU the copies of all chunks of a step are listed and launched as
-one call (device_copies.py).
+A CPU copies the blocks itself. For a GPU, the copies of all chunks of a step are listed and
+launched by one call (device_copies.py).
 """
 
 import math
@@ -39,7 +39,7 @@ from kvshare.worker import float8
 from kvshare.worker.cache_axes import as_blocks, distinct_caches, heads_come_first
 from kvshare.worker.device_copies import Addresses, BlockTable, Copier
 
-# What numpy is shown instead of types that it does not know, by the bytes of one.
+# The integers as which numpy sees the types of torch that it lacks, by size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Erase = Callable[[Tensor, int], None]
@@ -48,10 +48,10 @@ Erase = Callable[[Tensor, int], None]
 class BlockCaches:
     """The KV cache of one layer set in one worker, as numbered blocks of one shape.
 
-    Holds views of vLLM's tensors: what is read and written here is the cache itself.
+    Holds views of vLLM's tensors: reads and writes access the cache itself.
     """
 
-    def __init__(  # noqa: PLR0913 — all that a layer set is told of its cache
+    def __init__(  # noqa: PLR0913 — all parameters of a layer set's cache
         self,
         caches: Mapping[str, Tensor],
         layer_set: LayerSet,
@@ -61,14 +61,14 @@ class BlockCaches:
         erase: Erase | None = None,
         as_float8: bool = False,
     ) -> None:
-        """Find the axes of each layer's tensor in `caches`, which holds those of other sets too.
+        """Find the axes of each layer's tensor in `caches`, which may hold those of other sets too.
 
-        `erase`: given where the kernel mixes the tokens of a block, so that none can be told from
-        others; zeroes those from a given one on in blocks of a host, [block, head, token, content].
-        `as_float8`: the store has 8-bit floats.
+        `erase`: zeroes the tokens from a given one on in blocks of the host, [block, head, token,
+        content]. Given if the kernel interleaves the tokens of a block. `as_float8`: the store has
+        8-bit floats.
 
         Raises:
-            ValueError: a layout this does not understand; the message says which and why.
+            ValueError: the layout is not supported; the message says which and why.
         """
         num_heads = layer_set.num_heads
         distinct = distinct_caches(layer_set.layers, caches)
@@ -80,11 +80,11 @@ class BlockCaches:
             raise ValueError(f"the layers' caches differ: {sorted(map(str, layouts))}")
         first = views[0]
         self.layout = ""
-        """What the inside of a block looks like, by digest; see layout_check.py."""
+        """The digest of the layout of the inside of a block; see layout_check.py."""
         self._names = [name for (name, _), _ in distinct]
         self._is_head_first = heads_come_first(first)
         self._layers = [
-            (self._as_it_lies(each), group)
+            (self._in_memory_order(each), group)
             for each, (_, group) in zip(views, distinct, strict=True)
         ]
         self.device: torch.device = first.device
@@ -96,7 +96,7 @@ class BlockCaches:
         self._head_bytes = one_block.num_bytes // self._num_heads  # of one block, as stored
         self._erase = erase
         self.erases = erase is None or _can_erase(erase, first)
-        """Whether what follows the last token of a block can be zeroed."""
+        """True if the bytes after the last token of a block can be zeroed."""
         self._copier: Copier | None = None
         if is_gpu(self.device):
             self._copier = device_copier()
@@ -106,19 +106,19 @@ class BlockCaches:
 
     @property
     def num_layers(self) -> int:
-        """How many layers a stored block holds."""
+        """Return the number of layers of a stored block."""
         return len(self._layers)
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block of one layer."""
+        """Return the bytes of one block of one layer."""
         cache, _ = self._layers[0]
         return cache[0].nbytes
 
     def spec(self, piece: Piece) -> TensorSpec:
-        """Return what `save` copies of `piece`, as the object of this rank says it of itself."""
+        """Return the spec of the object of this rank to which `save` copies `piece`."""
         attributes: dict[str, JSON] = {
-            "chunk": piece.key.hex(),  # an object that was moved to another key is told by it
+            "chunk": piece.key.hex(),  # detects an object that was moved to another key
             "num_tokens": piece.num_tokens,
             "block_tokens": self._block_tokens,
             "order": _order(is_head_first=self._is_head_first),
@@ -134,7 +134,7 @@ class BlockCaches:
         return TensorSpec(self.dtype, shape, attributes)
 
     def num_in_part(self, piece: Piece) -> int:
-        """Return how many tokens count in the last block of `piece`; 0: all."""
+        """Return the number of valid tokens in the last block of `piece`; 0: all."""
         return piece.num_tokens % self._block_tokens
 
     def num_bytes(self, piece: Piece) -> int:
@@ -145,10 +145,9 @@ class BlockCaches:
         return float8.stored_spec(spec) if self._as_float8 else spec
 
     def can_use(self, stored: TensorSpec, piece: Piece) -> bool:
-        """Whether `stored` is an object of `piece`, as any engine may have saved it.
+        """Return whether `stored` is an object of `piece` in a form that this engine can read.
 
-        That is with heads outside tokens or inside them, and on a GPU with kernel blocks of any
-        size.
+        Heads may be outside tokens or inside them and, on a GPU, kernel blocks may have any size.
         """
         own = self._stored(self.spec(piece))
         order = stored.attributes.get("order")
@@ -168,17 +167,17 @@ class BlockCaches:
         )
 
     def has_another_layout(self, stored: TensorSpec, piece: Piece) -> bool:
-        """Whether `stored` is an object of `piece` whose blocks were laid out in another way."""
+        """Return whether `stored` is an object of `piece` whose blocks have another layout."""
         own = structs.replace(stored, attributes={**stored.attributes, "page": self.layout})
         return isinstance(stored.attributes.get("page"), str) and self.can_use(own, piece)
 
     def is_sound(self, stored: Tensor) -> bool:
-        """Whether an object's bytes, which `can_use` has accepted, may be written to blocks."""
+        """Return whether the bytes of an object that `can_use` has accepted may go to blocks."""
         return not self._as_float8 or float8.is_sound(stored)
 
     def layers_at(self, block_ids: Sequence[int]) -> list[tuple[str, int, Tensor]]:
-        """Return the name of each layer, the one of `block_ids` that is its group's, and a view of
-        that block of its cache."""
+        """Return for each layer its name, the block of its group in `block_ids`, and a view of that
+        block of its cache."""
         return [
             (name, block_ids[group], cache[block_ids[group]])
             for name, (cache, group) in zip(self._names, self._layers, strict=True)
@@ -186,16 +185,16 @@ class BlockCaches:
 
     def by_head(self, stored: Tensor) -> Tensor:
         """Return one stored block as [layer, head, token, content]."""
-        return self._as_it_lies(stored).transpose(1, 2).flatten(2, 3)
+        return self._in_memory_order(stored).transpose(1, 2).flatten(2, 3)
 
     def save(self, saves: Sequence[tuple[Piece, Slab]]) -> None:
-        """Copy the blocks of each piece to its slab, which is of the shape of `spec`.
+        """Copy the blocks of each piece to its slab, which has the shape of `spec`.
 
-        On a GPU the copies are launched on the current stream, as one call, and the slabs are told
-        what is left to do when they have arrived; `Staging.copying` is to be around this.
+        On a GPU the copies are launched on the current stream, by one call. `Slab.finish` is set to
+        the work that is left when they have arrived. Call this inside `Staging.copying`.
 
-        What follows the last token of a piece, in its last block, are bytes of nobody or of an
-        earlier request: they are zeroed, if this `erases`.
+        In the last block of a piece, the bytes after its last token are undefined or those of an
+        earlier request. They are zeroed, if this `erases`.
         """
         if self._copier is None:
             for piece, slab in saves:
@@ -214,8 +213,8 @@ class BlockCaches:
     def write(
         self, piece: Piece, stored: Tensor, order: JSON, stream: LoadStream | None = None
     ) -> None:
-        """Overwrite the blocks of `piece` with those of the host's `stored`, which it `can_use`
-        and which `is_sound`.
+        """Overwrite the blocks of `piece` with those of `stored`, a tensor of the host that passed
+        `can_use` and `is_sound`.
 
         `order`: its attribute of that name. `stream`: to the GPU, see `LoadStreams.after`; None on
         a CPU. The bytes have been read on return: `stored` may be released.
@@ -245,7 +244,7 @@ class BlockCaches:
         return (*stored.shape[:-1], self._content)
 
     def _fill(self, blocks: Tensor, stored: Tensor) -> Tensor:
-        """Write `stored` blocks to `blocks`, contiguous ones of the cache's dtype; return these."""
+        """Write `stored` blocks to `blocks`, and return these: contiguous, of the cache's dtype."""
         if self._as_float8:
             float8.decode(stored, blocks)
         else:
@@ -257,8 +256,8 @@ class BlockCaches:
     ) -> None:
         """Copy `own` [layer, block, ...] on the host to the blocks of `piece` on the GPU.
 
-        It goes through the stream's pinned memory, a buffer at a time: as many layers as fit, or
-        blocks of one.
+        The copy passes through the stream's pinned memory, a buffer at a time: as many layers as
+        fit, or as many blocks of one layer.
         """
         num_layers, num_blocks = own.shape[:2]
         dtype = self._layers[0][0].dtype
@@ -296,14 +295,14 @@ class BlockCaches:
                 blocks[number, row : row + count].copy_(cache[block_id : block_id + count])
 
     def _finish(self, piece: Piece, payload: Tensor) -> None:
-        """Zero what follows the last token of `piece`."""
+        """Zero the bytes after the last token of `piece`."""
         num_tokens = self.num_in_part(piece)
         if self.erases and num_tokens:
             self._zero(self._blocks_of(payload, self._kernel_blocks)[:, -1], num_tokens)
 
     @property
     def _head_axis(self) -> int:
-        """The axis of the heads in the cache of one layer, in the order of its memory."""
+        """Return the axis of the heads in the cache of one layer, in the order of its memory."""
         return 2 if self._is_head_first else 3
 
     def _of_heads(self, cache: Tensor, heads: Heads | None) -> Tensor:
@@ -316,27 +315,28 @@ class BlockCaches:
         return self._num_heads if piece.shard is None else piece.shard.num_heads
 
     def _blocks_of(self, chunk: Tensor, kernel_blocks: int) -> Tensor:
-        """View a stored chunk as [layer, block, kernel block, ...]; so many kernel blocks each."""
+        """View a stored chunk as [layer, block, kernel block, ...]; `kernel_blocks` per block."""
         layers, blocks, *inside = chunk.shape
         return chunk.view(layers, blocks // kernel_blocks, kernel_blocks, *inside)
 
     def _in_own_layout(self, blocks: Tensor, *, is_head_first: bool) -> Tensor:
-        """Reorder [layer, block, kernel block, ...] as the cache has it; a view, if it can be."""
+        """Reorder [layer, block, kernel block, ...] as in the cache; a view if possible."""
         ordered = blocks if is_head_first else blocks.transpose(3, 4)
         layers, number, kernel_blocks, heads, _, content = ordered.shape
         if kernel_blocks != self._kernel_blocks:
             whole = ordered.transpose(2, 3).reshape(layers, number, heads, -1, content)
             ordered = whole.view(layers, number, heads, -1, self._kernel_tokens, content)
             ordered = ordered.transpose(2, 3)
-        return self._as_it_lies(ordered)
+        return self._in_memory_order(ordered)
 
-    def _as_it_lies(self, blocks: Tensor) -> Tensor:
+    def _in_memory_order(self, blocks: Tensor) -> Tensor:
         """View [..., head, token, content] with its axes in the order of the cache's memory."""
         return blocks if self._is_head_first else blocks.transpose(-3, -2)
 
     def _zero(self, last: Tensor, num_tokens: int) -> None:
-        """Zero what follows `num_tokens` in the `last` block of each layer."""
-        blocks = self._as_it_lies(last)  # its own inverse: [layer, kernel block, head, token, ...]
+        """Zero the tokens after the first `num_tokens` in the `last` block of each layer."""
+        # The order's own inverse: [layer, kernel block, head, token, ...].
+        blocks = self._in_memory_order(last)
         if self._erase is None:
             whole, rest = divmod(num_tokens, self._kernel_tokens)
             blocks[:, whole, :, rest:] = 0
@@ -356,14 +356,14 @@ def _order(*, is_head_first: bool) -> str:
 
 
 def _can_erase(erase: Erase, cache: Tensor) -> bool:
-    """Try it, on a block of ones."""
+    """Return whether `erase` works, tried on a block of ones."""
     block = torch.ones_like(cache[0], memory_format=torch.contiguous_format)
     num_blocks, _, kernel_tokens, _ = block.shape
     block_tokens = num_blocks * kernel_tokens
     first_token = block_tokens // 2
     try:
         erase(block, first_token)
-    except Exception:  # noqa: BLE001 — another release's kernel: whatever it raises, it cannot
+    except Exception:  # noqa: BLE001 — the kernel of another release may raise any class
         return False
     num_kept = block.numel() // block_tokens * first_token
     return int(block.count_nonzero()) == num_kept == int((block == 1).sum())
@@ -372,8 +372,8 @@ def _can_erase(erase: Erase, cache: Tensor) -> bool:
 def _scatter(rows: Tensor, cache: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
     """Copy `rows` to the blocks of `cache` that `runs` name.
 
-    By this thread alone: torch would have the cores help that compute other requests meanwhile,
-    once for each thread that copies.
+    Numpy copies in this thread only. Torch would use further threads for each thread that copies,
+    on the cores that compute other requests.
     """
     source, target = _bits(rows), _bits(cache)
     for row, block_id, count in runs:
@@ -388,7 +388,7 @@ def _bits(tensor: Tensor) -> Any:  # noqa: ANN401 — an array of numpy's, which
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (place, first number, count) of each run of consecutive numbers.
 
-    vLLM hands blocks out in order as long as it has them in order, and a copy of many is one.
+    vLLM often gives out consecutive blocks, and a run of many is one copy.
     """
     start = 0
     for place in range(1, len(block_ids) + 1):

@@ -11,8 +11,8 @@ from torch import Tensor
 def distinct_caches(
     layers: Sequence[tuple[str, int]], caches: Mapping[str, Tensor]
 ) -> list[tuple[tuple[str, Tensor], int]]:
-    """Return the cache of each layer, by name, and the place of its group; without layers that
-    share another's cache.
+    """Return name, cache and number of the group of each layer, without layers that share another
+    layer's cache.
 
     Caches of layers in different groups may be one memory: a block belongs to one group at a time.
 
@@ -33,8 +33,8 @@ def as_blocks(
 ) -> Tensor:
     """View `cache` as [block, kernel block, head, token, content].
 
-    A kernel may work on blocks of fewer tokens; then several lie in one block of the cache. One
-    without heads (MLA) may leave out their axis.
+    A kernel may work on blocks of fewer tokens; then a block of the cache contains several. A cache
+    without heads (MLA) may lack their axis.
 
     Raises:
         ValueError: no order of its axes fits; names the layer.
@@ -42,15 +42,15 @@ def as_blocks(
     if cache.ndim == 3 and num_heads == 1:
         cache = cache.unsqueeze(1)
     if cache.dtype.itemsize == 1:
-        # Not every device can select or fill 8-bit floats.
+        # Some devices cannot select or fill 8-bit floats.
         cache = cache.view(torch.uint8)
     fits = [
         axes
         for axes in permutations(range(cache.ndim))
         if cache.ndim == 4 and _is_axis_order(cache, axes, num_blocks, block_tokens, num_heads)
     ]
-    # vLLM's own order comes first among the permutations; sizes that fit another way too (as many
-    # heads as tokens, say) do not make it doubtful.
+    # vLLM's own order is the first permutation. If it fits, it is right, even if sizes fit another
+    # order too, e.g. because there are as many heads as tokens.
     if not fits or (len(fits) > 1 and fits[0] != (0, 1, 2, 3)):
         raise ValueError(
             f"{name}: a cache of shape {tuple(cache.shape)} cannot be read as {num_blocks} blocks "
@@ -72,5 +72,5 @@ def _is_axis_order(
 
 
 def heads_come_first(cache: Tensor) -> bool:
-    """Whether a head's tokens lie together in [block, kernel block, head, token, content]."""
+    """Return whether [block, kernel block, head, token, content] has heads outside tokens."""
     return cache.stride(2) >= cache.stride(3)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of many blocks between a GPU and the host as one call, by their addresses; pure.
+"""Lists copies of many blocks between a GPU and the host by address, for one call; pure.
 
-A gather would take memory on the device and some launches for each chunk. The driver takes a list
-of copies at once instead, as vLLM's own connectors give it one.
+A gather would need memory on the device, and several launches per chunk. Instead, the driver gets a
+list of copies in one call, as from vLLM's own connectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,15 @@ Copier = Callable[[Addresses, Addresses, Addresses], None]
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Where the blocks of some layers lie in memory. All layers have one layout.
+    """The addresses of the blocks of some layers. All layers have one layout.
 
-    A block is some runs of bytes; on the host its runs follow each other.
+    A block is a number of runs of bytes; on the host its runs are contiguous.
     """
 
     bases: Addresses
-    """[layer]: where block 0 begins."""
+    """[layer]: the address of block 0."""
     groups: Addresses
-    """[layer]: which of a piece's lists of blocks is this layer's."""
+    """[layer]: the position of the layer's group in `Piece.block_ids`."""
     block_stride: int
     """Bytes from a block to the next."""
     runs: Addresses
@@ -39,7 +39,7 @@ class BlockTable:
         """Describe `layers`, each as [block, ...] in the order of the host, and its group.
 
         Raises:
-            ValueError: the bytes of a block lie too scattered to be copied by address.
+            ValueError: the bytes of a block are too scattered to be copied by address.
         """
         first = layers[0][0]
         item = first.dtype.itemsize
@@ -61,12 +61,12 @@ class BlockTable:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block of one layer."""
+        """Return the bytes of one block of one layer."""
         return len(self.runs) * self.run_bytes
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether a block ends where the next one begins."""
+        """Return whether a block ends where the next one begins."""
         return len(self.runs) == 1 and self.run_bytes == self.block_stride
 
     def copies(
@@ -77,8 +77,8 @@ class BlockTable:
         `block_ids`: [piece, group, block]. `host`: where each piece begins, as [layer, block, run]
         of these `layers`. Return the addresses in the cache, those on the host, and the bytes.
 
-        Blocks that follow each other are one copy, where the cache has nothing between them: vLLM
-        hands blocks out in order as long as it has them in order.
+        Consecutive blocks are one copy, if the cache has nothing between them. vLLM often gives out
+        consecutive blocks.
         """
         groups = self.groups[layers]
         blocks = self.bases[layers, None] + block_ids[:, groups] * self.block_stride

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV as 8-bit floats in the store, from and to caches of 16 or 32 bits; pure.
+"""Converts KV to 8-bit floats for the store, and back to caches of 16 or 32 bits; pure.
 
-A row is what the attention kernel keeps for one token and head. It is stored as one byte for each
-number and one more: the numbers divided by a power of two, as torch's float8_e4m3fn, and that
-power's exponent. So a row is complete by itself, and rows can be cut out and reordered as in the
-cache. With m the largest magnitude of its row, a number x comes back as y with
+A row is the content of the cache for one token and head. It is stored as one byte for each number
+and one more: the numbers divided by a power of two, as torch's float8_e4m3fn, and that power's
+exponent. So a row is complete by itself, and rows can be sliced and reordered as in the cache. With
+m the largest magnitude of its row, a number x is decoded as y with
 
     |y - x| <= max(|x| / 16, m / 2**17, 2**-25)
 
-What has come back once comes back the same if it is stored again. A row with NaN, infinity or a
-magnitude above LARGEST cannot be stored. Bytes that are `sound` give finite numbers, whoever wrote
-them.
+A decoded number that is stored again is decoded to the same number. A row with NaN, infinity or a
+magnitude above LARGEST cannot be stored. Bytes that pass `is_sound` are decoded to finite numbers,
+even if an attacker wrote them.
 
-Torch lets other cores help with calls for 32,768 numbers and more, if it may use several threads.
-Those cores compute requests, so all calls here are for fewer then. Where torch has one thread, as
-in vLLM's workers on GPUs, calls are for more: each has to wait for Python's lock.
+Torch splits calls for 32,768 numbers and more over several threads, if it has them. The other cores
+compute requests, so all calls are for fewer numbers then. If torch has one thread, as in vLLM's
+workers on GPUs, calls are for more numbers, because each call waits for the interpreter's lock.
 """
 
 from collections.abc import Callable
@@ -37,22 +37,22 @@ _LEAST, _MOST = (
 LARGEST: Final = 448.0 * 2**_MOST
 """The largest magnitude that can be stored."""
 _ALONE, _AMONG_OTHERS = 1 << 18, (1 << 15) - 1  # numbers of a call
-# Exponents are found for so many pieces at once, which costs less than one by one.
+# Exponents are computed for this many pieces at once, which costs less than one by one.
 _PIECES = 64
 
 
 def stored_spec(spec: TensorSpec) -> TensorSpec:
-    """Return what is stored of numbers of `spec`."""
+    """Return the spec of the stored tensor for numbers of `spec`."""
     *outer, width = spec.shape
     attributes = {**spec.attributes, "stored_dtype": NAME}
     return structs.replace(spec, dtype="U8", shape=(*outer, width + 1), attributes=attributes)
 
 
 def pack(slab: Slab, finish: Callable[[], None] | None) -> None:
-    """Have `slab` hold what is stored of its payload, after `finish`; in place.
+    """Call `finish`, then encode the payload of `slab` in place.
 
     Raises:
-        StoreError: it cannot be stored.
+        StoreError: the payload cannot be encoded.
     """
     if finish is not None:
         finish()
@@ -62,45 +62,45 @@ def pack(slab: Slab, finish: Callable[[], None] | None) -> None:
 
 
 def encode(numbers: Tensor, out: Tensor) -> None:
-    """Write what is stored of `numbers` [..., width] to `out`, uint8 [..., width + 1].
+    """Encode `numbers` [..., width] to `out`, uint8 [..., width + 1].
 
     Both are contiguous tensors of the host; they may begin at the same byte.
 
     Raises:
-        StoreError: a number cannot be stored; `out` has no meaning then.
+        StoreError: a number cannot be encoded; the content of `out` is undefined then.
     """
     rows, stored = _rows(numbers), _rows(out)
     step = _rows_at_once(rows)
     for batch, target in zip(rows.split(step * _PIECES), stored.split(step * _PIECES), strict=True):
         pieces = batch.split(step)
         largest = torch.cat([piece.abs().amax(1) for piece in pieces]).float()
-        if not bool((largest <= LARGEST).all()):  # nor is NaN
+        if not bool((largest <= LARGEST).all()):  # this is also False for NaN
             raise StoreError(f"a number of the KV is above {LARGEST:g} or not finite")
         exponents = _exponents(largest)
         factors = _powers(rows.dtype, 0, -1)[exponents - _LEAST].unsqueeze(1)
         codes = target.view(torch.float8_e4m3fn)[:, :-1]
         for piece, factor, to in zip(pieces, factors.split(step), codes.split(step), strict=True):
             to.copy_(piece * factor)
-        # After all pieces: where `out` begins with `numbers`, it overwrites them.
+        # After all pieces, because in place these bytes overwrite numbers.
         target[:, -1] = exponents.to(torch.int8).view(torch.uint8)
 
 
 def is_sound(stored: Tensor) -> bool:
-    """Whether bytes that anybody may have written are what `encode` can write."""
+    """Return whether `encode` could have written these bytes. They may be an attacker's."""
     exponents = stored.view(torch.int8)[..., -1].numpy()
     return not exponents.size or bool(exponents.min() >= _LEAST and exponents.max() <= _MOST)
 
 
 def decode(stored: Tensor, out: Tensor) -> None:
-    """Write the numbers of `stored`, uint8 [..., width + 1], to `out` [..., width].
+    """Decode `stored`, uint8 [..., width + 1], to `out` [..., width].
 
     Both are tensors of the host. `stored` is sound, of any strides; `out` is contiguous.
 
-    The bits of a code are those of a number of `out.dtype` with a smaller exponent. Torch's own
-    conversion is several times slower. It has NaN where this has 480.
+    The bits of a code, shifted, are a number of `out.dtype` with a smaller exponent. Torch's own
+    conversion is several times slower. It returns NaN for the code that is 480 here.
     """
     target = _rows(out)
-    # Numpy copies by this thread alone.
+    # Numpy copies in this thread only.
     rows = torch.from_numpy(stored.numpy().reshape(len(target), -1)).view(torch.int8)
     mantissa_bits, extra_exponent, whole = _layout(out.dtype)
     shift = mantissa_bits - 3
@@ -138,8 +138,8 @@ def _powers(dtype: torch.dtype, extra_exponent: int, sign: int) -> Tensor:
 
 
 def _layout(dtype: torch.dtype) -> tuple[int, int, torch.dtype]:
-    """Return the bits of a mantissa, by how much the bias of exponents is above that of a code, and
-    the whole numbers of the same size."""
+    """Return the bits of a mantissa, the difference of the exponents' biases to float8's, and the
+    integer type of the same size."""
     if dtype is torch.float16:
         return 10, 15 - 7, torch.int16
     if dtype is torch.bfloat16:

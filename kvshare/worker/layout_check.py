@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out what the inside of an engine's blocks looks like, by having the engine fill one.
+"""Determines how an engine lays out the inside of its KV blocks, by letting it fill one.
 
-Blocks are stored as they lie in the cache. Two attention kernels may lay out one in different ways
-and still have caches of one shape, and no checksum could tell. So each worker tries its kernels
-when it gets its caches: vLLM's own operation writes known keys and values to one block of each
-layer, and what would be stored of that block gives a digest. All objects of this worker have it as
-their `page`, and the worker uses no others.
+Blocks are stored byte by byte as in the cache. Two attention kernels may lay out a block
+differently although their caches have the same shape, and no checksum detects that. So each worker
+tries its kernels when it gets its caches: vLLM's own operation writes known keys and values to one
+block of each layer. The bytes that would be stored of that block are hashed. All objects of this
+worker have the digest as their `page`, and the worker uses no objects with another one.
 """
 
 import hashlib
@@ -25,35 +25,35 @@ from kvshare.messages import Piece
 from kvshare.worker.blocks import BlockCaches
 
 _DIGITS = 16
-# The known values are 1 to this: even 8-bit floats hold them, and none is what a zeroed block has.
+# The known values are 1 to 8: exact even in 8-bit floats, and different from a zeroed block.
 _LARGEST = 8
 
 
 class LayoutCheckError(Exception):
-    """What would be stored of a block is not what the engine has written to it."""
+    """The bytes that would be stored of a block are not those that the engine wrote to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What the inside of a block looks like."""
+    """The layout of the inside of a block."""
 
     digest: str
     """16 hex digits; engines with equal ones can read each other's blocks."""
     untried: str = ""
-    """Attention back ends whose cache operation cannot be called: the digest is then of their names
-    and vLLM's release."""
+    """The attention backends whose cache operation cannot be called. If there are any, the digest
+    is of their names and vLLM's release."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCheck:
-    """What it takes to try the attention kernels of one worker."""
+    """Tries the attention kernels of one worker."""
 
     layers: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's attention layers by name; each has its cache by the time of `layout_of`."""
+    """vLLM's attention layers by name; each has its cache when `layout_of` is called."""
     dtype: Any = torch.float32
-    """A torch dtype: in which the model computes keys and values."""
+    """The torch dtype in which the model computes keys and values."""
     release: str = ""
-    """Of vLLM."""
+    """The release of vLLM."""
 
     @torch.inference_mode()
     def layout_of(
@@ -61,11 +61,11 @@ class LayoutCheck:
     ) -> BlockLayout:
         """Try the layers of `blocks` on the block of each of their cache groups in `block_ids`.
 
-        On return these blocks are as before. Worker's main thread, with no forward pass under way.
+        On return these blocks are as before. Worker's main thread, with no forward pass running.
 
         Raises:
-            LayoutCheckError: see there.
-            Exception: whatever vLLM's operation raises.
+            LayoutCheckError: the bytes that would be stored are not those that were written.
+            Exception: any error of vLLM's operation.
         """
         found = blocks.layers_at(block_ids)
         untried = {
@@ -93,21 +93,21 @@ class LayoutCheck:
                 view.copy_(old)
         for (name, *_), layer, width in zip(found, heads, widths, strict=True):
             _check(name, layer, block_tokens * width)
-        # Of one head, so that engines find the same, over how many ranks heads are spread.
+        # Only one head is hashed, so that the digest is equal for all tensor-parallel sizes.
         first = heads[:, 0].contiguous()
         return BlockLayout(_digest(first.view(torch.uint8).numpy().tobytes()))
 
     def _known(
         self, device: torch.device, number: int, num_tokens: int, name: str, width: int
     ) -> Tensor:
-        """Return [token, element] that layer `number` is to hold: other values at each place."""
+        """Return the known values [token, element] for layer `number`; pseudo-random."""
         values = hashlib.shake_256(f"{name} {number}".encode()).digest(num_tokens * width)
         flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) % _LARGEST + 1
         return flat.view(num_tokens, width).to(device, self.dtype)
 
 
 def _stored(blocks: BlockCaches, piece: Piece) -> Tensor:
-    """Return on the host what would be stored of `piece`, by the way that saves go."""
+    """Return on the host the bytes that would be stored of `piece`, copied as saves are."""
     spec = blocks.spec(piece)
     staging = Staging(blocks.device, PROLOGUE_BYTES + spec.num_bytes)
     slab = staging.reserve(spec)
@@ -123,7 +123,11 @@ def _stored(blocks: BlockCaches, piece: Piece) -> Tensor:
 
 
 def _check(name: str, layer: Tensor, num_written: int) -> None:
-    """Raise if `layer` [head, token, content] is not all that was written for each head."""
+    """Check that `layer` [head, token, content] has all values that were written, for each head.
+
+    Raises:
+        LayoutCheckError: it has not.
+    """
     num_found = int(layer[0].count_nonzero())
     if num_found != num_written:
         raise LayoutCheckError(
@@ -131,7 +135,7 @@ def _check(name: str, layer: Tensor, num_written: int) -> None:
             f"{num_found} are where this connector looks for them"
         )
     if not torch.equal(layer, layer[:1].expand_as(layer)):
-        raise LayoutCheckError(f"{name}: the heads of a block differ that were filled alike")
+        raise LayoutCheckError(f"{name}: the heads of a block were filled alike, but differ")
 
 
 def _digest(content: bytes) -> str:

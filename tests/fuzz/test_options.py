@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from ecshare.doctor.options import read_argument
+from ecshare.doctor.targets import read_argument
 from ecshare.encoder.config import EncoderConfig
 from ecshare.router.arguments import parse_arguments
 from ecshare.store.config import StoreConfig, parse

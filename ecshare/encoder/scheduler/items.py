@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each media item that live requests need: the dialogue with the transfer engine.
+"""The state of each media item that live requests need, and its jobs in the transfer engine.
 
-One item per identifier, from the first request that needs it to the last one that lets it go:
+One item per identifier, from the first request that needs it to the last one that releases it:
 
-    ASKED    the store was asked; requests that need it wait, until `wait_s` is over
-    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded. In the store
-             too, where workers on other hosts are to load it
+    ASKED    a look-up or fetch is in flight; requests that need the item wait, for `wait_s` at most
+    READY    consumer: on this host, verified, pinned; it will be loaded, not encoded. If workers on
+             other hosts load it, the store has it too
     STORED   producer only: in the store already; it will not be encoded
-    ABSENT   encode it (and store it, on a producer); a request without pixels fails, unless it came
-             later than the question and has time left: it is sought once more for that one
+    ABSENT   encode it (and store it, on a producer). A request without pixels fails, unless it
+             joined after the fetch had begun and has time left: the fetch is retried once for it
 
-Everything here runs on vLLM's scheduler thread and touches memory only. What a host cache in memory
-has is READY at once, a few items a step; to wait for the I/O thread would cost the request a step.
-Other jobs are collected during a step and submitted together at its end, because waking the I/O
-thread is what costs time.
+All code in this module runs on vLLM's scheduler thread and touches memory only. An item that the
+host cache has in memory is READY at once, for a few items a step: waiting for the I/O thread would
+cost the request a step. Other jobs are collected during a step and submitted together at its end,
+because waking the I/O thread is the expensive part.
 """
 
 import logging
@@ -46,8 +46,8 @@ from ecshare.transfer.jobs import (
 logger = logging.getLogger(__name__)
 
 _LOOKED_UP_AT_ONCE = 256
-# Each item that is fetched or pinned holds a descriptor. This part of those that the process may
-# have is enough for many steps, and leaves the rest to vLLM, to connections and to later pins.
+# Each item that is fetched or pinned holds a file descriptor. A quarter of the process's limit is
+# enough for many steps, and leaves the rest to vLLM, to connections and to later pins.
 _DESCRIPTORS_PART = 4
 _FEWEST_ITEMS, _MOST_ITEMS = 64, 4096
 
@@ -70,33 +70,33 @@ class Item:
     asked_s: float
     deadline_s: float
     is_announced: bool
-    """Somebody is storing it now: worth waiting for."""
+    """True if another engine is storing it now, so that it is worth waiting for."""
     adapter: str = ""
-    """The name of the LoRA adapter that its encoder runs with, if it counts."""
+    """The name of the LoRA adapter that its encoder runs with, if that changes the embedding."""
     key: Key | None = None
-    """Its object's; empty for an item that cannot be shared, or not yet."""
+    """The key of its object; None if the item cannot be shared, or the key is not known yet."""
     phase: Phase = Phase.ASKED
     pin: Entry | None = None
-    """What keeps it in the host cache."""
+    """The entry that keeps it in the host cache."""
     handle: Handle[Any] | None = None
-    """The job that finds out about it, if one does."""
+    """The job in flight for it, if any."""
     metadata: dict[str, Any] = field(default_factory=dict)
     waiters: dict[str, float] = field(default_factory=dict)
-    """The requests that need it, and since when: monotonic seconds."""
+    """The requests that need it, and when each joined, in monotonic seconds."""
     retried_for: set[str] = field(default_factory=set)
-    """Those of them for which it was sought once more."""
+    """The waiters for which the fetch was retried."""
     is_worth_storing: bool = False
-    """A request of these was reason enough to store it."""
+    """True if the save rules let one of the waiters store it."""
 
     @property
     def object_key(self) -> Key:
-        """Its key, once it is known."""
+        """Return its key, which must be known."""
         assert self.key is not None
         return self.key
 
 
 class Items:
-    """All items of one scheduler half. Ownership: vLLM's scheduler thread."""
+    """Holds all items of one scheduler half. Ownership: vLLM's scheduler thread."""
 
     def __init__(
         self,
@@ -107,9 +107,10 @@ class Items:
         wait_s: float,
         in_store: bool = False,
     ) -> None:
-        """Ask `engine` for `embeddings`, each for `wait_s` at most.
+        """Fetch `embeddings` through `engine`, each for `wait_s` at most.
 
-        `in_store`: workers elsewhere load them, too. An item is READY once the store has it.
+        `in_store`: workers on other hosts load them too, so an item is READY only once it is in
+        the store.
         """
         self._engine = engine
         self._embeddings = embeddings
@@ -122,13 +123,14 @@ class Items:
         self._cancel: list[Handle[Any]] = []
         self._adapters = AdapterContents()
         self.limit = _most_items()
-        """So many items, and what one request more needs, are known at a time."""
+        """The largest number of items at a time, not counting those of the latest request."""
         self.unsaved: dict[str, Item] = {}
-        """The absent ones that nobody was told to store yet, by identifier."""
+        """The absent items without a save order yet, by identifier."""
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may ask. A producer alone holds nothing, and always has room."""
+        """Return whether another request may ask. True for an engine that only produces: it holds
+        no descriptors."""
         return len(self._items) < self.limit or not self._role.is_consumer
 
     def __len__(self) -> int:
@@ -146,10 +148,10 @@ class Items:
         adapter: tuple[str, str] | None,
         is_announced: bool,
     ) -> Item:
-        """Begin to find out about an item that nobody asked for yet.
+        """Add an item that no live request has asked for, and start its look-up or fetch.
 
-        `adapter`: name and path of the LoRA adapter that its encoder runs with. vLLM tells
-        embeddings in its own cache by the name alone.
+        `adapter`: name and path of the LoRA adapter that its encoder runs with. vLLM's own cache
+        distinguishes embeddings by the adapter's name alone.
         """
         now_s = time.monotonic()
         item = Item(identifier, num_embeds, now_s, now_s + self._wait_s, is_announced)
@@ -164,9 +166,9 @@ class Items:
         return item
 
     def drop(self, item: Item) -> Entry | None:
-        """Forget an item that nobody needs any more; return what it pins, for the caller to let go.
+        """Remove an item that no request needs any more; return its pin, which the caller releases.
 
-        What is still on its way is cancelled.
+        Its job, if one is in flight, is cancelled.
         """
         if self._items.get(item.identifier) is item:
             del self._items[item.identifier]
@@ -177,9 +179,10 @@ class Items:
         return pin
 
     def retry_for(self, item: Item, request_id: str) -> bool:
-        """Whether a request that cannot do without an absent item shall wait for it still.
+        """Return whether a request that cannot encode an absent item shall still wait for it.
 
-        Others, which can encode it, have not waited for whoever stores it.
+        The first fetch may have ended early, because requests that can encode the item do not wait
+        for another engine to store it.
         """
         joined_s = item.waiters[request_id]
         left_s = joined_s + self._wait_s - time.monotonic()
@@ -192,12 +195,12 @@ class Items:
         return item.handle is not None
 
     def check_time(self, item: Item) -> None:
-        """Give up on an item whose time is over."""
+        """Mark an item as missed if its deadline has passed."""
         if item.phase is Phase.ASKED and time.monotonic() >= item.deadline_s:
             self._miss(item, "late")
 
     def flush(self) -> None:
-        """Hand the jobs that were collected to the transfer engine."""
+        """Submit the collected jobs to the transfer engine."""
         if self._look_up:
             for start in range(0, len(self._look_up), _LOOKED_UP_AT_ONCE):
                 items = tuple(self._look_up[start : start + _LOOKED_UP_AT_ONCE])
@@ -213,7 +216,7 @@ class Items:
             self._engine.cancel(*handles)
 
     def _seek(self, item: Item) -> None:
-        """Have the item's object fetched, or on a producer only, looked up."""
+        """Fetch the item's object; on an engine that only produces, look it up."""
         if not self._role.is_consumer:
             self._look_up.append(item)
             return
@@ -240,11 +243,11 @@ class Items:
         self._submit.append(handle)
 
     def _is_wanted(self, item: Item) -> bool:
-        """Whether somebody waits for it still."""
+        """Return whether a request still needs this item."""
         return self._items.get(item.identifier) is item
 
     def _identified(self, item: Item, done: Done[str]) -> None:
-        """Go on with an item whose adapter's content is known, or is not."""
+        """Seek an item whose adapter was fingerprinted; mark it as missed if that failed."""
         item.handle = None
         if not self._is_wanted(item):
             return
@@ -264,7 +267,7 @@ class Items:
                 self._miss(item, _reason(done.outcome))
 
     def _fetched(self, item: Item, done: Done[StoredObject], *, was_announced: bool) -> None:
-        """`was_announced`: it was announced when it was asked for."""
+        """Take the result of a fetch. `was_announced`: the item was announced when it began."""
         stored = done.value
         if self._is_wanted(item):
             item.handle = None
@@ -273,22 +276,22 @@ class Items:
                 return  # the item owns it
             is_early = done.outcome is Outcome.MISSING and not was_announced
             if is_early and item.is_announced and item.phase is Phase.ASKED:
-                self._seek(item)  # somebody who was told of it joined meanwhile
+                self._seek(item)  # a request with an announcement has joined meanwhile
             else:
-                # Without an entry there was no room for it on this host.
+                # Loaded without an entry: the host cache had no room for it.
                 self._miss(item, _reason(done.outcome if stored is None else Outcome.REJECTED))
         if stored is not None:
-            stored.release()  # no worker was told of it
+            stored.release()  # no load order names it
 
     def _take(self, item: Item, stored: StoredObject, done: Done[StoredObject]) -> None:
         self._found(item, Phase.READY)
         item.pin = stored.keep_pin()
         is_from_host = any(moved.tier is Tier.HOST for moved in done.moved)
         if self._role.is_producer and is_from_host and not self._in_store:
-            # It will be announced to other hosts, and the store may have lost it.
-            self._submit.append(Handle(Backfill(item.object_key), self._made_up))
+            # This engine announces it to other hosts, but the store may have lost it.
+            self._submit.append(Handle(Backfill(item.object_key), self._backfilled))
 
-    def _made_up(self, done: Done[bool]) -> None:
+    def _backfilled(self, done: Done[bool]) -> None:
         if done.value:
             self._engine.stats.add("items/saved")
 
@@ -299,7 +302,7 @@ class Items:
         self.unsaved.pop(item.identifier, None)
 
     def _miss(self, item: Item, reason: str) -> None:
-        """Decide that the item is encoded; the first reason counts."""
+        """Decide that the item is encoded. Only the first reason is counted."""
         if item.phase is not Phase.ASKED:
             return
         item.phase = Phase.ABSENT
@@ -321,6 +324,6 @@ def _most_items() -> int:
 
 
 def _reason(outcome: Outcome) -> str:
-    """Name the miss; a look-up that worked and found nothing is one."""
+    """Return the name of a miss. A look-up that succeeded and found nothing is a miss too."""
     reason: str = (Outcome.MISSING if outcome is Outcome.OK else outcome).value
     return reason

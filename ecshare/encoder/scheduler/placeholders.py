@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer tells of its media items, so that a consumer can do without the pixels."""
+"""The metadata of media items that a producer publishes, so that a consumer needs no pixels."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 _REMEMBERED_ITEMS = 10_000
-# Fields from which models of the Qwen2.5-VL and Omni families compute token positions, though vLLM
-# publishes neither, and the value they assume if a field is absent. With any other value a consumer
-# without the video would use wrong positions. Processors may add them to items without video.
+# Models of the Qwen2.5-VL and Omni families compute token positions from these fields, which vLLM
+# does not publish. If a field is absent they assume this value. With any other value a consumer
+# without the video would use wrong positions. Processors may add the fields to items without video.
 _ASSUMED = {"second_per_grid_ts": 1.0, "use_audio_in_video": 0.0}
 
 
 class Placeholders:
-    """The placeholder metadata of media items. Ownership: vLLM's scheduler thread."""
+    """Holds the placeholder metadata of media items. Ownership: vLLM's scheduler thread."""
 
     def __init__(self, model_config: "ModelConfig") -> None:
         """Prepare to ask vLLM which fields the model needs, once for each modality."""
@@ -33,7 +33,7 @@ class Placeholders:
         self._known: Recent[str, dict[str, Any]] = Recent(_REMEMBERED_ITEMS)
 
     def can_encode(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the item contains pixels or sound, not only placeholder metadata."""
+        """Return whether the item contains pixels or sound, not only placeholder metadata."""
         if feature.data is None:
             return False
         fields = self._resolver.fields_for(feature.modality)
@@ -45,10 +45,10 @@ class Placeholders:
         return False
 
     def metadata(self, feature: "MultiModalFeatureSpec") -> dict[str, Any]:
-        """Return what a consumer needs to size the item's placeholder, and remember it.
+        """Return the metadata with which a consumer sizes the item's placeholder, and record it.
 
-        Empty: a consumer needs the media itself. vLLM omits `feature.data` if a later process has
-        it cached, so the metadata must be remembered.
+        Empty: a consumer needs the media itself. It is recorded because vLLM omits `feature.data`
+        of an item that a later process has cached.
         """
         (entry,) = collect_ec_item_metadata([feature], self._resolver).values()
         metadata = self._checked(feature, entry["metadata"])
@@ -72,12 +72,12 @@ class Placeholders:
         """Return the metadata that vLLM has `collected`, corrected where vLLM lacks or omits
         fields.
         """
-        if self._falls_short(feature):
+        if self._gives_wrong_positions(feature):
             return {}
         return collected or self._known.get(feature.identifier, {})
 
-    def _falls_short(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the metadata would give a consumer wrong token positions for the item."""
+    def _gives_wrong_positions(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Return whether the metadata would give a consumer wrong token positions for the item."""
         if feature.data is None:
             return False
         published = self._resolver.fields_for(feature.modality)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ecshare.encoder.messages import SaveOrder
 from ecshare.encoder.scheduler.items import Item, Items, Phase
 from ecshare.plugin.compat import option
-from ecshare.plugin.save_policy import Sightings, requested_save
+from ecshare.plugin.sightings import Sightings, requested_save
 from ecshare.store.recent import Recent
 from ecshare.transfer.stats import Stats
 

@@ -30,11 +30,11 @@ from ecshare.plugin.compat import (
     is_named_by_request,
     option,
 )
+from ecshare.plugin.connector_spans import add_span
 from ecshare.plugin.idle import IdleSteps
 from ecshare.plugin.ledger import Ledger, open_ledger
 from ecshare.plugin.logs import log_host_cache, log_sharing
 from ecshare.plugin.metrics import CounterStats, counter_stats
-from ecshare.plugin.spans import add_span
 from ecshare.plugin.start import start_with_namespace
 from ecshare.store.recent import Recent
 from ecshare.transfer.engine import TransferEngine

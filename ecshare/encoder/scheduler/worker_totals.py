@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers have counted, in the counts of the scheduler half."""
+"""Adds the workers' counts to those of the scheduler half."""
 
 import time
 
@@ -12,36 +12,36 @@ _READ_EVERY_S = 1.0
 
 
 class WorkerTotals:
-    """Takes the sums of all workers, from their reports and from the ledger.
+    """Receives the totals of all workers, from their reports and from the ledger.
 
     Ownership: vLLM's scheduler thread.
     """
 
     def __init__(self, engine: TransferEngine, ledger: Ledger | None) -> None:
-        """Add to the counts of `engine`. `ledger`: where workers write what vLLM does not report;
+        """Add to the counts of `engine`. `ledger`: where workers write totals that vLLM drops;
         owned from now on."""
         self._engine = engine
         self._ledger = ledger
         self._known: Totals = {}
-        self._next_reading_s = 0.0
+        self._next_read_s = 0.0
 
     @property
     def has_lost_worker(self) -> bool:
-        """Whether a worker has said that it has given up."""
+        """Return whether a worker has reported that it has given up."""
         return any("gave_up/worker" in sums for sums in self._known.values())
 
     def take(self, totals: Totals) -> None:
-        """Count by how much each sum has grown."""
+        """Count by how much each total has grown."""
         stats = self._engine.stats
         for name, count in grown(self._known, totals).items():
-            tell = stats.set if is_gauge(name) else stats.add
-            tell(name, count)
+            record = stats.set if is_gauge(name) else stats.add
+            record(name, count)
 
     def read_ledger(self) -> None:
-        """Have the ledger read, if there is one, at most once a second."""
+        """Start a read of the ledger, if there is one, at most once a second."""
         now_s = time.monotonic()
-        if self._ledger is not None and now_s >= self._next_reading_s:
-            self._next_reading_s = now_s + _READ_EVERY_S
+        if self._ledger is not None and now_s >= self._next_read_s:
+            self._next_read_s = now_s + _READ_EVERY_S
             self._engine.submit(Handle(Run("ledger", self._ledger.read), self._read))
 
     def close(self) -> None:

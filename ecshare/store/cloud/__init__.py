@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3, Azure and Google by obstore."""
+"""Stores in S3, Azure and Google Cloud, through obstore."""

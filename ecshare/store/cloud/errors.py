@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What obstore's exceptions mean: it has few classes, and says the rest in words."""
+"""Maps obstore's exceptions to ours: obstore has few classes, and details only in its messages."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
 T = TypeVar("T")
 
 _LONGEST_SHOWN = 200
-# obstore's own words for what became of a request that got no answer.
+# Parts of obstore's messages for requests that got no answer.
 _NO_ANSWER = re.compile(r"kind: (?:Timeout|Interrupted),|IncompleteMessage")
 _INVALID_KEY = re.compile(
     r'invalid path: (?:Error parsing )?Path "(.*?)"(?: contained|: )', re.DOTALL
@@ -38,8 +38,9 @@ _DENIED = {
 _NO_BUCKET = {"NoSuchBucket": "bucket", "ContainerNotFound": "container"}
 _ARCHIVED = {"BlobArchived", "BlobBeingRehydrated", "InvalidObjectState"}
 
-# Answered with 400 too, but it says nothing about what the server understands.
-_BROKEN_ON_THE_WAY = {
+# Servers answer 400 for these too, but the request was damaged in transit: it says nothing about
+# the kinds of requests that the server supports.
+_DAMAGED_IN_TRANSIT = {
     "BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }  # fmt: skip
@@ -60,14 +61,14 @@ MEANING: dict[type[Exception], type[Exception]] = {
     NotImplementedError: StoreUnavailable,
     OSError: StoreUnavailable,
 }
-"""What each exception of obstore, and each builtin that it raises, becomes here."""
+"""Our class for each exception of obstore, and for each builtin that it raises."""
 
 FOREIGN = (foreign.BaseError, OSError, NotImplementedError)
-"""What obstore may raise."""
+"""The exceptions that obstore may raise."""
 
 
 class InvalidKey(StoreUnavailable):
-    """A page of a listing contains `key`, which obstore refuses, and the page with it."""
+    """A page of a listing contains `key`. obstore refuses it, and the whole page with it."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"a listing contains the invalid key {ascii(key)[:_LONGEST_SHOWN]}")
@@ -75,12 +76,12 @@ class InvalidKey(StoreUnavailable):
 
 
 class Misunderstood(StoreUnavailable):
-    """The server does not know this kind of request."""
+    """The server does not support this kind of request."""
 
 
 @contextlib.contextmanager
 def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
-    """Turn what obstore raises into the errors of ecshare; see statuses.py.
+    """Turn obstore's exceptions into ours; see statuses.py.
 
     `finds`: the request is for an object that may be missing. A PUT, or a listing, is not.
 
@@ -94,10 +95,10 @@ def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
 
 
 def answered(key: str, call: Callable[[], T]) -> T:
-    """Return what `call` does by obstore: a request for one object. After a conflict ask once more.
+    """Return the result of `call`, a request for one object. After a conflict, repeat it once.
 
     Raises:
-        StoreError: as `mapped_errors`.
+        StoreError: see `mapped_errors`.
     """
     with contextlib.suppress(Conflict), mapped_errors(key):
         return call()
@@ -111,20 +112,20 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
     code = answer[1] if answer else ""
     if isinstance(exc, foreign.InvalidPathError) and (invalid := _INVALID_KEY.search(str(exc))):
         return InvalidKey(invalid[1])
-    # obstore has one class for everything a listing may suffer, and one for both kinds of 404.
+    # obstore has one class for all errors of listings, and one for both kinds of 404.
     if code in _NO_BUCKET:
         what = _NO_BUCKET[code]
         return StoreUnavailable(f"the {what} does not exist; make it first, or name another")
     if meaning is ObjectMissing and finds:
         return ObjectMissing(f"no object {key}")
     words = _words(exc, status, answer)
-    if code in _ARCHIVED:  # of no use to anybody
+    if code in _ARCHIVED:  # no engine can read it
         return ObjectCorrupt(f"{key} cannot be read: {words}")
     if meaning is StoreDenied or status in (401, 403) or code in _DENIED:
         return StoreDenied(words)
     if meaning is Conflict or status in CONFLICTS:
         return Conflict(words, says_exists=says_exists(status, code))
-    if code in _BROKEN_ON_THE_WAY:
+    if code in _DAMAGED_IN_TRANSIT:
         return StoreUnavailable(words)
     if status in (400, 405, 501) or isinstance(
         exc, NotImplementedError | foreign.NotSupportedError
@@ -135,21 +136,21 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
 
 
 def _words(exc: Exception, status: int | None, answer: re.Match[str] | None) -> str:
-    """What a person should read of `exc`: who answered what, or obstore's own words."""
-    said = str(exc)
-    # Not where the url is signed: obstore leaves it out.
-    store = f"the store at {asked[1]}" if (asked := _ASKED.search(said)) else "the store"
+    """Return a message for users: the server and its answer, or obstore's own message."""
+    text = str(exc)
+    # Without a url if it is signed: obstore then leaves it out.
+    store = f"the store at {asked[1]}" if (asked := _ASKED.search(text)) else "the store"
     if answer:
-        message = (answer[2] or "").partition("\n")[0].strip()  # Azure's goes on with a number
+        message = (answer[2] or "").partition("\n")[0].strip()  # Azure appends ids in more lines
         words = f"{store} answered {status} {answer[1]}: {message or 'no more'}"
-    elif found := _STATUS.search(said):
+    elif found := _STATUS.search(text):
         words = f"{store} answered {found[1]}{found[2]}"
     else:
-        words = said.partition("\n")[0]
+        words = text.partition("\n")[0]
     return masked_text(words)
 
 
 def status_of(exc: BaseException | None) -> int | None:
-    """Return the HTTP status in the words of obstore's exception, if there is one."""
+    """Return the HTTP status in the message of obstore's exception, if there is one."""
     found = _STATUS.search(str(exc))
     return int(found[1]) if found else None

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWS's search for credentials, region and endpoint: environment, profile files, single sign-on,
+"""Searches for AWS credentials, region and endpoint: environment, profile files, single sign-on,
 roles, the instance.
 
-botocore does it, because obstore supports neither profiles nor single sign-on, and the provider in
-`obstore.auth` needs all of boto3.
+This module uses botocore, because obstore supports neither profiles nor single sign-on, and the
+provider in `obstore.auth` needs all of boto3.
 """
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ecshare.store.accounts import s3_endpoint
+from ecshare.store.cloud_accounts import s3_endpoint
 from ecshare.store.errors import ConfigError
 
 Credentials = Callable[[], dict[str, Any]]
 S3Account = tuple[Credentials | None, str, str]
-"""For whom S3 is asked, in which region, and where; "": neither environment nor profile say it."""
+"""Credentials, region and endpoint; "": neither the environment nor the profile has one."""
 
-_TTL = timedelta(minutes=10)  # botocore renews its own; this is how often we ask it
+_TTL = timedelta(minutes=10)  # botocore renews credentials itself; obstore asks us this often
 
 
 def static(**credentials: str | None) -> Credentials:
-    """Return a provider of `credentials`. Of plain options the environment could replace some."""
+    """Return a provider of `credentials`. As plain options, the environment could override some."""
     return lambda: {**credentials, "expires_at": None}
 
 
 def searched(profile: str | None, path: str) -> S3Account:
-    """Return what botocore finds. Without botocore obstore searches by itself.
+    """Return what botocore finds. Without botocore, obstore itself searches.
 
     Raises:
         ConfigError: it finds nothing, or the profile cannot be used.

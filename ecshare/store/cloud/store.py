@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects in S3, Azure and Google Cloud through obstore.
+"""A store in S3, Azure or Google Cloud, through obstore.
 
-obstore's blocking calls in our own threads cost less than half the CPU of its coroutines, and
-an eighth to a thirtieth of what s3fs costs. Bodies go out as they lie in memory, without a copy,
-and come in as obstore received them, piece by piece, straight to where they shall lie.
+obstore's blocking calls in our own threads take less than half the CPU time of its coroutines, and
+an eighth to a thirtieth of s3fs's. Bodies are sent from the caller's memory without a copy. Bodies
+that arrive are written to the sink piece by piece, as obstore receives them.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from ecshare.store.cloud.errors import (
     mapped_errors,
     status_of,
 )
-from ecshare.store.cloud.options import CloudPlan
+from ecshare.store.cloud.plan import CloudPlan
 from ecshare.store.errors import (
     ConfigError,
     ObjectCorrupt,
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A body comes over one connection, which is best where connections are fast. Some stores cap each
-# at 80 MB/s or so: where one turns out slow after TRIAL_BYTES, and what is left would take longer
-# than SLOW_S, several fetch the rest in pieces.
-_CHUNK_BYTES = 1 << 20  # handed over at once; the next one comes in meanwhile
+# A body is received over one connection, which is best if connections are fast. Some stores limit
+# each to about 80 MB/s. If, after TRIAL_BYTES, the rest would take longer than SLOW_S, several
+# connections fetch it in pieces.
+_CHUNK_BYTES = 1 << 20  # written to the sink at once, while the next one arrives
 TRIAL_BYTES = 4 << 20
 SLOW_S = 0.25
 PIECE_BYTES = 8 << 20
-# At once: 32 loads, which is what small objects need at 20 ms of round trip, and as many polls;
-# saves have threads of their own, so that those that hang leave all others to the loads.
+# Concurrent requests: 32 loads, as small objects need at a round trip of 20 ms, and as many polls.
+# Saves have threads of their own, so that saves that hang do not block loads.
 _REQUESTS = 64
 _SAVES = 64  # the most that `Admission` admits
 PIECES = 8  # of one object at once
@@ -72,20 +72,20 @@ _BACKOFF: "BackoffConfig" = {
     "base": 2,
 }
 LISTED = 1000  # a page of S3
-# A server may send pages for ever, or ever more keys that obstore refuses.
+# A server may send pages, or keys that obstore refuses, without end.
 MOST_PAGES = 10_000
 MOST_INVALID_KEYS = 64
 _NOT_SATISFIABLE = 416
 _TOO_SHORT = "but object was only"
 
-# Ends where a key stops being one that `is_safe_key` knows: with another character, or with a level
-# that is empty, "." or "..". Keys sort by their characters, and levels are made of _LETTERS.
+# Matches the first part of a key that `is_safe_key` refuses: another character, or a level that is
+# empty, "." or "..". Keys sort by their characters, and levels begin with one of _LETTERS.
 _INVALID_PART = re.compile(r"[^a-z0-9._/-]|(?<![^/])\.{0,2}/")
 _LETTERS = "-0123456789_abcdefghijklmnopqrstuvwxyz"
 _LONGEST_SHOWN = 200
 
-Cloud = S3Store | AzureStore | GCSStore
-_KINDS: dict[str, type[Cloud]] = {"s3": S3Store, "azure": AzureStore, "gcs": GCSStore}
+ObstoreClient = S3Store | AzureStore | GCSStore
+_KINDS: dict[str, type[ObstoreClient]] = {"s3": S3Store, "azure": AzureStore, "gcs": GCSStore}
 
 
 def open_cloud(
@@ -111,9 +111,9 @@ def open_cloud(
     return CloudStore(plain, checked=checked)
 
 
-def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
-    # Threads and connections of operations that are over are free again so much later. It does not
-    # decide when an operation has failed: who calls does.
+def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> ObstoreClient:
+    # After this time, threads and connections of cancelled operations are free again. The caller
+    # decides earlier that an operation has failed.
     limit = timedelta(seconds=io_timeout_s)
     client: Any = {
         **plan.client,
@@ -139,17 +139,17 @@ def _open(plan: CloudPlan, io_timeout_s: float, **extra: Any) -> Cloud:
 class CloudStore:
     """An ObjectStore in one bucket.
 
-    Ownership: `_puts` and `_ranges` are what was learnt about the server, and are only ever
-    lowered; a thread that acts on the older value repeats the lesson, no more.
+    Ownership: `_puts` and `_ranges` record what the server supports, and are only ever lowered. A
+    thread that reads an older value only repeats one failing request.
     """
 
-    def __init__(self, plain: Cloud, *, checked: Cloud) -> None:
-        """`checked`: sends checksums, and deletes many at once; `plain` itself, where nothing can
-        do without what it does."""
+    def __init__(self, plain: ObstoreClient, *, checked: ObstoreClient) -> None:
+        """Use two clients of one bucket. `checked` sends checksums, and deletes many objects by one
+        request; it is `plain` itself for clouds without such options."""
         self._plain = plain
         self._checked = checked
         # How to write, from the best way to the one that every server understands.
-        self._puts: Sequence[tuple[Cloud, Literal["create", "overwrite"]]]
+        self._puts: Sequence[tuple[ObstoreClient, Literal["create", "overwrite"]]]
         self._puts = [(plain, "create"), (plain, "overwrite")]
         if checked is not plain:
             self._puts = [(checked, "create"), *self._puts]
@@ -160,7 +160,7 @@ class CloudStore:
 
     @property
     def creates_once(self) -> bool:
-        """See ObjectStore. A server that ignores create-only is not noticed here."""
+        """See ObjectStore. A server that ignores create-only is not detected."""
         _, mode = self._puts[0]
         return mode == "create"
 
@@ -191,7 +191,7 @@ class CloudStore:
         await gather_all(map(fetch, pieces))
 
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
-        """See ObjectStore. Where the server ignores create-only, True also for a second write."""
+        """See ObjectStore. If the server ignores create-only, True also for a second write."""
         return await self._saving.run(self._put, key, body, replace)
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
@@ -199,8 +199,8 @@ class CloudStore:
         return await self._threads.each(self._exists, list(keys))
 
     async def stat(self, key: Key) -> ObjectStat:
-        """See ObjectStore. An ETag in the form of an MD5 is one, or, of an encrypted object, is
-        none of what is read: then it proves no damage."""
+        """See ObjectStore. An ETag in the form of an MD5 is the object's MD5, unless the object is
+        encrypted. Then it differs from the MD5 of the bytes, and proves nothing."""
         return await self._threads.run(self._stat, key)
 
     async def delete(self, keys: Sequence[Key]) -> None:
@@ -209,7 +209,7 @@ class CloudStore:
             await self._saving.run(self._delete, list(keys))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See ObjectStore. Ends where `close` is called meanwhile."""
+        """See ObjectStore. Ends early if `close` is called."""
         below = Key(prefix.removesuffix("/")) if prefix else None
         pages = obstore.list(self._plain, below, chunk_size=LISTED)
         invalid: list[str] = []
@@ -218,7 +218,7 @@ class CloudStore:
                 page = await self._next_page(pages)
             except InvalidKey as exc:
                 offset = offset_behind(exc.key.removeprefix(f"{self._plain.prefix or ''}/"))
-                # Azure knows no offset: it comes to the same key again.
+                # Azure ignores the offset, so the same key is listed again.
                 if (
                     exc.key in invalid
                     or len(invalid) == MOST_INVALID_KEYS
@@ -237,7 +237,10 @@ class CloudStore:
         raise StoreUnavailable(f"a listing has more than {MOST_PAGES:,} pages, or does not end")
 
     async def _next_page(self, pages: Any) -> Sequence[Any]:
-        """Not in a thread: one could not be stopped, and a server may send empty pages for ever."""
+        """Return the next page; empty at the end.
+
+        Not in a thread: it could not be stopped, and a server may send empty pages without end.
+        """
         with mapped_errors("a listing", finds=False):
             return await anext(pages, [])
 
@@ -258,7 +261,7 @@ class CloudStore:
     # What follows runs in the store's threads.
 
     def _first(self, key: Key, sink: Sink) -> "_Answer":
-        """One GET for size and bytes: no HEAD first. Of a slow one the end is left."""
+        """Send one GET for size and bytes, without a HEAD. Leave the rest of a slow body."""
         first = answered(key, partial(self._ask, key))
         with contextlib.closing(first):
             sink.begin(first.size)
@@ -266,7 +269,7 @@ class CloudStore:
         return first
 
     def _rest(self, key: Key, first: "_Answer", sink: Sink) -> None:
-        """Ask for all of it again; give `sink` what `first` has left."""
+        """Fetch the whole object again, and write to `sink` the bytes that `first` has left."""
         again = answered(key, partial(self._ask, key))
         with contextlib.closing(again):
             again.check_same(first)
@@ -277,7 +280,7 @@ class CloudStore:
             answer.pour_piece(sink, piece, first)
 
     def _open(self, key: Key, piece: ByteRange) -> "_Answer":
-        """Ask for one piece; its bytes are on the way."""
+        """Send a GET for one piece, and return the answer before its body arrives."""
         try:
             return answered(key, partial(self._ask, key, {"range": (piece.start, piece.stop)}))
         except StoreUnavailable as exc:
@@ -285,13 +288,17 @@ class CloudStore:
                 self._ranges = False
                 logger.info("the server ignores byte ranges: each object is fetched by one request")
                 raise _RangesIgnored(str(exc)) from exc
-            # The words: obstore's own, where a server answers with no bytes instead.
+            # The text is obstore's own, for a server that sends no bytes instead of a 416.
             if status_of(exc.__cause__) == _NOT_SATISFIABLE or _TOO_SHORT in str(exc.__cause__):
                 raise ObjectCorrupt(f"corrupt object: it ends before byte {piece.stop}") from exc
             raise
 
     def _ask(self, key: Key, options: Any = None) -> "_Answer":
-        """Send a GET. Its errors are obstore's."""
+        """Send a GET.
+
+        Raises:
+            Exception: one of FOREIGN.
+        """
         return _Answer(key, obstore.get(self._plain, key, options=options))
 
     def _put(self, key: Key, body: Buffer, replace: bool) -> bool:
@@ -304,7 +311,7 @@ class CloudStore:
                 continue
             if not is_written:
                 return False
-            if n and not replace:  # which would not show that create-only is understood
+            if n and not replace:  # a replacing put does not show whether create-only is supported
                 self._puts = ways[n:]
                 logger.info(
                     "the server refuses checksums or create-only writes: writing without them"
@@ -313,11 +320,16 @@ class CloudStore:
         raise AssertionError("the last way returns or raises")
 
     def _send(
-        self, store: Cloud, key: Key, body: Buffer, how: Literal["create", "overwrite", "replace"]
+        self,
+        store: ObstoreClient,
+        key: Key,
+        body: Buffer,
+        how: Literal["create", "overwrite", "replace"],
     ) -> bool:
         """Write `body`, or return False: the object exists, and `how` is not "replace".
 
-        Some servers say 409 for "exists", others for "something was in the way": a HEAD decides.
+        Some servers answer 409 if the object exists, others in a conflict of requests. A HEAD
+        decides.
         """
         mode: Any = "create" if how == "create" else "overwrite"
         for is_last in (False, True):
@@ -328,7 +340,7 @@ class CloudStore:
             except Conflict as exc:
                 if how == "create" and exc.says_exists:
                     return False
-                with contextlib.suppress(StoreUnavailable):  # which would tell less than `exc`
+                with contextlib.suppress(StoreUnavailable):  # `exc` says more
                     if how != "replace" and self._exists(key):
                         return False
                 if is_last:
@@ -352,17 +364,17 @@ class CloudStore:
         try:
             answered(keys[0], partial(obstore.delete, self._checked, keys))
         except ObjectMissing:
-            # S3 does not mind; others stop there, and what comes behind is not deleted yet.
+            # S3 ignores missing objects. Other servers stop at one, before the keys after it.
             for key in keys if len(keys) > 1 else ():
                 self._delete([key])
         except Misunderstood:
-            # Some servers know no request that deletes many; this store asks for one at a time.
+            # Some servers cannot delete many objects by one request. `plain` deletes one at a time.
             with contextlib.suppress(ObjectMissing):
                 answered(keys[0], partial(obstore.delete, self._plain, keys))
 
 
 class _Answer:
-    """The answer to one GET: its headers are here, its body is on the way."""
+    """The answer to one GET: its headers have arrived, its body has not."""
 
     def __init__(self, key: Key, answer: "obstore.GetResult") -> None:
         self._key = key
@@ -370,7 +382,7 @@ class _Answer:
         self.size = answer.meta["size"]
         self.version = answer.meta["e_tag"]
         self.at, self.stop = answer.range
-        """Which byte comes next, and which no more."""
+        """The next byte to arrive, and the byte before which the body ends."""
 
     def close(self) -> None:
         """End the connection, if the body has not arrived completely.
@@ -380,10 +392,10 @@ class _Answer:
         self._chunks = None
 
     def check_same(self, first: "_Answer") -> None:
-        """Check that this is the same object as the first answer's.
+        """Check that this answer is about the same object as `first`.
 
         Raises:
-            StoreUnavailable: it has changed meanwhile.
+            StoreUnavailable: the object has changed meanwhile.
         """
         if (self.size, self.version) != (first.size, first.version):
             raise StoreUnavailable(f"{self._key} changed while it was read")
@@ -409,7 +421,7 @@ class _Answer:
             raise StoreUnavailable(f"{self._key}: the server sent less than it announced")
 
     def pour_piece(self, sink: Sink, piece: ByteRange, first: "_Answer") -> None:
-        """Give the body to `sink`: it must be that `piece` of the object that `first` began."""
+        """Write the body to `sink`. It must be this `piece` of the object that `first` began."""
         self.check_same(first)
         if (self.at, self.stop) != (piece.start, piece.stop):
             raise StoreUnavailable(f"{self._key} changed while it was read")
@@ -423,13 +435,13 @@ class _Answer:
 
 
 class _RangesIgnored(StoreUnavailable):
-    """The server sends all of an object when it is asked for a part."""
+    """The server answers a request for a part with the whole object."""
 
 
 def offset_behind(key: str) -> str:
-    """Return what sorts behind the invalid `key` and before the next key that `is_safe_key` knows.
+    """Return a text that sorts after the invalid `key` and before the next valid key.
 
-    "": there is none. Pure.
+    "": no valid key can follow. Pure.
     """
     invalid = _INVALID_PART.search(f"{key}/")
     begin = f"{key}/"[: invalid.end()] if invalid else key

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use the folder of a store: its user alone, or the group of the folder."""
+"""Makes and checks the folder of a store, for one user or for the folder's group."""
 
 import logging
 import os
@@ -22,15 +22,15 @@ def make_root(path: str, is_shared: bool) -> None:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        if os.path.isdir(path):  # somebody else was faster
+        if os.path.isdir(path):  # another process has made it meanwhile
             return
         raise
     if is_shared:
-        os.close(let_group_in(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)))
+        os.close(open_to_group(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)))
 
 
-def let_group_in(fd: int) -> int:
-    """Let the group use the open folder, and what is made in it belong to that group."""
+def open_to_group(fd: int) -> int:
+    """Let the group use the open folder, and own all that is made in it. Return `fd`."""
     try:
         os.fchmod(fd, 0o2770)
     except OSError:
@@ -40,7 +40,7 @@ def let_group_in(fd: int) -> int:
 
 
 def check_access(root: str, option: str, is_shared: bool) -> None:
-    """Warn where the mode of `root` is not what was asked for: it may be so on purpose."""
+    """Warn if the mode of `root` differs from the options. It may be so on purpose."""
     mode = os.stat(root).st_mode
     is_open = mode & (0o007 if is_shared else 0o077)
     if is_open:

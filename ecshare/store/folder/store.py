@@ -6,9 +6,9 @@ its name. `link` is atomic and refuses an existing name, also on NFS, so a reade
 or none, and the first writer wins. A power cut may undo the newest names, which costs hits; it
 leaves no name with half a file. Names that begin with a dot are temporary files, not objects.
 
-Files and folders are made for this user alone, or for the group of the root folder, whatever the
-umask. If others can write to the folder too, they may put links into it. So writes and removals
-open folder after folder by descriptor, and follow no link below the root.
+Files and folders are made for this user alone, or for the group of the root folder, independently
+of the umask. If other users can write to the folder too, they may put links into it. So writes and
+removals open folder after folder by descriptor, and follow no link below the root.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from ecshare.store.errors import (
     StoreDenied,
     StoreUnavailable,
 )
-from ecshare.store.folder.access import check_access, let_group_in, make_root
+from ecshare.store.folder.access import check_access, make_root, open_to_group
 from ecshare.store.keys import Key, is_safe_key
 from ecshare.store.objects import (
     MOST_HASHED_BYTES,
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 _Level = tuple[list[str], list[ObjectInfo]]  # folders and objects
 
-# One big file is read faster by two threads than by one; below this it does not pay.
+# Two threads read a big file faster than one, but not a file smaller than this.
 _SPLIT_BYTES = 4 << 20
-_READ_BYTES = 1 << 18  # what stays in a core's cache between the read and the write
-# Filesystems without hard links (vfat, some SMB, some FUSE) say so in one of these ways.
-# Full, or a server of files that is slow or gone for a while.
+_READ_BYTES = 1 << 18  # small enough to stay in a core's cache between the read and the write
+# A full disk, or a file server that is slow or down for a while.
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE}
+# Errors of file systems without hard links: vfat, some SMB, some FUSE.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -63,16 +63,16 @@ class DirectoryStore:
         self._root = root
         self._is_shared = is_shared
         self._threads = Threads("files", 8)
-        # Saves wait for the disk to have their bytes: no load shall wait with them.
+        # Saves wait until the disk has their bytes. Their own threads keep loads from waiting too.
         self._saving = Threads("files-save", 8)
-        self._links = True  # until the filesystem says otherwise; only ever set to False
+        self._links = True  # until the file system refuses a link; only ever set to False
 
     @classmethod
     def open(cls, folder: str, option: str, *, is_shared: bool = False) -> "DirectoryStore":
         """Make `folder` if necessary, and return a store in it.
 
         `is_shared`: the users of its group share it. An existing folder keeps its mode; a warning
-        says if that admits others, or excludes the group.
+        is logged if the mode admits other users, or excludes the group.
 
         Raises:
             ConfigError: the folder cannot be made or used; names `option`.
@@ -93,7 +93,7 @@ class DirectoryStore:
 
     @property
     def creates_once(self) -> bool:
-        """See ObjectStore. A rename replaces what is there."""
+        """See ObjectStore. False without hard links, because a rename replaces an existing file."""
         return self._links
 
     @property
@@ -102,7 +102,7 @@ class DirectoryStore:
         return False
 
     async def get(self, key: Key, sink: Sink) -> None:
-        """See ObjectStore. One thread does it all: a change costs more than a small read."""
+        """See ObjectStore. One call opens and reads: switching threads costs more than the read."""
         await self._threads.run(self._get, key, sink)
 
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
@@ -162,12 +162,16 @@ class DirectoryStore:
 
     def _exists(self, key: Key) -> bool:
         try:
-            return self._is_there(key)
+            return self._has_file(key)
         except ObjectUnreadable:
             return False
 
-    def _is_there(self, key: Key) -> bool:
-        """As `_exists`, but ObjectUnreadable where what lies there is no object."""
+    def _has_file(self, key: Key) -> bool:
+        """Return whether there is a file under `key`.
+
+        Raises:
+            ObjectUnreadable: there is something else under `key`.
+        """
         try:
             with self._own_errors(key):
                 _check_kind(os.stat(self._path(key)), key)
@@ -182,18 +186,25 @@ class DirectoryStore:
             return ObjectStat(file.size, file.md5() if file.size <= MOST_HASHED_BYTES else "")
 
     def _is_stored(self, key: Key) -> bool:
-        """As `_is_there`, for a put: ObjectUnreadable also where it is kept from us."""
-        if not self._is_there(key):
+        """Return whether a put finds a file under `key`.
+
+        Raises:
+            ObjectUnreadable: there is something else, or a file that this user may not read.
+        """
+        if not self._has_file(key):
             return False
         path = self._path(key)
         if not os.access(path, os.R_OK) and _may_read(os.path.dirname(path)):
-            raise ObjectUnreadable(f"{key} is there already and cannot be read")
+            raise ObjectUnreadable(f"{key} exists already, but cannot be read")
         return True
 
     @contextlib.contextmanager
     def _own_errors(self, key: Key) -> Iterator[None]:
-        """As `mapped_errors`, but ObjectUnreadable where a folder lies in the place of the object,
-        or a file in that of its folder. Higher up a file concerns too many objects."""
+        """Map errors as `mapped_errors` does, and two more to ObjectUnreadable.
+
+        They are: the object's path is a folder, or the path of its folder is a file. A file in the
+        place of a folder higher up affects too many objects, and stays StoreUnavailable.
+        """
         folder = os.path.dirname(self._path(key))
         with mapped_errors(key):
             try:
@@ -202,7 +213,7 @@ class DirectoryStore:
                 raise ObjectUnreadable(f"{key} is not a file") from exc
             except NotADirectoryError as exc:
                 if folder != self._root and (os.path.isfile(folder) or os.path.islink(folder)):
-                    raise ObjectUnreadable(f"{key} cannot be there: {folder} is no folder") from exc
+                    raise ObjectUnreadable(f"{key} cannot exist: {folder} is no folder") from exc
                 raise
 
     def _delete(self, key: Key) -> None:
@@ -214,7 +225,7 @@ class DirectoryStore:
             os.unlink(os.path.basename(key), dir_fd=folder)
 
     def _put(self, key: Key, body: Buffer) -> bool:
-        if self._is_stored(key):  # saves writing the body; `link` decides races
+        if self._is_stored(key):  # avoids writing the body; `link` decides races
             return False
         with self._own_errors(key), self._folder_of(key, make=True) as folder:
             return self._put_copy(body, os.path.basename(key), folder, self._publish)
@@ -226,23 +237,23 @@ class DirectoryStore:
     def _put_copy(
         self, body: Buffer, name: str, folder: int, publish: Callable[[str, str, int], bool]
     ) -> bool:
-        # A crash leaves it; see temp_files.py.
+        # Left by a crash; temp_files.py removes it.
         temporary = temporary_name()
-        # Read-only, for objects never change: nobody shortens by mistake what others have mapped.
+        # Read-only, because objects never change, and readers may have mapped the file.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400, dir_fd=folder)
         try:
             _write(fd, body, 0o440 if self._is_shared else None)
             return publish(temporary, name, folder)
         finally:
-            with contextlib.suppress(FileNotFoundError):  # renamed, not linked
+            with contextlib.suppress(FileNotFoundError):  # if it was renamed, not linked
                 os.unlink(temporary, dir_fd=folder)
 
     @contextlib.contextmanager
     def _folder_of(self, key: Key, *, make: bool = False) -> Iterator[int]:
-        """Open the folder in which `key` lies; `make` its levels, and never the root itself.
+        """Open the folder of `key`. `make`: make its levels, but never the root itself.
 
-        A root that is gone is a file system that is no longer mounted: writing in its place would
-        fill the wrong disk.
+        If the root is missing, its file system is no longer mounted, and writing under its path
+        would fill the wrong disk.
         """
         path = self._root
         try:
@@ -260,7 +271,7 @@ class DirectoryStore:
             os.close(fd)
 
     def _enter(self, level: str, folder: int, path: str, *, make: bool) -> int:
-        """Open the folder `level` of the open one; `path` says where that is."""
+        """Open the folder `level` inside the open `folder`. `path`: its path, for errors."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
         try:
             try:
@@ -271,7 +282,7 @@ class DirectoryStore:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(level, 0o700, dir_fd=folder)
                 if self._is_shared:
-                    return let_group_in(os.open(level, flags, dir_fd=folder))
+                    return open_to_group(os.open(level, flags, dir_fd=folder))
             return os.open(level, flags, dir_fd=folder)
         except OSError as exc:
             exc.filename = path
@@ -324,7 +335,7 @@ class DirectoryStore:
 
 
 def temporary_name() -> str:
-    """Return a name that no other writer has, on any host that shares the folder."""
+    """Return a name that no other writer uses, on any host that shares the folder."""
     return f".{secrets.token_hex(8)}.{os.getpid()}.tmp"
 
 
@@ -363,7 +374,7 @@ def _check_kind(status: os.stat_result, key: Key) -> None:
 
 
 def _may_read(folder: str) -> bool:
-    """Whether we are let into `folder`: if not, a refusal is no single object's."""
+    """Return whether this user may read `folder`. If not, all objects in it are refused."""
     try:
         os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     except OSError:
@@ -372,14 +383,14 @@ def _may_read(folder: str) -> bool:
 
 
 class _File:
-    """A file open for reading. The last thread that holds it closes it.
+    """A file open for reading. The last reference closes it.
 
-    That thread may outlive a call that was cancelled: closing the number earlier
-    would let it read from whatever file gets the number next.
+    A thread may outlive a cancelled call and hold that reference. If the descriptor were closed
+    earlier, the thread would read from the next file with the same number.
     """
 
     def __init__(self, path: str) -> None:
-        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        # O_NONBLOCK: opening must not hang if another user has put a pipe in the folder.
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self.status = os.fstat(self._fd)
         self.size = self.status.st_size
@@ -389,7 +400,7 @@ class _File:
             os.close(self._fd)
 
     def copy(self, sink: Sink, byte_range: ByteRange, key: Key) -> None:
-        """Give the bytes of `byte_range` to `sink`."""
+        """Write the bytes of `byte_range` to `sink`."""
         start, stop = byte_range.start, byte_range.stop
         buffer = _own_buffer()
         while start < stop:
@@ -401,7 +412,7 @@ class _File:
             start += n
 
     def md5(self) -> str:
-        """Of its content, which no page cache has answered for where the system allows that."""
+        """Return the MD5 of its content, read from the disk and not the page cache if possible."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digest = hashlib.md5(usedforsecurity=False)
         at = 0
@@ -415,7 +426,7 @@ _buffers = threading.local()
 
 
 def _own_buffer() -> memoryview:
-    """Memory of this thread, to read into again and again: fresh pages cost more than the read."""
+    """Return this thread's read buffer. It is reused, because new pages cost more than the read."""
     buffer: memoryview | None = getattr(_buffers, "read", None)
     if buffer is None:
         buffer = _buffers.read = memoryview(bytearray(_READ_BYTES))
@@ -423,7 +434,7 @@ def _own_buffer() -> memoryview:
 
 
 def _write(fd: int, body: Buffer, mode: int | None) -> None:
-    """Write all of `body`, to the disk, and close `fd`; give it `mode`, if it is not right yet."""
+    """Write all of `body`, flush it to the disk, and close `fd`. `mode`: if not None, set it."""
     try:
         if mode is not None:
             os.fchmod(fd, mode)
@@ -436,6 +447,6 @@ def _write(fd: int, body: Buffer, mode: int | None) -> None:
 
 
 def _rename(temporary: str, name: str, folder: int) -> bool:
-    """Replace what is under `name`, or came meanwhile, by the same bytes, atomically."""
+    """Rename atomically. A file that exists under `name` is replaced by the same bytes."""
     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     return True

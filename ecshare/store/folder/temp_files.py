@@ -15,13 +15,13 @@ from ecshare.store.folder.store import temporary_name
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.[0-9]+\.tmp")
-# No write takes a day: its writer would have timed out, however slow the disk.
+# No write takes a day: on the slowest disk its writer would have timed out earlier.
 _MIN_AGE_S = 86_400.0
-# Reading folders keeps the process's other threads from running, and a server busy: after each,
-# this many times as long is rested.
+# Reading a folder blocks the process's other threads, and loads a file server. After each folder,
+# the sweep sleeps this many times as long.
 _REST = 9
-# A store of hundreds of millions of objects is not read to its end each time; folders come in any
-# order, so that every one has its turn.
+# A sweep may end before it has read all folders of a store with hundreds of millions of objects. It
+# reads them in random order, so that each is read at some time.
 LONGEST_S = 1800.0
 MARK = ".swept"
 """A file whose age is the time since the last sweep."""
@@ -30,8 +30,8 @@ MARK = ".swept"
 def sweep(root: str) -> int:
     """Remove temporary files below `root` that are older than a day; return how many.
 
-    Does nothing if another process has done it today. Ages are measured by the clock of the disk,
-    which may be a server's. Never raises OSError. Call it in a thread of its own: it runs slowly on
+    Do nothing if another process has swept today. Ages are measured by the clock of the disk, which
+    may be a server's. Never raises OSError. Call it in a thread of its own: it runs slowly on
     purpose, and may take half an hour.
     """
     num_removed = 0
@@ -65,13 +65,13 @@ def _disk_time_s(root: str) -> float:
 
 
 def _is_due(root: str, now_s: float) -> bool:
-    """Whether no process has swept today. If so, record that this one does."""
+    """Return whether no process has swept today. If so, record that this process sweeps."""
     fd = os.open(f"{root}/{MARK}", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
         is_new = status.st_size == 0
         if is_new:
-            # Whoever may write to the folder may do this.
+            # Every user who may write to the folder may sweep it.
             with contextlib.suppress(PermissionError):
                 os.fchmod(fd, 0o600 | os.stat(root).st_mode & 0o020)
         if not is_new and 0 <= now_s - status.st_mtime < _MIN_AGE_S:
@@ -83,7 +83,7 @@ def _is_due(root: str, now_s: float) -> bool:
 
 
 def _files(root: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the hidden files below `root` until the time is over. Follows no links."""
+    """Yield the hidden files below `root`, for LONGEST_S at most. Follow no links."""
     folders = [root]
     end_s = time.perf_counter() + LONGEST_S
     while folders and time.perf_counter() < end_s:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any file system of fsspec as a store."""
+"""Stores in any file system of fsspec."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exceptions of fsspec's filesystems mean. Any class may come."""
+"""Maps the exceptions of fsspec's filesystems, which may be of any class, to ours."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,10 +20,10 @@ from ecshare.store.statuses import CONFLICTS, Conflict, may_pass, says_exists
 T = TypeVar("T")
 
 _LONGEST_WORDS = 300
-# Of one object: S3 has moved it to an archive; it is shorter than expected.
+# Codes about one object: S3 has moved it to an archive, or it is shorter than expected.
 _UNUSABLE = {"InvalidObjectState", "InvalidRange"}
 _NO_BUCKET = "NoSuchBucket"
-# Whatever the class of the client's error: none of its many is among the builtins.
+# Codes of S3, and names of classes of clients' errors, which are not builtins.
 _BUSY = {
     "ConnectTimeoutError", "ConnectionClosedError", "ConnectionResetError", "FSTimeoutError",
     "InternalError", "ReadTimeoutError", "ServerDisconnectedError", "ServiceUnavailable",
@@ -45,7 +45,7 @@ def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
         ObjectMissing: there is no such object.
         ObjectUnreadable: it is a folder.
         ObjectCorrupt: this one object cannot be read.
-        Conflict: something was in the way.
+        Conflict: the store did nothing, because of another request or object.
         StoreDenied: credentials or permissions forbid it.
         StoreBusy: the fault may pass.
         StoreUnavailable: any other error.
@@ -54,16 +54,16 @@ def mapped_errors(key: str, *, finds: bool = True) -> Iterator[None]:
         yield
     except StoreUnavailable:
         raise
-    # Any class may come: filesystems are third-party code over third-party clients.
+    # Filesystems, and the clients below them, are third-party code and may raise any class.
     except Exception as exc:
         raise _meant(exc, key, finds=finds) from exc
 
 
 async def answered(key: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Return what `call` of a filesystem does with one object. After a conflict ask once more.
+    """Return the result of `call`, a request for one object. After a conflict, repeat it once.
 
     Raises:
-        StoreError: as `mapped_errors`.
+        StoreError: see `mapped_errors`.
     """
     with contextlib.suppress(Conflict), mapped_errors(key):
         return await call()
@@ -85,7 +85,7 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
         return StoreDenied(f"the store refuses us: {_words(exc)}")
     words = f"the store failed: {type(exc).__name__}: {_words(exc)}"
     if isinstance(exc, FileExistsError) or status in CONFLICTS:
-        # A filesystem's own word for it, unless it only translates what a server answered.
+        # FileExistsError counts only if the filesystem did not translate it from a server's answer.
         exists = says_exists(status, code) if status else isinstance(exc, FileExistsError)
         return Conflict(words, says_exists=exists)
     is_busy = may_pass(status) or {code, type(exc.__cause__).__name__} & _BUSY
@@ -93,12 +93,13 @@ def _meant(exc: Exception, key: str, *, finds: bool) -> Exception:
 
 
 def _words(exc: Exception) -> str:
-    """What it says, as far as it suits a log: a client may quote all that a server sent."""
+    """Return the message of `exc`, masked and short: a client may quote all that a server sent."""
     return masked_text(" ".join(str(exc).split()))[:_LONGEST_WORDS]
 
 
 def _response(exc: BaseException) -> dict[str, Any]:
-    """The answer of S3 behind an exception of s3fs, which itself says little more than EINVAL."""
+    """Return the answer of S3 behind an exception of s3fs, whose own message is hardly more than
+    EINVAL."""
     for each in (exc.__cause__, exc.__context__, exc):
         response = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -107,13 +108,13 @@ def _response(exc: BaseException) -> dict[str, Any]:
 
 
 def _code(exc: BaseException) -> str:
-    """The code of an answer of S3; of another error its class."""
+    """Return the code in S3's answer; for any other error, the name of its class."""
     return str(_response(exc).get("Error", {}).get("Code", type(exc).__name__))
 
 
 def _status(exc: BaseException) -> int | None:
-    """The status of the answer behind an exception, if its client tells."""
+    """Return the HTTP status behind an exception; None if its client does not report it."""
     status = _response(exc).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    # adlfs's, gcsfs's and aiohttp's.
+    # The names in exceptions of adlfs, gcsfs and aiohttp.
     found = (status, *(getattr(exc, name, None) for name in ("status_code", "code", "status")))
     return next((each for each in found if isinstance(each, int)), None)

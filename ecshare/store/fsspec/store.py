@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects behind any fsspec filesystem: complete rather than fast.
+"""A store in any fsspec filesystem; not optimised for speed.
 
 Asynchronous filesystems (s3fs, gcsfs, adlfs, ...) run on the event loop that calls this store;
 the others (memory, sftp, smb, ...) in a few threads.
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from ecshare.store.accounts import CLOUDS, S3, Cloud
+from ecshare.store.cloud_accounts import CLOUDS, S3, CloudOptions
 from ecshare.store.config import StoreConfig, suggestion
 from ecshare.store.errors import (
     ConfigError,
@@ -41,22 +41,22 @@ from ecshare.store.secrets import masked_text, masked_url
 from ecshare.store.statuses import Conflict
 from ecshare.store.threads import Threads, gather_all
 
-# What the clouds need. Others get the words of fsspec.
+# The packages for the clouds. For other protocols, fsspec's own message names them.
 _NEEDS = {
     "s3": "obstore: pip install obstore botocore (ecshare's extra [s3])",
     "azure": "obstore: pip install obstore (ecshare's extra [azure])",
     "gcs": "obstore: pip install obstore (ecshare's extra [gcs])",
 }
-# Here a PUT is atomic by nature. Elsewhere a writer that dies would leave half a file under the
-# final name, so objects are written beside it and moved.
+# With these protocols a PUT is atomic. With others, a writer that dies would leave half a file
+# under the final name, so objects are written to a temporary file and moved.
 _ATOMIC = {"memory", *CLOUDS, "adl", "oci", "oss", "hf"}
 _PIECE_BYTES = 8 << 20
 _LOOK_UPS = 32  # in flight
-_WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # of the verbs that are used here
-_CONNECTIONS = 80  # more than are asked for at once: saves that hang leave enough for loads
+_WRITES = {"makedirs", "mv", "pipe_file", "rm_file"}  # the methods that this module calls to write
+_CONNECTIONS = 80  # more than are needed at once: saves that hang leave enough for loads
 _LONGEST_WORDS = 300
 _Page = list[dict[str, Any]]  # lines of a listing, as fsspec has them
-# A server may send pages for ever, or a filesystem folders in folders.
+# A server may send pages, and a filesystem nested folders, without end.
 MOST_PAGES = 10_000
 _MOST_LEVELS = 8  # see keys.py
 
@@ -82,14 +82,14 @@ def open_fsspec(config: StoreConfig, path: str, reason: str = "") -> "FsspecStor
     if filesystem_class.async_impl:
         options["asynchronous"] = True
     try:
-        # A listing from memory would hide what other engines stored; an instance from fsspec's
-        # own cache may belong to another event loop.
+        # A cached listing would hide objects that other engines have stored. A cached filesystem
+        # may belong to another event loop.
         filesystem, root = fsspec.core.url_to_fs(
             config.url, use_listings_cache=False, skip_instance_cache=True, **options
         )
-    except Exception as exc:  # noqa: BLE001 — any class may come; each is this sentence
+    except Exception as exc:  # noqa: BLE001 — third-party code may raise any class
         words = masked_text(f"{type(exc).__name__}: {exc}", config.secrets())[:_LONGEST_WORDS]
-        # Without its own message: it may quote a secret.
+        # `from None`: the original message may quote a secret.
         raise ConfigError(
             f"{path}.storage_options: {protocol} does not open with these options ({words})"
         ) from None
@@ -106,18 +106,18 @@ def _check_port(url: str, option: str) -> None:
         _ = urlsplit(url).port
     except ValueError:
         raise ConfigError(
-            f"{option}: {masked_url(url)!r} has a host or a port that cannot be; write "
+            f"{option}: {masked_url(url)!r} has an invalid host or port; write "
             "protocol://user@host:port/path, and a password into storage_options"
         ) from None
 
 
 def _check_known(
-    options: Mapping[str, Any], filesystem_class: Any, cloud: Cloud, path: str
+    options: Mapping[str, Any], filesystem_class: Any, cloud: CloudOptions, path: str
 ) -> None:
-    """Check that the filesystem knows all `options`: some ignore what they do not.
+    """Check that the filesystem knows all `options`: some filesystems ignore unknown ones.
 
     Raises:
-        ConfigError: it does not know one; names it, and what is meant.
+        ConfigError: it does not know one. The message names it and a similar known one.
     """
     parameters = (inspect.signature(each.__init__).parameters for each in filesystem_class.__mro__)
     known = {"profile"}.union(*parameters) - {"self", "args", "kwargs", "storage_options"}
@@ -131,13 +131,13 @@ def _check_known(
 
 
 def _for_s3fs(config: StoreConfig) -> dict[str, Any]:
-    """Overrides: one round trip for a GET, and the user's patience instead of a minute's."""
+    """Return options for s3fs: one round trip for a GET, and the user's timeout, not a minute."""
     limits = {"connect_timeout": min(config.io_timeout_s, 5), "read_timeout": config.io_timeout_s}
     given: Any = config.storage_options.get("config_kwargs") or {}
     return {
         # Above 1, s3fs sends a HEAD before each GET to size the object.
         "max_concurrency": 1,
-        # s3fs tries each call five times itself.
+        # s3fs itself tries each call five times.
         "config_kwargs": {
             **limits,
             "max_pool_connections": _CONNECTIONS,
@@ -172,7 +172,7 @@ class FsspecStore:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._atomic_writes = atomic_writes
-        self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or made of it
+        self._s3 = hasattr(filesystem, "_call_s3")  # s3fs, or a subclass
         self._threads = Threads("remote", 8)
         self._saving = Threads("remote-save", 8)
         self._is_closed = False
@@ -182,7 +182,8 @@ class FsspecStore:
 
     @property
     def creates_once(self) -> bool:
-        """See ObjectStore. What ignores create-only, or looks before it writes, is not noticed."""
+        """See ObjectStore. A filesystem that ignores create-only, or that checks before it writes,
+        is not detected."""
         return self._atomic_writes and bool(self._create_only)
 
     @property
@@ -208,7 +209,7 @@ class FsspecStore:
             await self._write_piece(key, sink, part.start, piece, part.stop)
 
     async def _stream(self, key: Key, path: str, sink: Sink) -> None:
-        """One request: the headers of the answer tell the size."""
+        """Fetch an object by one request: the answer's headers contain the size."""
         bucket, name, _ = self._fs.split_path(path)
         ask = partial(self._fs._call_s3, "get_object", Bucket=bucket, Key=name)
         answer = await answered(key, ask)
@@ -221,7 +222,7 @@ class FsspecStore:
             sink.begin(size)
             await self._pour(key, body, size, sink)
         finally:
-            body.close()  # refused or broken off: it must not keep the connection
+            body.close()  # a body that was not read to its end would keep the connection
 
     async def _pour(self, key: Key, body: Any, size: int, sink: Sink) -> None:
         start = 0
@@ -241,7 +242,7 @@ class FsspecStore:
     async def put(self, key: Key, body: Buffer, *, replace: bool = False) -> bool:
         """See ObjectStore."""
         path = self._path(key)
-        # Most filesystems take nothing but bytes: this is the one copy that this store makes.
+        # Most filesystems accept only bytes. This is the only copy that this store makes.
         value = body if isinstance(body, bytes) else bytes(body)
         create_only = self._create_only if self._atomic_writes and not replace else {}
         for is_last in (False, True):
@@ -254,7 +255,7 @@ class FsspecStore:
             except Conflict as exc:
                 if create_only and exc.says_exists:
                     return False
-                with contextlib.suppress(StoreUnavailable):  # which would tell less than `exc`
+                with contextlib.suppress(StoreUnavailable):  # `exc` says more
                     if not replace and (await self.exists([key]))[0]:
                         return False
                 if is_last:
@@ -271,7 +272,7 @@ class FsspecStore:
             path = self._path(key)
             try:
                 async with limit:
-                    # Not `exists`: fsspec's answers False for a store that is down.
+                    # Not fsspec's `exists`: it returns False for a store that is down.
                     found = await self._ask(key, "info", path)
             except ObjectMissing:
                 return False
@@ -280,7 +281,7 @@ class FsspecStore:
         return await gather_all(map(one, keys))
 
     async def stat(self, key: Key) -> ObjectStat:
-        """See ObjectStore. MD5s are known of s3fs and gcsfs."""
+        """See ObjectStore. s3fs and gcsfs report MD5s."""
         found = await self._ask(key, "info", self._path(key))
         size = found.get("size")
         if not isinstance(size, int):
@@ -294,7 +295,7 @@ class FsspecStore:
                 await self._ask(key, "rm_file", self._path(key))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """See ObjectStore. What lies on one page of S3, or in one folder, is in memory at once."""
+        """See ObjectStore. One page of S3, or one folder, is in memory at a time."""
         below = self._path(Key(prefix.removesuffix("/"))) if prefix else self._root
         pages = self._pages_of_s3(f"{below}/") if self._s3 else self._folders(below)
         async with contextlib.aclosing(pages):
@@ -302,14 +303,14 @@ class FsspecStore:
                 for entry in page:
                     key = str(entry["name"]).removeprefix(self._root).lstrip("/")
                     if is_safe_key(key):
-                        with mapped_errors(key):  # it may have any size and date
+                        with mapped_errors(key):  # its size and date may be malformed
                             found = ObjectInfo(
                                 Key(key), int(entry.get("size") or 0), modified_s(entry)
                             )
                         yield found
 
     async def _pages_of_s3(self, below: str) -> AsyncGenerator[_Page, None]:
-        """Yield page after page: s3fs itself would bring them all, which takes minutes."""
+        """Yield page after page. s3fs's own method fetches all first, which may take minutes."""
         bucket, prefix, _ = self._fs.split_path(below)
         more: dict[str, str] = {}
         for _ in range(MOST_PAGES):
@@ -335,7 +336,7 @@ class FsspecStore:
             entries: _Page = []
             with contextlib.suppress(ObjectMissing, NotADirectoryError), mapped_errors(folder):
                 entries = await self._call("ls", folder, detail=True)
-            # Some list the folder itself, or what is not in it, such as a mark of its own.
+            # Some filesystems list the folder itself too, or its marker.
             own = [each for each in entries if str(each["name"]).strip("/") != folder.strip("/")]
             yield [each for each in own if each.get("type") == "file"]
             if levels > 1:
@@ -346,7 +347,7 @@ class FsspecStore:
                 ]
 
     async def has_root(self) -> bool:
-        """Whether the folder that all lies below is there; True where a put makes no folders."""
+        """Return whether the store's root folder exists; True if puts need no folders."""
         if self._atomic_writes:
             return True
         try:
@@ -369,7 +370,7 @@ class FsspecStore:
         return f"{self._root}/{key}"
 
     async def _write_and_move(self, path: str, value: bytes) -> None:
-        """For filesystems of files. The last writer of a race wins, with the same bytes."""
+        """Write to a temporary file, then move it. The last of several writers wins."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         with contextlib.suppress(FileExistsError):
@@ -383,15 +384,15 @@ class FsspecStore:
             raise
 
     async def _ask(self, key: Key, verb: str, *args: object, **options: object) -> Any:
-        """As `_call`, about one object, and once more after a conflict.
+        """Call a method for one object, and once more after a conflict.
 
         Raises:
-            StoreError: as `mapped_errors`.
+            StoreError: see `mapped_errors`.
         """
         return await answered(key, partial(self._call, verb, *args, **options))
 
     async def _call(self, verb: str, *args: object, **options: object) -> Any:
-        """The filesystem's method, as a coroutine or in a thread."""
+        """Call the filesystem's method `verb`, as a coroutine or in a thread."""
         method = getattr(self._fs, f"_{verb}", None) if self._fs.async_impl else None
         if method is None:
             threads = self._saving if verb in _WRITES else self._threads
@@ -400,7 +401,8 @@ class FsspecStore:
 
 
 def _md5(entry: dict[str, Any]) -> str:
-    """What s3fs calls ETag is an MD5 in hexadecimal digits, what gcsfs calls md5Hash in base64."""
+    """Return the MD5 in an entry, "" if it has none: s3fs has it as ETag in hexadecimal digits,
+    gcsfs as md5Hash in base64."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         return md5_of_etag(base64.b64decode(entry["md5Hash"], validate=True).hex())
     return md5_of_etag(entry.get("ETag"))

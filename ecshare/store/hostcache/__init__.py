@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verified objects on this host, shared by all processes of one user, within a byte budget."""
+"""The host cache: verified objects, shared by all processes of one user, within a byte budget."""

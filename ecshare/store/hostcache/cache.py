@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verified objects on this host, shared by all processes of one user.
+"""The cache of verified objects on this host, shared by all processes of one user.
 
 The cache is one flat folder, by default in /dev/shm, with one file per entry, which readers map.
 The folder is private to the user. Only our processes write to it, after verification.
 
-Pins. A user of an entry holds a shared `flock` on its file. It is a lock of the kernel, and ends
-with the process in every case. Eviction needs the exclusive lock. A file is never shortened, and
-its bytes stay while it is mapped, even when it is unlinked. So no reader loses bytes.
+Pins. A user of an entry holds a shared `flock` on its file. The kernel releases it when the process
+ends, in every case. Eviction needs the exclusive lock. A file is never shortened, and its bytes
+stay while it is mapped, even if it is unlinked. So no reader loses bytes.
 
 Writing. A file gets its final size, its disk blocks and a lock under a temporary name. When it is
 complete it is linked to its key. Files are read-only and private to the user.
@@ -58,7 +58,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class Entry:
     """An object in the cache, pinned until `close`. One owner, any thread.
 
-    It is mapped on first use, because mapping costs more than everything else.
+    It is mapped on first use, because mapping costs more than opening and locking.
 
     Raises:
         OSError: it cannot be mapped (`body`, `copy_on_write`).
@@ -68,15 +68,15 @@ class Entry:
         self.key = key
         self.num_bytes = num_bytes
         self.is_new = False
-        """Whether the call that returned it has created it."""
+        """True if the call that returned it has created it."""
         self._fd = fd
         self._map = mapped
         self._body = memoryview(mapped or b"")
 
     @property
     def body(self) -> memoryview:
-        """The object, read-only. A view that outlives the entry keeps the bytes mapped, but not
-        pinned in the cache."""
+        """Return the object, read-only. A view that outlives the entry keeps the bytes mapped, but
+        not pinned in the cache."""
         if self._map is None:
             self._map = mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_READ)
             self._body = memoryview(self._map)
@@ -85,14 +85,14 @@ class Entry:
     def copy_on_write(self) -> memoryview:
         """Return the whole object as private memory, to read and to write.
 
-        Pages are shared with the cache until they are written to; nobody else sees the writes. The
-        memory stays valid after `close` and eviction.
+        Pages are shared with the cache until they are written to. Other processes never see the
+        writes. The memory stays valid after `close` and eviction.
         """
-        # Not populated: the kernel maps 16 pages at a fault, and madvise was seen to take longer.
+        # Not populated in advance: the kernel maps 16 pages per fault, and madvise took longer.
         return memoryview(mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_COPY))
 
     def unmap(self) -> None:
-        """Keep the pin alone: a map holds another descriptor. No view of `body` may be left."""
+        """Unmap, to release the map's descriptor, but keep the pin. No view of `body` may exist."""
         mapped, self._map = self._map, None
         self._body.release()
         self._body = memoryview(b"")
@@ -106,7 +106,7 @@ class Entry:
             return
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            # Not by closing alone: a map holds a duplicate of the descriptor.
+            # Closing would not unlock: a map holds a duplicate of the descriptor.
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
         with contextlib.suppress(BufferError):
@@ -184,7 +184,7 @@ class Draft:
 
     @property
     def body(self) -> memoryview:
-        """All bytes, read-only.
+        """Return all bytes, read-only.
 
         Raises:
             ObjectCorrupt: some are missing.
@@ -246,7 +246,7 @@ class _DraftFile:
             rest, offset = rest[done:], offset + done
 
     def hand_over(self, key: Key) -> Entry:
-        """Return the entry that it has become, which owns the file, its lock and its pages."""
+        """Return an entry that now owns the file, its lock and its pages."""
         fd, self.fd = self.fd, -1
         entry = Entry(key, fd, self.num_bytes, self._map)
         entry.is_new = True
@@ -258,8 +258,8 @@ class _DraftFile:
 
 
 class HostCache:
-    """See the module. Safe from several threads and processes. Between calls it keeps only which
-    messages were logged."""
+    """Stores and returns entries; see the module. Safe from several threads and processes. Its only
+    state of its own is which warnings were logged."""
 
     def __init__(self, root: Path, limit_bytes: int, store_id: str = "") -> None:
         """Make `root` if necessary.
@@ -275,25 +275,25 @@ class HostCache:
         self._warned: set[str] = set()
         make_private(root)
         self.is_in_memory = is_in_memory(root)
-        """Whether its files are in memory: no device or network makes `open` wait."""
+        """True if its files are in memory: `open` waits for no device or network."""
         self._usage = Usage(root, fitting(root, limit_bytes))
         self._floor_bytes = floor_bytes(root)
         self._evictor = Evictor(self._usage)
         self._claims = Claims(f"{root}/{_CLAIMS_NAME}")
         declared = declare_limit(root, self.limit_bytes)
         if declared is not None:
-            # Closed, not unlocked: a fork holds the same opening.
+            # Close without unlocking: a forked process has the same open file.
             weakref.finalize(self, os.close, declared)
 
     @property
     def limit_bytes(self) -> int:
-        """How many bytes the folder may hold."""
+        """Return how many bytes the folder may hold."""
         return self._usage.limit_bytes
 
     def other_limits(self) -> list[int]:
-        """Return what other processes of this host take for `limit_bytes`, if it is another number.
+        """Return the other limits that processes of this host have for this folder, sorted.
 
-        Least first. The smallest counts for all: each evicts down to its own.
+        Every process evicts down to its own limit, so the smallest one counts for all.
         """
         with contextlib.suppress(OSError):
             check_still_private(self.root)
@@ -302,7 +302,7 @@ class HostCache:
 
     @property
     def floor_bytes(self) -> int:
-        """How many bytes of the folder's file system stay free, for others."""
+        """Return how many bytes of the folder's file system stay free, for other programs."""
         return self._floor_bytes
 
     def open(self, key: Key) -> Entry | None:
@@ -317,11 +317,11 @@ class HostCache:
             self._warn_once("open", "the host cache cannot be read: %s", exc)
             return None
         try:
-            # Who holds it exclusively is about to unlink it.
+            # A holder of the exclusive lock is about to unlink the file.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(fd)
             if status.st_nlink and status.st_size and _is_sound(status):
-                # Now the most recently used. The other time is when it was published.
+                # The access time records the use. The other time, of its publication, stays.
                 os.utime(fd, ns=(time.time_ns(), status.st_mtime_ns))
                 return Entry(key, fd, status.st_size)
         except OSError as exc:
@@ -331,11 +331,11 @@ class HostCache:
         return None
 
     def has(self, key: Key) -> bool:
-        """Whether something bears the name of `key`. A fifth of what `open` costs."""
+        """Return whether a file has the name of `key`. Costs a fifth of `open`."""
         return os.access(self._path(key), os.F_OK)
 
     def changed_ns(self) -> int:
-        """Return when an entry came or went last, by the clock of the file system; 0: unknown."""
+        """Return when an entry was last added or removed, by the file system; 0: unknown."""
         try:
             return os.stat(self.root).st_mtime_ns
         except OSError:
@@ -346,9 +346,9 @@ class HostCache:
 
         If there is an entry under `key`, it is returned, and `body` is not used.
         """
-        there = self.open(key)
-        if there is not None:
-            return there
+        existing = self.open(key)
+        if existing is not None:
+            return existing
         draft = self.draft(memoryview(body).nbytes)
         if draft is None:
             return None
@@ -372,7 +372,7 @@ class HostCache:
         claim = self.claim(key)
         if claim is None:
             return None
-        entry = self.open(key)  # published just before the claim was free
+        entry = self.open(key)  # another process may have published it and released its claim
         if entry is None:
             return claim
         claim.release()
@@ -381,8 +381,8 @@ class HostCache:
     def claim(self, key: Key, purpose: str = "") -> Claim | None:
         """Return the exclusive right to fetch `key` to this host. None: it is claimed already.
 
-        If locks fail, every caller gets it: two fetches are better than none. `purpose`: another
-        activity that one process at a time may do, e.g. "storing".
+        If locks fail, every caller gets the claim: two fetches are better than none. `purpose`:
+        another activity for one process at a time, e.g. "storing".
         """
         name = os.path.basename(self._path(key))
         try:
@@ -421,15 +421,15 @@ class HostCache:
                     self._reserve(draft)
             except FileNotFoundError as exc:
                 failure = exc
-                # Session clean-up takes folders out of /dev/shm. If somebody else has put something
-                # there, the next try says so.
+                # Session clean-up removes folders from /dev/shm. If another user has taken the name
+                # since, the next try fails and reports it.
                 with contextlib.suppress(ConfigError):
                     make_private(self.root)
             except OSError as exc:
                 failure = exc
                 if exc.errno not in _FULL:
                     break
-                # A disk smaller than the limit, or one that others fill.
+                # The disk is smaller than the limit, or other programs fill it.
                 evict_bytes = max(num_bytes, self._shortage(num_bytes))
             else:
                 if draft is None:
@@ -451,10 +451,10 @@ class HostCache:
                     # The lock that kept the temporary file alive is the entry's pin from now on.
                     return draft.hand_over(key)
                 except FileExistsError:
-                    there = self.open(key)
-                    if there is not None:
-                        return there
-                    # What bears this name and cannot be opened, nobody else would ever replace.
+                    existing = self.open(key)
+                    if existing is not None:
+                        return existing
+                    # The file with this name cannot be opened, and no other code would replace it.
                     self._usage.remove(path)
         except OSError as exc:
             self._warn_once("write", "the host cache cannot be written: %s", exc)
@@ -465,7 +465,7 @@ class HostCache:
     def _reserve(self, draft: _DraftFile) -> None:
         """Reserve disk blocks: on a full disk, reading a mapped hole kills the process.
 
-        The floor counts as used: it is for others, which do not reserve theirs.
+        The floor counts as used: it is left to programs that do not reserve their blocks.
         """
         try:
             self._check_room(draft.num_bytes)
@@ -476,10 +476,12 @@ class HostCache:
 
     def _check_room(self, num_bytes: int) -> None:
         if self._shortage(num_bytes):
-            raise OSError(errno.ENOSPC, f"others need what is left on the disk of {self.root}")
+            raise OSError(
+                errno.ENOSPC, f"the rest of the disk of {self.root} is reserved for other programs"
+            )
 
     def _shortage(self, num_bytes: int) -> int:
-        """Return how many bytes are missing, for so many more, to leave the floor free."""
+        """Return how many bytes must be freed so that `num_bytes` more leave the floor free."""
         try:
             disk = os.statvfs(self.root)
         except OSError:
@@ -493,7 +495,7 @@ class HostCache:
             self._usage.remove(path)
 
     def _path(self, key: Key) -> str:
-        # No key holds a '+', so that two keys never meet in one name.
+        # No key contains a '+', so two keys never get the same name.
         return f"{self.root}/{self._prefix}{key.replace('/', '+')}"
 
     def _warn_once(self, topic: str, message: str, *args: object) -> None:

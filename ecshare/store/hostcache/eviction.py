@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction: if the host cache is full, the least recently used entries are removed.
 
-The folder is scanned only when the usage counter says "full". The scan corrects the counter, and
+The folder is scanned only if the usage counter says "full". The scan corrects the counter, and
 entries are removed down to LOW_WATER of the limit, so that a full cache does not scan for every new
 entry. Only files with names of ours are counted or removed.
 
 A scan of very many entries takes seconds. It does not hold the counter's lock, so other processes
 add and remove entries meanwhile. The counter's second number limits how wrong the sum of the scan
 can be, and the scan corrects the counter no further. Entries are removed a few at a time, each time
-under the lock. One process does this for all, in a thread of its own.
+under the lock. One process at a time scans and evicts, in a thread of its own: it "has the turn".
 """
 
 import contextlib
@@ -31,22 +31,23 @@ LOW_WATER = 0.9
 THREAD_NAME = "ecshare-evict"
 
 _TURN_NAME = ".evicting"
-# Whoever makes room touches its file all the time: without that for so long, it was stopped.
+# The process with the turn touches its lock file as a heartbeat. Without one for this long, the
+# process was stopped.
 TURN_WAIT_S = 2.0
-ROOM_WAIT_S = 0.25  # then others help themselves
+ROOM_WAIT_S = 0.25  # then other processes evict a few entries themselves
 _ROOM_PAUSE_S = 0.005
-STEP_ENTRIES = 16  # removed under one lock: less than a millisecond
-RUN_ENTRIES = 10_000  # sorted at once, which lets no other thread run; read in 50 ms
+STEP_ENTRIES = 16  # removed while the lock is held once: less than a millisecond
+RUN_ENTRIES = 10_000  # sorted at once, which blocks other threads; read in 50 ms
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
-# Of any version of the keys: nobody else would ever remove what an older release left. Some kept
-# parts of an object, under names below the object's.
+# Entries of any version of the keys, because only eviction removes the entries of older releases.
+# Some of those stored parts of an object, with suffixes to the object's name.
 _ENTRY = re.compile(
     r"(?:[0-9a-f]*\+)?(?:ec|kv)\+\d+\+[0-9a-f]{32}\+[0-9a-f]{2}\+[0-9a-f]{64}(?:\.[a-z0-9_-]+)*"
 )
 
 
 class Evictor:
-    """Makes room in a folder. Safe from several threads and processes."""
+    """Evicts entries to make room in a folder. Safe from several threads and processes."""
 
     def __init__(self, usage: Usage) -> None:
         """Count the existing entries.
@@ -59,18 +60,18 @@ class Evictor:
         self._turn = HostLock(f"{root}/{_TURN_NAME}", TURN_WAIT_S)
         try:
             turn = self._turn.attempt()
-            if turn is not None:  # else whoever has it counts
+            if turn is not None:  # otherwise the process that has the turn counts
                 scan = _Scan(self, turn)
-                scan.run_if_short(partial(scan.recount, _forget))
+                scan.run_if_short(partial(scan.recount, _drop))
         except OSError as exc:
             raise ConfigError(
                 f"host_cache_dir: {root} cannot be used ({exc}); name another folder, or empty it"
             ) from exc
 
     def admit(self, num_bytes: int, free_bytes: int) -> tuple[str, int] | None:
-        """As `Usage.create`, after making room. None: all entries are in use.
+        """Make room, and return the result of `Usage.create`. None: all entries are in use.
 
-        `free_bytes`: evict that many bytes first, whatever the counter says.
+        `free_bytes`: evict that many bytes first, even if the counter is below the limit.
 
         Raises:
             OSError: the folder cannot be used.
@@ -88,10 +89,10 @@ class Evictor:
                 is_room = self._make_room(turn, num_bytes, free_bytes)
                 free_bytes = 0
             elif time.monotonic() < waits_until_s or self._is_unknown():
-                is_room = True  # soon: somebody is making it, or counts
+                is_room = True  # soon: another process evicts or counts
                 time.sleep(_ROOM_PAUSE_S)
             else:
-                is_room = self._help_oneself(num_bytes, list(islice(self.files(), RUN_ENTRIES)))
+                is_room = self._evict_inline(num_bytes, list(islice(self.files(), RUN_ENTRIES)))
             if not is_room:
                 return None
 
@@ -103,14 +104,14 @@ class Evictor:
         """Remove the least recently used entries until there is room. False: there is none.
 
         If any must be removed, remove them down to LOW_WATER. Pinned entries stay. With very many
-        entries a thread does this, and only what is needed now is removed at once. `turn`: its
-        file, which this closes.
+        entries a thread does this, and this call evicts only what it needs itself. `turn`: the
+        locked file, which is closed.
         """
         scan = _Scan(self, turn)
         work = partial(self._evict_oldest, scan, num_bytes, free_bytes)
         used = scan.run_if_short(work, is_urgent=bool(free_bytes))
         if used is None:
-            return self._help_oneself(num_bytes, scan.first)
+            return self._evict_inline(num_bytes, scan.first)
         return used + num_bytes <= self.usage.limit_bytes
 
     def _evict_oldest(self, scan: "_Scan", num_bytes: int, free_bytes: int) -> int:
@@ -121,12 +122,12 @@ class Evictor:
             goal = min(goal, used - free_bytes)
         if used > goal:
             goal = min(goal, int(self.usage.limit_bytes * LOW_WATER))
-        return self.evict_in_steps(scan.living(heapq.merge(*runs)), used, goal)
+        return self.evict_in_steps(scan.with_heartbeat(heapq.merge(*runs)), used, goal)
 
-    def _help_oneself(self, num_bytes: int, some: "list[_Found]") -> bool:
-        """Remove the least recently used of `some`, at least a tenth of them, to make room.
+    def _evict_inline(self, num_bytes: int, some: "list[_Found]") -> bool:
+        """Evict the least recently used of `some`, at least a tenth of their bytes, to make room.
 
-        They are not the least recently used of all, but a scan of all takes seconds.
+        They need not be the least recently used of all, because a scan of all takes seconds.
         """
         with self.usage.counter() as counter:
             used = counter.read().used or 0
@@ -149,11 +150,11 @@ class Evictor:
         return used
 
     def _evict(self, some: list["_Found"], goal: int) -> int:
-        """Unlink the unpinned ones of these in order, and return the bytes that are then in use.
+        """Unlink the unpinned ones of `some` in order, and return the bytes that are then in use.
 
-        Stops at `goal`. Holds the lock once.
+        Stop at `goal`. The lock is held once.
         """
-        # Their memory or disk space is given back when they are closed: after the lock.
+        # Files are closed, which frees their memory or disk space, after the lock is released.
         with contextlib.ExitStack() as unlinked, self.usage.counter() as counter:
             used = counter.read().used or 0
             freed = 0
@@ -168,7 +169,7 @@ class Evictor:
             return max(0, used - freed)
 
     def _unlink_unpinned(self, found: "_Found") -> int | None:
-        """Unlink it and return its descriptor. None: it is pinned, was used since, or is gone."""
+        """Unlink a file and return its descriptor. None: pinned, used since the scan, or gone."""
         path = f"{self.usage.root}/{found.name}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -176,7 +177,7 @@ class Evictor:
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Used since the scan, or replaced by another file of the same name: not the oldest.
+            # Otherwise it was used since the scan, or replaced by another file of the same name.
             status = os.fstat(fd)
             if status.st_atime_ns == found.used_ns and os.stat(path).st_ino == status.st_ino:
                 os.unlink(path)
@@ -198,11 +199,11 @@ class Evictor:
                 is_temporary = entry.name.startswith(".")
                 if not (_TEMPORARY if is_temporary else _ENTRY).fullmatch(entry.name):
                     continue
-                # If an entry is removed meanwhile, Linux's tmpfs may list others again.
+                # If an entry is removed during the scan, Linux's tmpfs may list others again.
                 if entry.name in yielded:
                     continue
                 yielded.add(entry.name)
-                try:  # many times faster than `suppress`, and there may be a million
+                try:  # much faster than `suppress`, and there may be a million files
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
@@ -214,7 +215,7 @@ class _Scan:
     """One scan of a folder, by the process that has the turn. One thread at a time."""
 
     def __init__(self, room: Evictor, turn: int) -> None:
-        """Read the first entries. `turn`: its file, open and locked, which this closes."""
+        """Read the first entries. `turn`: the file of the turn, open and locked; owned."""
         self._room = room
         self._turn = turn
         try:
@@ -227,10 +228,10 @@ class _Scan:
             raise
 
     def run_if_short(self, work: Callable[[], int], *, is_urgent: bool = False) -> int | None:
-        """Do `work`, release the turn and return the result. None: a thread does it.
+        """Do `work`, release the turn and return the result. None: a thread does the work.
 
-        A thread does it if there are very many entries, unless it `is_urgent`, or the number of
-        bytes in use is not known.
+        A thread does it if there are very many entries, unless the work is urgent, or the number
+        of bytes in use is not known.
         """
         is_known = self._count_before.used is not None
         if len(self.first) == RUN_ENTRIES and is_known and not is_urgent:
@@ -240,8 +241,8 @@ class _Scan:
             return None
         return self._run(work)
 
-    def living(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
-        """Yield `entries`, and show those who wait for the turn that this process is running."""
+    def with_heartbeat(self, entries: Iterable["_Found"]) -> "Iterator[_Found]":
+        """Yield `entries`, and touch the lock file regularly, as processes that wait expect."""
         for n, each in enumerate(entries):
             if n % STEP_ENTRIES == 0:
                 os.utime(self._turn)
@@ -273,24 +274,24 @@ class _Scan:
             unlock_and_close(self._turn)
 
     def _run_in_background(self, work: Callable[[], int]) -> None:
-        # The folder may be gone by now; whoever needs room meets that, too.
+        # The folder may be gone. A caller that needs room then gets the same error.
         with contextlib.suppress(OSError):
             self._run(work)
 
 
-def _forget(run: "list[_Found]") -> None:
+def _drop(run: "list[_Found]") -> None:
     del run
 
 
 class _Found(NamedTuple):
     """A file of the cache, as a scan saw it. Sorts by last use.
 
-    That is its time of access, which is set whenever an entry is opened.
+    The last use is the file's access time, which is set whenever an entry is opened.
     """
 
     used_ns: int
     num_bytes: int
     name: str
     is_temporary: bool
-    """Still being written, unless its writer is dead. A living writer has a lock on it, from before
-    it released the counter's lock."""
+    """True if it is still being written, unless its writer is dead. A living writer holds a lock on
+    it, taken before the counter's lock was released."""

@@ -16,13 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 SHM = Path("/dev/shm")  # noqa: S108
-# A container's own is 64 MB: one large picture and a few small ones. Below this, disk is better.
+# By default, /dev/shm of a container has 64 MB, enough for one large picture and a few small ones.
+# If it has less than this, a disk is better.
 ENOUGH_BYTES = 1 << 30
-# Of a file system that a cache may take. Others live there, too: vLLM's queues and NCCL's buffers
-# in /dev/shm are made without reserving their memory, and whoever writes to it when there is none
-# left dies of SIGBUS.
+# The part of a file system that a cache may take. Others need it too: vLLM's queues and NCCL's
+# buffers in /dev/shm are made without reserving their memory. If none is left when a process writes
+# to them, it dies of SIGBUS.
 SHARE = 0.5
-# What stays free for them, whatever they take already; of a small file system a part.
+# The bytes that stay free for them, in addition to what they take already. In a small file system
+# it is _FLOOR_SHARE of it.
 FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 0.25
 _OTHER_NAMES = 8
@@ -45,8 +47,8 @@ def default_roots(wanted_bytes: int) -> list[Path]:
     `wanted_bytes` and 1 GiB, it is in the folder for temporary files, or in the user's cache
     folder; if these are too small as well, in the largest of the three. All processes of a user get
     the same result, because it depends on the disks' sizes and not on their content. The other
-    folders are used if somebody else has made something under that name: the same name with a
-    number, and a folder in the user's cache folder, where nobody else can write.
+    folders are used if another user has taken the name: they are the same name with a number, and
+    a folder in the user's cache folder, where other users cannot write.
     """
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = f"ecshare-{os.geteuid()}"
@@ -56,7 +58,7 @@ def default_roots(wanted_bytes: int) -> list[Path]:
 
 
 def temporary_root(place: Path) -> Path:
-    """Make a folder for this process alone, in `place` if possible. A normal exit removes it.
+    """Make a folder for this process only, in `place` if possible. A normal exit removes it.
 
     Raises:
         ConfigError: it cannot be made anywhere.
@@ -90,7 +92,7 @@ def _best_place(wanted_bytes: int, user_cache: Path) -> Path:
 
 
 def _is_free(root: Path) -> bool:
-    """Whether `root` is private to this user, or does not exist."""
+    """Return whether `root` is private to this user, or does not exist."""
     try:
         check_private(root)
     except FileNotFoundError:
@@ -101,7 +103,7 @@ def _is_free(root: Path) -> bool:
 
 
 def fitting(root: Path, limit_bytes: int) -> int:
-    """Return `limit_bytes`, or half of the file system of `root` where that is less."""
+    """Return `limit_bytes`, or half of the file system of `root` if that is less."""
     fits = _size(root)
     if not 0 < fits < limit_bytes:
         return limit_bytes
@@ -121,7 +123,7 @@ def floor_bytes(root: Path) -> int:
 
 
 def is_in_memory(root: Path) -> bool:
-    """Whether the files of `root` are in memory, so that no device is waited for."""
+    """Return whether the files of `root` are in memory, so that access waits for no device."""
     try:
         device = root.stat().st_dev
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which limits the processes of a host have for one folder of the host cache.
+"""Declares the limit of a process for one folder of the host cache, and reads those of others.
 
-Each keeps to its own, so the smallest counts for all. Who should know of that is told: a process
-holds a shared `flock` on `.limits/<bytes>` as long as it uses the folder, however it ends.
+Each process evicts down to its own limit, so the smallest counts for all. So that others can warn
+of that, a process holds a shared `flock` on `.limits/<bytes>` while it uses the folder. The kernel
+releases it when the process ends, in every case.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ _NAME = ".limits"
 
 
 def declare_limit(root: Path, limit_bytes: int) -> int | None:
-    """Return a file that tells others of this limit while it is open.
+    """Return a descriptor of a file that declares this limit while it is open.
 
-    None: it cannot be told.
+    None: the file cannot be made or locked.
     """
     with contextlib.suppress(OSError):
         folder = root / _NAME
@@ -36,7 +37,7 @@ def declare_limit(root: Path, limit_bytes: int) -> int | None:
 def declared_limits(root: Path) -> set[int]:
     """Return the limits, in bytes, of all processes that use the folder now.
 
-    Those of ended ones are removed.
+    Files of processes that have ended are removed.
     """
     found = set()
     with contextlib.suppress(OSError):
@@ -47,7 +48,7 @@ def declared_limits(root: Path) -> set[int]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody has the file locked; nobody needs it otherwise."""
+    """Return whether a process has locked the file. If none has, remove the file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

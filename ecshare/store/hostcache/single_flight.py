@@ -2,8 +2,8 @@
 """Single flight: one process of this host fetches an object for all that wait for it.
 
 A claim is a lock on one byte of a file, at an offset that is a hash of the key. It is an open file
-description lock of the kernel: it ends with its process in every case, and nothing must be cleaned
-up. If two keys have the same offset (one in 2^62), they only wait for each other.
+description lock: the kernel releases it when the process ends, in every case, so nothing must be
+cleaned up. If two keys have the same offset (one in 2^62), they only wait for each other.
 """
 
 import errno
@@ -17,24 +17,24 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-_FLOCK = struct.Struct("hhqqi4x")  # of Linux, 64 bits: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, length, pid
 _TAKEN = {errno.EAGAIN, errno.EACCES}
 
 
 class Claims:
-    """All claims that one host cache hands out.
+    """Holds all claims of one host cache.
 
-    They share one opening of the file, so that hundreds of them cost one descriptor. Locks of one
-    opening do not exclude each other; a set of places does. The opening ends with the last claim:
-    the file may have been removed meanwhile, and others lock the new one. Any thread.
+    They share one open file, so that hundreds of them cost one descriptor. Locks of one open file
+    do not exclude each other, so a set of offsets does. The file is closed with the last claim: it
+    may have been removed meanwhile, and then other processes lock the new one. Any thread.
     """
 
     def __init__(self, path: str) -> None:
-        """`path`: of the file with the locks, which is made if necessary."""
+        """Open nothing yet. `path`: of the file with the locks, which is made if necessary."""
         self._path = path
         self._fd = -1
         self._held: set[int] = set()
-        # A claim may be let go by the garbage collector, in the middle of `take`.
+        # Reentrant, because the garbage collector may release a claim in the middle of `take`.
         self._lock = threading.RLock()
 
     def take(self, name: str) -> "Claim | None":
@@ -54,7 +54,7 @@ class Claims:
                     self._fd = os.open(self._path, flags, 0o600)
                 _lock(self._fd, fcntl.F_WRLCK, place)
             except OSError as exc:
-                self._forget(place)
+                self._drop(place)
                 if exc.errno in _TAKEN:
                     return None
                 raise
@@ -62,11 +62,11 @@ class Claims:
 
     def _release(self, place: int) -> None:
         with self._lock:
-            # Not by closing alone: a fork holds the same opening.
+            # Closing would not unlock: a forked process has the same open file.
             _lock(self._fd, fcntl.F_UNLCK, place)
-            self._forget(place)
+            self._drop(place)
 
-    def _forget(self, place: int) -> None:
+    def _drop(self, place: int) -> None:
         self._held.discard(place)
         if not self._held and self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -76,15 +76,15 @@ class Claims:
 class Claim:
     """The exclusive right to fetch one key, until `release` or the end of the process."""
 
-    def __init__(self, let_go: Callable[[], object] | None = None) -> None:
-        """Made by `Claims.take`. Without `let_go`: a claim that excludes nobody."""
-        self._let_go = let_go
+    def __init__(self, unlock: Callable[[], object] | None = None) -> None:
+        """Hold the lock that `unlock` releases; see `Claims.take`. None: hold no lock."""
+        self._unlock = unlock
 
     def release(self) -> None:
-        """Let others fetch it. The second call does nothing."""
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go()
+        """Let other processes claim the key. The second call does nothing."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
 
     def __enter__(self) -> Self:
         return self

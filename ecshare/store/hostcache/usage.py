@@ -4,13 +4,13 @@
 Nobody but its user may enter it. Who takes a lock in it checks that first.
 
 The file `.used` contains the number of bytes in the folder. It is read and written under its own
-lock. A scan of the folder may miss what is added, renamed or removed meanwhile; the sum of the
-bytes of all these changes is a second number in the file.
+lock. A scan of the folder may miss files that are added, renamed or removed meanwhile. So a second
+number in the file is the sum of the bytes of all these changes.
 
-A HostLock is a `flock` on a small file. It ends with its holder in every case. But a holder may
-also be stopped, by a debugger, a frozen container or a dead disk. A process that has waited too
-long therefore replaces the file by a copy. The stopped process then holds the lock of a file that
-nobody opens any more. When it continues, it does one step at the same time as others.
+A HostLock is a `flock` on a small file. The kernel releases it when its holder ends, in every case.
+But a holder may also be stopped, by a debugger, a frozen container or a dead disk. A process that
+has waited too long therefore replaces the file by a copy. The stopped process then holds the lock
+of a file that no process opens any more. When it continues, it does one step without exclusion.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ecshare.store.errors import ConfigError
 
 _COUNTER = struct.Struct("<qq")
 _COUNTER_NAME = ".used"
-# A process that holds the counter for so long was stopped: it is held for a few milliseconds.
+# The counter is held for a few milliseconds. A process that holds it longer than this was stopped.
 COUNTER_WAIT_S = 1.0
 _MAX_TURNOVER = 1 << 62
 _LOCK_PAUSE_S = 0.0005
@@ -65,7 +65,7 @@ class Usage:
         """Make a temporary file of `num_bytes`, count it, and lock it (shared).
 
         Return its path and descriptor; None if there is no room, or the counter is not known. The
-        file is locked before the counter is released, so nobody mistakes it for a dead writer's.
+        file is locked before the counter is released, so no scan takes it for a dead writer's.
 
         Raises:
             OSError: the counter cannot be used, or the file not made.
@@ -100,7 +100,7 @@ class Usage:
             counter.add(0, turnover=num_bytes)
 
     def remove(self, path: str) -> None:
-        """Unlink the file and subtract its size. Does nothing if it is not there, or on errors."""
+        """Unlink the file and subtract its size. Do nothing if it does not exist, or on errors."""
         with contextlib.suppress(OSError), self.counter() as counter:
             status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
@@ -131,7 +131,7 @@ class UsageCounter:
 
     def _parsed(self, raw: bytes) -> Count:
         used = int.from_bytes(raw[:8], "little", signed=True) if len(raw) >= 8 else -1
-        # An older release writes the first number alone.
+        # An older release writes only the first number.
         turnover = int.from_bytes(raw[8:], "little") if len(raw) == _COUNTER.size else 0
         return Count(used if used >= 0 else None, turnover)
 
@@ -168,7 +168,8 @@ class HostLock:
     """
 
     def __init__(self, path: str, patience_s: float) -> None:
-        """`patience_s`: how long a holder may keep it without writing to or touching the file."""
+        """Take no lock yet. `patience_s`: how long a holder may hold the lock without writing to or
+        touching the file."""
         self._path = path
         self._patience_s = patience_s
 
@@ -183,8 +184,8 @@ class HostLock:
         return fd
 
     def attempt(self) -> int | None:
-        """As `take`, without waiting. None: somebody holds the lock."""
-        # All that changes the folder first takes a lock in it.
+        """Take the lock without waiting, and return the open file. None: it is locked already."""
+        # Checked here, because every change of the folder begins with a lock in it.
         check_still_private(os.path.dirname(self._path))
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
@@ -204,9 +205,9 @@ class HostLock:
         return Patience(self._path, self._patience_s)
 
     def take_over(self) -> int | None:
-        """Take the lock from a holder that was stopped; return the open file as `attempt` does.
+        """Take the lock from a holder that was stopped, and return the open file; see `attempt`.
 
-        None: the lock has another holder meanwhile.
+        None: another process has taken it over meanwhile.
         """
         stuck = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -231,17 +232,17 @@ class HostLock:
 
 
 class Patience:
-    """A timer for the wait for one holder of a lock. A sign of life of the holder restarts it."""
+    """A timer for the wait for a lock. A heartbeat of the holder restarts it."""
 
     def __init__(self, path: str, patience_s: float) -> None:
-        """Made by `HostLock.watch`."""
+        """Start the timer; see `HostLock.watch`."""
         self._path = path
         self._patience_s = patience_s
         self._seen: tuple[int, int] | None = None
         self._until_s = 0.0
 
     def is_over(self) -> bool:
-        """Whether the file was neither replaced nor written to for too long."""
+        """Return whether the file was neither replaced nor written to for too long."""
         try:
             status = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -254,15 +255,15 @@ class Patience:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Release the lock and close. Closing alone does not release it while a mapping or a forked
-    process has a duplicate of the descriptor."""
+    """Release the lock and close the file. Closing alone does not release the lock while a mapping
+    or a forked process has a duplicate of the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def _has_name(fd: int, path: str) -> bool:
-    """Whether the file open as `fd` is still the one at `path`."""
+    """Return whether the file open as `fd` is still the one at `path`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     return False
@@ -287,10 +288,10 @@ def make_private(root: Path) -> None:
 
 
 def check_still_private(root: str | Path) -> None:
-    """Check once more, before a use of the running cache, what `check_private` has found at start.
+    """Repeat `check_private` before a use of the running cache.
 
-    A clean-up may remove the folder, and somebody else may then put a link under its name. Nobody
-    else can do that while the folder is there: its parent is sticky, or theirs alone.
+    A clean-up may remove the folder, and another user may then put a link under its name. While the
+    folder exists, no other user can replace it: its parent is sticky, or belongs to this user.
 
     Raises:
         OSError: it is not private any more, or is gone.

@@ -8,7 +8,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from ecshare.encoder.scheduler.scheduler import EncoderScheduler
-from ecshare.plugin.save_policy import Sightings
+from ecshare.plugin.sightings import Sightings
 from tests.ecshare.encoder.scheduler.test_scheduler import (
     NUM_EMBEDS,
     Start,

@@ -152,7 +152,7 @@ def test_the_road_is_logged_once_and_without_secrets(
         ("ecshare.store.folder.store", "torch vllm fsspec obstore s3fs botocore"),
         ("ecshare.store.format", "torch vllm fsspec obstore numpy"),
         ("ecshare.store.fsspec.store", "torch vllm obstore s3fs botocore"),
-        ("ecshare.store.cloud.options", "torch vllm fsspec obstore botocore"),
+        ("ecshare.store.cloud.plan", "torch vllm fsspec obstore botocore"),
         ("ecshare.store.cloud.store", "torch vllm fsspec s3fs botocore"),
     ],
 )

@@ -76,7 +76,7 @@ def test_what_a_secret_refers_to_must_be_there(tmp_path: Path, value: str, words
 def test_an_account_of_google_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ecshare.store.cloud.options import CloudPlan, plan
+    from ecshare.store.cloud.plan import CloudPlan, plan
 
     account = json.dumps({"type": "service_account", "private_key": "hidden"})
     monkeypatch.setenv("ACCOUNT", account)

@@ -269,7 +269,7 @@ def test_without_siblings_nothing_is_asked_of_blocks(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(Siblings, "_note", lambda *_args, **_more: seen.append(1))
+    monkeypatch.setattr(Siblings, "_record", lambda *_args, **_more: seen.append(1))
     monkeypatch.setattr(Siblings, "_first_foreign", lambda *_args: seen.append(1))
     engine = start()
     serve(engine, LONG, name="one")

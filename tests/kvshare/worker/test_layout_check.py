@@ -173,7 +173,7 @@ def unlike(write: Change, layer: Any, key: Tensor, value: Tensor, *rest: Any) ->
     [
         (elsewhere, "of 4096 numbers that the engine wrote to a head of a block, 2048 are where"),
         (in_part, "of 4096 numbers that the engine wrote to a head of a block, 4032 are where"),
-        (unlike, "heads of a block differ"),
+        (unlike, "heads of a block were filled alike, but differ"),
     ],
 )
 def test_blocks_that_do_not_hold_what_was_written_are_known(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ecshare.store.cloud.options import CloudPlan, plan
+from ecshare.store.cloud.plan import CloudPlan, plan
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 

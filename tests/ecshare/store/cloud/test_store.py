@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from obstore import exceptions as foreign
 
-from ecshare.store.accounts import S3, flat
 from ecshare.store.cloud import store as cloud
 from ecshare.store.cloud.errors import MEANING
 from ecshare.store.cloud.store import PIECE_BYTES
+from ecshare.store.cloud_accounts import S3, flat
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import (
     ConfigError,

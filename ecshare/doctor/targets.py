@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds this project's connectors in the options that an engine is given."""
+"""Finds the connectors of this project in the options of an engine: the doctor examines them."""
 
 import difflib
 import json
@@ -68,12 +68,12 @@ class Conflict(NamedTuple):
         return f"{self.path}: {self.advice}"
 
 
-Beside = ForeignConnector | Conflict
-"""What is in the options beside the targets."""
+Remark = ForeignConnector | Conflict
+"""A remark on options other than those of the targets."""
 
 
-def read_argument(text: str) -> tuple[list[Target], list[Beside]]:
-    """Return the targets that `text` names, at least one, and what else is to be said of it.
+def read_argument(text: str) -> tuple[list[Target], list[Remark]]:
+    """Return the targets that `text` names, at least one, and remarks on the rest of it.
 
     `text`: a url; options of a connector or a tier; the JSON of --ec-transfer-config or of
     --kv-transfer-config; or "@" and a file with one of them.
@@ -99,16 +99,16 @@ def read_argument(text: str) -> tuple[list[Target], list[Beside]]:
         raise ConfigError(f"argument store: not JSON ({exc})") from exc
     found = list(_transfer_config(given, ""))
     targets = [each for each in found if isinstance(each, Target)]
-    beside = [each for each in found if not isinstance(each, Target)]
-    if beside and not targets:
+    remarks = [each for each in found if not isinstance(each, Target)]
+    if remarks and not targets:
         raise ConfigError(
-            f"{'; '.join(map(str, beside))}. The doctor examines the stores of "
+            f"{'; '.join(map(str, remarks))}. The doctor examines the stores of "
             f"{', '.join(_CONFIGS)}"
         )
-    return targets or [_standalone(given)], beside
+    return targets or [_standalone(given)], remarks
 
 
-def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | Beside]:
+def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | Remark]:
     """Yield what `given`, at the JSON path `above`, configures.
 
     It yields nothing if `given` is no transfer config.
@@ -129,7 +129,7 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
         path, module = f"{above}{extra_field}", given.get(f"{name_field}_module_path")
         if kind == "kv" and name == MULTI:
             children = list(_children(extra, path))
-            # vLLM reads the outermost policy alone.
+            # vLLM reads only the outermost policy.
             yield from (each for each in children if not isinstance(each, Conflict))
             yield from _policy_conflict(given, above, children)
             yield from _second_conflict(children, path)
@@ -142,11 +142,11 @@ def _transfer_config(given: Mapping[str, Any], above: str) -> Iterator[Target | 
 
 
 def _policy_conflict(
-    given: Mapping[str, Any], above: str, children: Iterable[Target | Beside]
+    given: Mapping[str, Any], above: str, children: Iterable[Target | Remark]
 ) -> Iterator[Conflict]:
-    """Yield what a MultiConnector does to requests whose blocks were lost, if one of ours is below.
+    """Yield a conflict if a MultiConnector with a child of ours fails requests that lose blocks.
 
-    KVShareConnector sets the policy itself, but there it has a copy of the configuration.
+    KVShareConnector sets the policy itself, but below a MultiConnector it sets only a copy.
     """
     ours = any(isinstance(each, Target) and type(each.config) is KVConfig for each in children)
     if ours and given.get(_POLICY) != "recompute":
@@ -157,8 +157,8 @@ def _policy_conflict(
         )
 
 
-def _second_conflict(children: Iterable[Target | Beside], path: str) -> Iterator[Conflict]:
-    """Yield that an engine with two of ours does not start."""
+def _second_conflict(children: Iterable[Target | Remark], path: str) -> Iterator[Conflict]:
+    """Yield a conflict if two children are ours: the engine would not start."""
     if sum(isinstance(each, Target) and type(each.config) is KVConfig for each in children) > 1:
         yield Conflict(
             f"{path}.connectors",
@@ -167,7 +167,7 @@ def _second_conflict(children: Iterable[Target | Beside], path: str) -> Iterator
         )
 
 
-def _children(extra: Any, path: str) -> Iterator[Target | Beside]:
+def _children(extra: Any, path: str) -> Iterator[Target | Remark]:
     for place, child in _objects(extra, path, "connectors", f"{MULTI} joins others: list them"):
         found = list(_transfer_config(child, f"{place}."))
         if not found:
@@ -175,7 +175,7 @@ def _children(extra: Any, path: str) -> Iterator[Target | Beside]:
         yield from found
 
 
-def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | Beside]:
+def _tiers(extra: Any, path: str, name_path: str) -> Iterator[Target | Remark]:
     if isinstance(extra, Mapping) and "secondary_tiers" not in extra:
         hint = ", and has no KVShareTier among its secondary_tiers"
         yield ForeignConnector(name_path, OFFLOADING, hint)
@@ -231,7 +231,7 @@ def _foreign(name: Any, module: Any, path: str) -> ForeignConnector:
 
 
 def _standalone(given: Mapping[str, Any]) -> Target:
-    """Parse options without a connector's name: the first of ours that has all of them is meant."""
+    """Parse options without a connector's name, as those of the first connector that has all."""
     path = "options"
     if "type" in given:
         return _tier(given, path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of connectors in the traces of requests, where vLLM exports traces.
+"""Spans of connectors in the traces of requests, if vLLM exports traces.
 
-vLLM's --otlp-traces-endpoint sets up the process's exporter, and gives each request that comes with
-a `traceparent` its headers. Without either nothing happens here, and nothing is imported.
+vLLM's --otlp-traces-endpoint sets up the process's exporter, and attaches the trace headers to each
+request that has a `traceparent`. Without either, this module does nothing and imports nothing.
 """
 
 import logging
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 def add_span(request: "Request", name: str, seconds: float, **attributes: str | int) -> None:
     """Add a span that ends now and has taken `seconds` to the trace of `request`, if it has one.
 
-    `attributes` are called like `name` and what they are given as. Does no I/O: vLLM's exporter has
-    a bounded queue and a thread.
+    Each of `attributes` is named `<name>.<its keyword>`. Does no I/O: vLLM's exporter has a bounded
+    queue and a thread.
     """
     headers: dict[str, str] | None = option(request, "trace_headers")
     if not headers:
         return
     try:
         _add(headers, name, seconds, attributes)
-    except Exception:  # noqa: BLE001 — a half would give up, and nobody would do that for a span
+    except Exception:  # noqa: BLE001 — a half must not give up because of a span
         logger.debug("no span %s", name, exc_info=True)
 
 

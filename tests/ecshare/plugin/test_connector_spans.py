@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from ecshare.plugin.spans import add_span
+from ecshare.plugin.connector_spans import add_span
 
 SENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
@@ -65,7 +65,7 @@ def test_whatever_the_headers_are_no_hook_raises(
 
 def test_without_a_trace_nothing_is_imported() -> None:
     program = (
-        "import sys, types; from ecshare.plugin.spans import add_span;"
+        "import sys, types; from ecshare.plugin.connector_spans import add_span;"
         "add_span(types.SimpleNamespace(trace_headers=None), 'a', 1.0);"
         "assert 'opentelemetry' not in sys.modules"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of a bucket are called, and which account, endpoint or emulator they and the
-environment name.
+"""The names of the options of buckets, and the account, endpoint or emulator that the options and
+the environment name.
 
-Checks nothing: values of a wrong type are ignored here, and refused by `cloud.options`.
+Nothing is checked in this module: it ignores values of a wrong type, and `cloud.plan` refuses them.
 """
 
 import os
@@ -18,22 +18,22 @@ _HOST = re.compile(r"(?P<name>[a-z0-9]{3,24})\.(?:blob|dfs)\.(?P<suffix>[a-z0-9.
 _PUBLIC = "core.windows.net"
 
 
-class Cloud(NamedTuple):
+class CloudOptions(NamedTuple):
     """The options of one cloud. Names are separated by blanks."""
 
     name: Literal["s3", "azure", "gcs"]
     client: str
     """The package that serves it below fsspec."""
     prefix: str
-    """An expression: obstore's names may begin with it."""
+    """A regular expression: obstore's names may begin with it."""
     texts: str
     flags: str
     """obstore's names, and a few of ours."""
     aliases: Mapping[str, str]
-    """Names of `client` for the same; a dot stands before what is inside of another option."""
+    """Other names, mostly those of `client`. A dot separates an option from the one around it."""
 
     def read_as(self, name: str) -> str | None:
-        """Return the name in `texts` or `flags` for the option `name`; None: there is none."""
+        """Return the name in `texts` or `flags` for the option `name`; None if it has none."""
         bare = re.sub(f"^(?:{self.prefix})", "", name)
         if name in self.aliases or bare not in f"{self.texts} {self.flags}".split():
             return self.aliases.get(name)
@@ -45,7 +45,7 @@ class Cloud(NamedTuple):
         return {own: text for n, text in texts.items() if (own := self.read_as(n))}
 
 
-S3 = Cloud(
+S3 = CloudOptions(
     name="s3",
     client="s3fs",
     prefix="aws_",
@@ -67,7 +67,7 @@ S3 = Cloud(
         "config_kwargs.s3.addressing_style": "addressing_style",
     },
 )
-AZURE = Cloud(
+AZURE = CloudOptions(
     name="azure",
     client="adlfs",
     prefix="azure_storage_|azure_",
@@ -77,7 +77,7 @@ AZURE = Cloud(
     flags="skip_signature use_azure_cli",
     aliases={"anon": "skip_signature", "sas_token": "sas_key"},
 )
-GCS = Cloud(
+GCS = CloudOptions(
     name="gcs",
     client="gcsfs",
     prefix="google_",
@@ -95,7 +95,7 @@ CLOUDS = {
 
 
 def flat(options: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return all options that are not None; those inside of another option have names with dots."""
+    """Return all options that are not None; options inside of others get names with dots."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         dotted = f"{above}{name}"
@@ -112,9 +112,9 @@ def from_environment(*names: str) -> str:
 
 
 def azure_account(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the account of `url`, and where its blobs are served; "": Azure's own.
+    """Return the account of `url`, and the endpoint of its blobs; "": Azure's own endpoint.
 
-    The url counts most for the name, the options for the endpoint, the environment least.
+    The url has precedence for the name, the options for the endpoint. The environment comes last.
     """
     written, fields = AZURE.written(options), connection_fields(url, options)
     name, host_endpoint = account_in_url(url) or ("", "")
@@ -140,7 +140,10 @@ def azure_account(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def account_in_url(url: str) -> tuple[str, str] | None:
-    """As `azure_account`, for `abfs://container@account.dfs.core.windows.net/path` alone."""
+    """Return account and endpoint of `abfs://container@account.dfs.core.windows.net/path`.
+
+    None: the url names no account. See `azure_account`.
+    """
     _, at, host = url.partition("://")[2].partition("/")[0].rpartition("@")
     found = _HOST.fullmatch(host) if at else None
     if found is None:
@@ -150,9 +153,9 @@ def account_in_url(url: str) -> tuple[str, str] | None:
 
 
 def connection_fields(url: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of the connection string, names in lower case.
+    """Return the fields of the connection string, names in lower case.
 
-    The environment's counts only where neither the url nor an option names an account.
+    The string in the environment counts only if neither the url nor an option names an account.
     """
     written = AZURE.written(options)
     text = written.get("connection_string", "")
@@ -163,13 +166,16 @@ def connection_fields(url: str, options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def s3_endpoint() -> str:
-    """Where the environment says that S3 is served; "": it says nothing, or is not to be heeded."""
+    """Return S3's endpoint from the environment; "" if none is set, or it is to be ignored."""
     is_ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
     return "" if is_ignored else from_environment(*S3_ENDPOINTS)
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str:
-    """Where Google's API is served instead, or "": an option, or an emulator in the environment."""
+    """Return another endpoint for Google's API: the option, or the emulator in the environment.
+
+    "": Google's own endpoint.
+    """
     endpoint = GCS.written(options).get("base_url") or from_environment("STORAGE_EMULATOR_HOST")
     if not endpoint or endpoint == "default":
         return ""

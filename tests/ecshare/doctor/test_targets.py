@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ecshare.doctor.options import read_argument
+from ecshare.doctor.targets import read_argument
 from ecshare.encoder.config import EncoderConfig
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError

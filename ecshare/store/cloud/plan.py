@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the options of a bucket to those of obstore.
+"""Translates the options of a bucket to those of obstore.
 
-They have obstore's names, or those of fsspec's clients for the same. If an option has no
+Users write obstore's names, or those of fsspec's clients for the same options. If an option has no
 counterpart in obstore, the url is opened by fsspec, and the log names the option.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ecshare.store import accounts
-from ecshare.store.accounts import CLOUDS, Cloud, from_environment, s3_endpoint
+from ecshare.store import cloud_accounts
 from ecshare.store.cloud.s3_account import Credentials, S3Account, searched, static
+from ecshare.store.cloud_accounts import CLOUDS, CloudOptions, from_environment, s3_endpoint
 from ecshare.store.config import StoreConfig
 from ecshare.store.errors import ConfigError
 from ecshare.store.secrets import masked_url
@@ -32,11 +32,11 @@ _BUCKETS = {
     ),
     "gcs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "gs://bucket/prefix"),
 }
-# obstore percent-encodes other characters, fsspec does not: two engines would not meet.
+# obstore percent-encodes other characters, fsspec does not: engines would use different keys.
 _PLAIN_PREFIX = re.compile(r"[A-Za-z0-9!_.()=@+:,'/-]*")
 _LIKELY_MISSPELT = 0.75
 _MOST_CERTIFICATES = 4 << 20
-# From an option of Azure to obstore's type of credentials: the first one that is given counts.
+# obstore's type of credentials for options of Azure. The first option that is given counts.
 _AZURE_CREDENTIALS = {
     "account_key": "access_key",
     "sas_key": "sas_token",
@@ -51,18 +51,18 @@ _AZURE_CREDENTIALS = {
 
 @dataclass(frozen=True)
 class CloudPlan:
-    """All that obstore needs to open a bucket."""
+    """The arguments with which obstore opens a bucket."""
 
     cloud: Literal["s3", "azure", "gcs"]
     bucket: str
-    """Azure calls it a container."""
+    """The bucket; Azure calls it a container."""
     prefix: str
     config: Mapping[str, Any] = field(repr=False)
-    """Of obstore's S3Config, AzureConfig or GCSConfig; may hold secrets."""
+    """The fields of obstore's S3Config, AzureConfig or GCSConfig; may hold secrets."""
     client: Mapping[str, Any] = field(repr=False)
-    """Of obstore's ClientConfig."""
+    """The fields of obstore's ClientConfig."""
     credentials: Credentials | None = field(repr=False)
-    """None: they are in `config`, or obstore searches by itself."""
+    """None: they are in `config`, or obstore searches for them itself."""
 
 
 _Parts = tuple[str, dict[str, Any], Credentials | None]
@@ -73,7 +73,7 @@ def plan(config: StoreConfig, path: str) -> CloudPlan | str:
     """Translate `config`, whose protocol is in CLOUDS, or return why only fsspec can serve it.
 
     `path`: where the user wrote the options. Uses the network only for AWS's search for
-    credentials. For Azure and Google obstore searches by itself: environment, files, the machine.
+    credentials. For Azure and Google obstore itself searches: environment, files, the machine.
 
     Raises:
         ConfigError: the url or an option cannot work, or there are no credentials.
@@ -96,9 +96,9 @@ def plan(config: StoreConfig, path: str) -> CloudPlan | str:
 
 
 class _Options:
-    """`storage_options` by obstore's names. Each error names the option as the user wrote it."""
+    """Holds `storage_options` by obstore's names. Errors name an option as the user wrote it."""
 
-    def __init__(self, config: StoreConfig, path: str, cloud: Cloud) -> None:
+    def __init__(self, config: StoreConfig, path: str, cloud: CloudOptions) -> None:
         """Read the options of `config`, which the user wrote at `path`.
 
         Raises:
@@ -108,14 +108,14 @@ class _Options:
         self.found: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         self.client_only = ""
-        """An option that is not obstore's."""
-        for name, value in accounts.flat(self.raw).items():
+        """The first option that obstore does not have; "": none."""
+        for name, value in cloud_accounts.flat(self.raw).items():
             self._take(cloud, name, value)
 
-    def _take(self, cloud: Cloud, name: str, value: Any) -> None:
+    def _take(self, cloud: CloudOptions, name: str, value: Any) -> None:
         where, own = f"{self.path}.storage_options.{name}", cloud.read_as(name)
         if own is None:
-            if name in accounts.GROUPS:
+            if name in cloud_accounts.GROUPS:
                 raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
             known = [*cloud.texts.split(), *cloud.flags.split(), *cloud.aliases]
             near = difflib.get_close_matches(name.lower(), known, 1, _LIKELY_MISSPELT)
@@ -139,14 +139,14 @@ class _Options:
         return f"{self.path}.storage_options.{next(given, names[-1])}"
 
     def those(self, names: str) -> dict[str, Any]:
-        """Return those of the options `names`, separated by blanks, that were given."""
+        """Return the given ones among the options `names`, which are separated by blanks."""
         return {name: self.found[name] for name in names.split() if name in self.found}
 
 
-def _bucket_and_prefix(url: str, cloud: Cloud, option: str) -> tuple[str, str]:
+def _bucket_and_prefix(url: str, cloud: CloudOptions, option: str) -> tuple[str, str]:
     bucket, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
-    if cloud.name == "azure" and accounts.account_in_url(url):
+    if cloud.name == "azure" and cloud_accounts.account_in_url(url):
         bucket = bucket.partition("@")[0]
     pattern, example = _BUCKETS[cloud.name]
     if not pattern.fullmatch(bucket):
@@ -171,18 +171,18 @@ def _s3(options: _Options, bucket: str) -> _Parts:
     virtual = style == "virtual" or (style == "auto" and not url and "." not in bucket)
     own = options.found.get("virtual_hosted_style_request")
     virtual = virtual if own is None else own
-    # What is not given, obstore itself looks up in the environment: what is ignored there, too.
+    # Without an endpoint in its arguments, obstore takes the environment's, even if we ignore that.
     asked = url or (
-        from_environment(*accounts.S3_ENDPOINTS) and f"https://s3.{region}.amazonaws.com"
+        from_environment(*cloud_accounts.S3_ENDPOINTS) and f"https://s3.{region}.amazonaws.com"
     )
-    if virtual and not (own and f"://{bucket}." in asked):  # obstore's users put the bucket there
+    if virtual and not (own and f"://{bucket}." in asked):  # as users of obstore write it
         asked = asked.replace("://", f"://{bucket}.", 1)
     settings = {
         "region": region,
         "skip_signature": options.found.get("skip_signature", False),
         "unsigned_payload": options.found.get("unsigned_payload", _is_safe(url)),
         "virtual_hosted_style_request": virtual,
-        # Under this name, or the environment's AWS_ENDPOINT_URL_S3 would win over the option.
+        # Not by another name: the environment's AWS_ENDPOINT_URL_S3 would override it.
         **({"aws_endpoint_url_s3": asked} if asked else {}),
         **options.those(
             "request_payer server_side_encryption sse_bucket_key_enabled sse_customer_key_base64 "
@@ -193,7 +193,7 @@ def _s3(options: _Options, bucket: str) -> _Parts:
 
 
 def _s3_account(options: _Options) -> S3Account:
-    """Return nobody, the keys in the options, or what AWS's search finds."""
+    """Return no credentials, the keys in the options, or the result of AWS's search."""
     if options.found.get("skip_signature"):
         return None, "", s3_endpoint()
     key, secret = options.found.get("access_key_id"), options.found.get("secret_access_key")
@@ -208,7 +208,7 @@ def _s3_account(options: _Options) -> S3Account:
 
 
 def _is_safe(url: str) -> bool:
-    """Whether nobody on the way to the server can change a body: TLS, or a server on this host."""
+    """Return whether no third party can change a body in transit: TLS, or a server on this host."""
     host = urlsplit(url).hostname or ""
     try:
         return not url.startswith("http://") or ipaddress.ip_address(host).is_loopback
@@ -224,7 +224,7 @@ def _certificates(options: _Options) -> dict[str, Any]:
         return {} if verify else {"allow_invalid_certificates": True}
     content = b""
     with contextlib.suppress(OSError, ValueError):
-        if Path(verify).is_file():  # to open a pipe would wait for its writer
+        if Path(verify).is_file():  # opening a pipe would block until there is a writer
             with Path(verify).open("rb") as file:
                 content = file.read(_MOST_CERTIFICATES + 1)
     if len(content) > _MOST_CERTIFICATES or b"-----BEGIN CERTIFICATE-----" not in content:
@@ -236,8 +236,8 @@ def _certificates(options: _Options) -> dict[str, Any]:
 
 
 def _azure(options: _Options, _: str) -> _Parts:
-    fields = accounts.connection_fields(options.url, options.raw)
-    account, endpoint = accounts.azure_account(options.url, options.raw)
+    fields = cloud_accounts.connection_fields(options.url, options.raw)
+    account, endpoint = cloud_accounts.azure_account(options.url, options.raw)
     where = options.where("account_name")
     if not account:
         raise ConfigError(
@@ -263,18 +263,18 @@ def _azure(options: _Options, _: str) -> _Parts:
     settings = {
         "account_name": account,
         "skip_signature": options.found.get("skip_signature", False) and kind is None,
-        # Or the environment could send us to an emulator, whatever the options say.
+        # Otherwise the environment could select an emulator against the options.
         "use_emulator": False,
         **({"endpoint": endpoint} if endpoint else {}),
-        **({"credential_type": kind} if kind else {}),  # or the environment's could win
+        **({"credential_type": kind} if kind else {}),  # or the environment's could override it
         **given,
     }
     return endpoint, settings, None
 
 
 def _gcs(options: _Options, _: str) -> _Parts | str:
-    endpoint, option = accounts.gcs_endpoint(options.raw), options.where("base_url", "endpoint_url")
-    endpoint = _checked(endpoint, option)
+    option = options.where("base_url", "endpoint_url")
+    endpoint = _checked(cloud_accounts.gcs_endpoint(options.raw), option)
     given = options.those(
         "application_credentials bearer_token service_account service_account_key skip_signature"
     )
@@ -284,25 +284,26 @@ def _gcs(options: _Options, _: str) -> _Parts | str:
     if token != "google_default":
         if given:
             raise ConfigError(f"{options.where('token')}: contradicts {min(given)}; leave one out")
-        given = _meant_by(token)
+        given = _by_token(token)
     anonymous, bearer = given.get("skip_signature", False), given.pop("bearer_token", "")
     settings = {
         "skip_signature": anonymous,
         **({"base_url": endpoint} if endpoint else {}),
         **given,
     }
-    # A provider for nobody, too: without one obstore asks the machine before each write.
+    # Anonymous access has a provider too: otherwise obstore asks the metadata server for
+    # credentials before each write.
     return endpoint, settings, static(token=bearer) if bearer or anonymous else None
 
 
-def _meant_by(token: str) -> dict[str, Any]:
-    """Return obstore's option for a `token` as gcsfs understands it."""
+def _by_token(token: str) -> dict[str, Any]:
+    """Return obstore's option for a `token` of gcsfs."""
     if token == "anon":
         return {"skip_signature": True}
-    # What looks like a file is not sent away as a secret because it is misspelt.
+    # A misspelt path must not be sent to the server as a bearer token.
     if token.startswith("/") or token.endswith(".json") or os.path.exists(token):  # noqa: PTH110
         return {"service_account": token}
-    # The text of such a file is what env:NAME and file:/path give.
+    # env:NAME and file:/path are replaced by the content of such a file.
     return {"service_account_key" if token.lstrip().startswith("{") else "bearer_token": token}
 
 
@@ -311,7 +312,7 @@ def _checked(endpoint: str, option: str) -> str:
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # an address, or a port, that cannot be
+    except ValueError:  # an invalid address or port
         is_url = False
     if endpoint and not is_url:
         shown = masked_url(endpoint)
