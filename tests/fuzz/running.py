@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many cases, and which: the gate runs a few hundred of each kind, `make fuzz` many times more.
 
-One seed makes the same cases every time. Hypothesis shrinks failing cases, and prints them as calls.
+One seed makes the same cases every time. Hypothesis shrinks failures, and prints them as calls.
 """
 
 import os
